@@ -1,0 +1,1 @@
+"""Translation between the outside and the runtime: one platform, one file."""

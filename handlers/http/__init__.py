@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI-compatible routes, health, metrics, and the user's handler."""

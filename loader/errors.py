@@ -1,0 +1,123 @@
+"""Every error that Teneral raises on purpose, below the engine.
+
+    TeneralError
+    ├── UsageError               a flag, key or value that cannot be meant
+    ├── SourceError              the store: says which object, and what to do
+    │   ├── NotFoundError
+    │   ├── AccessDeniedError
+    │   ├── UnavailableError     worth another try
+    │   ├── ChangedError         the object was replaced while it was read
+    │   ├── AlreadyExistsError   a conditional write lost
+    │   ├── NoSpaceError
+    │   └── SourceClosedError    a read was given up because its source was closed
+    ├── FormatError              what was read is not what the format allows
+    │   ├── ManifestError
+    │   ├── CheckpointError      a safetensors file or a model directory
+    │   └── IntegrityError       bytes that differ from their digest
+    └── LoadCancelledError       somebody asked the load to stop
+
+An error says what is wrong, where, and what to do (`hint`). It knows no exit codes and no HTTP statuses: those
+belong to the edge (`teneral.cli`, `teneral.handlers`).
+"""
+
+from __future__ import annotations
+
+
+class TeneralError(Exception):
+    """Root of all errors raised on purpose. `hint` is one sentence that says what a user can do, or ''."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+class UsageError(TeneralError):
+    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user wrote it."""
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.key = key
+
+
+class SourceError(TeneralError):
+    """Something about a store. `source` is its address without secrets, `name` the object, '' for the store itself."""
+
+    def __init__(self, message: str, *, source: str = "", name: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.source = source
+        self.name = name
+
+
+class NotFoundError(SourceError):
+    """The object, bucket or folder does not exist."""
+
+
+class AccessDeniedError(SourceError):
+    """No credentials, wrong ones, or no permission."""
+
+
+class UnavailableError(SourceError):
+    """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is its own wish."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        source: str = "",
+        name: str = "",
+        hint: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, source=source, name=name, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class ChangedError(SourceError):
+    """The object was replaced or truncated while it was being read."""
+
+
+class AlreadyExistsError(SourceError):
+    """A conditional write found something there already; nothing was changed."""
+
+
+class NoSpaceError(SourceError):
+    """The store is full; what was being written has been removed."""
+
+
+class SourceClosedError(SourceError):
+    """The source was closed, so a read in flight was given up."""
+
+
+class FormatError(TeneralError):
+    """What was read is not what its format allows. `where` names the file, tensor, part or key."""
+
+    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.where = where
+
+
+class ManifestError(FormatError):
+    """An artifact's manifest is damaged, hostile, or from a newer version."""
+
+
+class CheckpointError(FormatError):
+    """A safetensors file or a Hugging Face model directory is damaged, hostile or incomplete."""
+
+
+class IntegrityError(FormatError):
+    """Stored bytes differ from their digest, or decode to something else than declared. Nothing was used."""
+
+    def __init__(
+        self, message: str, *, where: str = "", expected: str = "", got: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(message, where=where, hint=hint)
+        self.expected = expected
+        self.got = got
+
+
+class LoadCancelledError(TeneralError):
+    """The load was cancelled by its owner."""

@@ -1,0 +1,227 @@
+"""The manifest of an artifact as values: what is stored where, and how it becomes tensors.
+
+`docs/format.md` is the norm; this module holds its data types and the pure functions over them. Parsing and writing the JSON
+is in `manifest_json.py`. Nothing here does I/O or knows torch.
+
+The nouns: a *tensor* belongs to one layer *group*; a group's tensors lie one behind another in one *slab* of memory.
+A *part* is a stretch of a blob that holds up to `MAX_PART_ELEMENTS` elements of one group and one *tier*; it is the unit of
+fetching and of verification, and is made of *segments*, each the elements [start, start + count) of one tensor. A segment
+is stored as one or more *planes*; a coded plane is a run of zstd *frames* of `FRAME_ELEMENTS` elements each.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+FRAME_ELEMENTS = 65_536
+MAX_PART_ELEMENTS = 16 * 1024 * 1024
+SLAB_ALIGNMENT_BYTES = 64  # a cache line, and what oneDNN and a GPU's widest loads ask for
+
+# Bits an element, by the name that safetensors gives the dtype. Sub-byte dtypes are stored packed, as safetensors does.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+class Tier(enum.IntEnum):
+    """Which of a weight's bits: the draft's (a model of fp8 quality), or the rest that make it exact."""
+
+    DRAFT = 0
+    REFINE = 1
+
+
+class Encoding(enum.StrEnum):
+    """How a tensor's elements are cut into planes."""
+
+    WHOLE = "whole"  # one plane: the bytes as they are
+    BYTES = "bytes"  # one plane a byte of the element, little end first, all in the draft tier
+    BF16_3 = "bf16.3"  # draft: exponent bytes, then sign + 3 mantissa bits; refine: the low 4 mantissa bits
+
+
+class Codec(enum.StrEnum):
+    """How a plane is stored."""
+
+    RAW = "raw"
+    ZSTD = "zstd"  # 8-aligned standard zstd frames, however they were compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A stretch [offset_bytes, offset_bytes + size_bytes) of its part."""
+
+    codec: Codec
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, start + count) of tensor number `tensor`. For sub-byte dtypes an element is one stored byte."""
+
+    tensor: int
+    start: int
+    count: int
+    planes: tuple[Plane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`. `digest` is BLAKE3-256.
+
+    `digest` is None only where the bytes were never packed (plain safetensors), so that nothing says what they should be.
+    """
+
+    index: int
+    tier: Tier
+    group: int
+    blob: int
+    offset_bytes: int
+    size_bytes: int
+    digest: bytes | None
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor as its model knows it. `offset_bytes` is its place in its group's slab."""
+
+    index: int
+    name: str
+    dtype: str  # a key of DTYPE_BITS
+    shape: tuple[int, ...]
+    group: int
+    encoding: Encoding
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one stored element; 1 for sub-byte dtypes, which are stored packed."""
+        return max(1, DTYPE_BITS[self.dtype] // 8)
+
+    @property
+    def num_elements(self) -> int:
+        """Stored elements: of a sub-byte dtype, its packed bytes."""
+        return self.size_bytes // self.element_bytes
+
+    @property
+    def has_refine(self) -> bool:
+        return self.encoding is Encoding.BF16_3
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A layer group: what a forward pass needs at one step. `tensors` are indices, in slab order."""
+
+    index: int
+    name: str
+    tensors: tuple[int, ...]
+    slab_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A stored object that holds parts back to back. `version` pins it where the source knows one (safetensors only)."""
+
+    name: str
+    size_bytes: int
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A small file kept beside the weights (config.json, tokenizer.json, …)."""
+
+    name: str
+    size_bytes: int
+    digest: bytes | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a reader needs to allocate, fetch, verify and decode. Parts stand in the order of the format:
+    groups in forward order, all draft parts before all refine parts."""
+
+    generator: str
+    blobs: tuple[Blob, ...]
+    files: tuple[File, ...]
+    groups: tuple[Group, ...]
+    tensors: tuple[Tensor, ...]
+    parts: tuple[Part, ...]
+    aliases: dict[str, str]  # name → name of the tensor that it shares its storage with
+    metadata: dict[str, str]  # safetensors' __metadata__, merged
+    digest: bytes | None = None  # BLAKE3-256 of the stored manifest; None when it was made from safetensors
+
+    @cached_property
+    def by_name(self) -> dict[str, Tensor]:
+        """Every name, aliases included."""
+        table = {tensor.name: tensor for tensor in self.tensors}
+        table.update({alias: table[target] for alias, target in self.aliases.items()})
+        return table
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Memory that the decoded weights take, alignment included."""
+        return sum(group.slab_bytes for group in self.groups)
+
+    def stored_bytes(self, tier: Tier) -> int:
+        return sum(part.size_bytes for part in self.parts if part.tier is tier)
+
+    def parts_of(self, group: int, tier: Tier) -> tuple[Part, ...]:
+        return self._parts_by_group.get((group, tier), ())
+
+    @cached_property
+    def _parts_by_group(self) -> dict[tuple[int, Tier], tuple[Part, ...]]:
+        table: dict[tuple[int, Tier], list[Part]] = {}
+        for part in self.parts:
+            table.setdefault((part.group, part.tier), []).append(part)
+        return {key: tuple(parts) for key, parts in table.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Figures for people and logs, in bytes."""
+        return {
+            "groups": len(self.groups),
+            "tensors": len(self.tensors),
+            "parts": len(self.parts),
+            "weight_bytes": self.weight_bytes,
+            "draft_bytes": self.stored_bytes(Tier.DRAFT),
+            "refine_bytes": self.stored_bytes(Tier.REFINE),
+        }
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes that a tensor takes; packed sub-byte dtypes must fill whole bytes (the parsers see to it)."""
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def align(offset_bytes: int, alignment_bytes: int = SLAB_ALIGNMENT_BYTES) -> int:
+    return -(-offset_bytes // alignment_bytes) * alignment_bytes
+
+
+def place_tensors(sizes_bytes: list[int]) -> tuple[list[int], int]:
+    """Offsets of a group's tensors in its slab, in order, and the slab's size. Part of the format: both sides compute it."""
+    offsets, end = [], 0
+    for size_bytes in sizes_bytes:
+        offset = align(end)
+        offsets.append(offset)
+        end = offset + size_bytes
+    return offsets, align(end)
+
+
+def frame_counts(count: int) -> list[int]:
+    """Element counts of the frames that a plane of `count` elements is cut into: full ones, then a short one."""
+    full, rest = divmod(count, FRAME_ELEMENTS)
+    return [FRAME_ELEMENTS] * full + ([rest] if rest else [])

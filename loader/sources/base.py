@@ -1,0 +1,130 @@
+"""What a place that holds bytes must be able to do: the protocols `Source` and `Store`.
+
+A source is opened on one folder (an artifact, or a model directory); names are relative to it, with '/' between
+their components, and were validated by `check_name`. A source knows nothing of manifests, parts or tensors.
+
+Every implementation passes the one contract suite in `tests/loader/test_source_contract.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+from ..errors import UsageError
+
+MAX_NAME_BYTES = 1024  # S3's own limit for a key
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for files)."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How to reach a store. Only the fields that a source's kind knows are used; times are in seconds."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: str = "auto"  # auto | path | virtual
+    anonymous: bool = False
+    requester_pays: bool = False
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 30.0  # no byte for so long is a failure
+    max_attempts: int = 4
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # may hold secrets
+
+
+class Source(Protocol):
+    """A readable folder of objects. All methods block, may be called from any thread, and hold no lock while they wait.
+
+    Errors: `NotFoundError`, `AccessDeniedError`, `UnavailableError` (after the source's own retries), `ChangedError`,
+    `SourceClosedError`, each with the object's name and a hint.
+    """
+
+    @property
+    def url(self) -> str:
+        """The folder's address for people, without secrets."""
+
+    def stat(self, name: str) -> ObjectInfo:
+        """The object's size and version."""
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        """A whole small object in one request. Raises `FormatError` when it is larger than `max_bytes`, unread."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+        """Fill `buffer` with bytes [start, start + len(buffer)) of the object.
+
+        Returns only when the buffer is full. The buffer stays the caller's; on an error its content is undefined.
+        With `version`, raises `ChangedError` when the object is another one by now. Waits without the GIL.
+        """
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose names start with `prefix`, in name order. HTTP sources cannot: they raise `UsageError`."""
+
+    def close(self) -> None:
+        """Give up all reads in flight (they raise `SourceClosedError`) and free every connection. Idempotent."""
+
+
+class ObjectWriter(Protocol):
+    """One object being written. It appears whole on `commit`, and not at all on `abort` or a crash.
+
+    A context manager: leaving it with an error aborts, leaving it without one commits.
+    """
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append. The data may be reused as soon as this returns. Raises `NoSpaceError`, having removed all."""
+
+    def commit(self) -> ObjectInfo: ...
+
+    def abort(self) -> None:
+        """Remove what was written. Idempotent; does nothing after `commit`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Store(Source, Protocol):
+    """A source that can be written to."""
+
+    def create(self, name: str) -> ObjectWriter:
+        """Begin an object of unknown length. Replaces an object of that name on commit."""
+
+    def put(
+        self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        """Write a small object at once, atomically.
+
+        Raises `AlreadyExistsError` when `if_absent` and there is one, or when its version is not `if_version`.
+        """
+
+    def delete(self, name: str) -> None:
+        """Remove the object; fine when there is none."""
+
+
+def check_name(name: str) -> str:
+    """The name itself when it is a safe relative object name; raises `UsageError` otherwise."""
+    parts = name.split("/")
+    if (
+        not name
+        or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES
+        or any(part in ("", ".", "..") for part in parts)
+        or "\\" in name
+        or any(ord(ch) < 0x20 or ord(ch) == 0x7F or 0xD800 <= ord(ch) <= 0xDFFF for ch in name)
+    ):
+        raise UsageError(
+            f"{name!r} is not a usable object name",
+            hint="Names are relative, with '/' between components, without '..', empty components or control characters.",
+        )
+    return name

@@ -1,0 +1,1 @@
+"""The life of one instance: model code, engine, scheduler, KV pool, tokenizer, configuration. Knows no platform."""

@@ -1,0 +1,34 @@
+"""One step's work as the model sees it: tokens of several sequences back to back, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """One sequence's share of a step: rows [start, start + length) of the batch.
+
+    `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached + length);
+    `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size].
+    """
+
+    start: int
+    length: int
+    context_len: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """All tensors lie on the model's device. T tokens of all sequences together, R rows whose logits are wanted."""
+
+    tokens: torch.Tensor  # (T,) int64
+    positions: torch.Tensor  # (T,) int64, position of each token in its own sequence
+    slots: torch.Tensor  # (T,) int64, block * block_size + offset: where this step's keys and values go
+    spans: tuple[SequenceSpan, ...]
+    logit_rows: torch.Tensor  # (R,) int64, indices into the T rows

@@ -1,0 +1,56 @@
+"""Errors of the runtime, under the loader's root `TeneralError`.
+
+    TeneralError
+    ├── ModelError             the artifact is sound, but not a model that this version can run
+    ├── RequestError           the caller's request cannot be meant; `param` names the field
+    │   └── ContextLengthError
+    ├── CapacityError          too much at once: try again after `retry_after_s`
+    ├── CancelledError         the request was cancelled by its caller, or its client went away
+    ├── DrainingError          the instance is shutting down
+    ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
+    └── PortInUseError
+"""
+
+from __future__ import annotations
+
+from ..loader.errors import TeneralError
+
+
+class ModelError(TeneralError):
+    """The model cannot be run: unknown architecture, missing tensor, wrong shape, unsupported option."""
+
+
+class RequestError(TeneralError):
+    """A request that cannot be meant. `param` is the field as the caller wrote it, '' for the request as a whole."""
+
+    def __init__(self, message: str, *, param: str = "", hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or the prompt and the tokens asked for, do not fit the context."""
+
+
+class CapacityError(TeneralError):
+    """The instance has as much to do as it allows itself. Nothing was begun."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class CancelledError(TeneralError):
+    """The request was cancelled before it ended."""
+
+
+class DrainingError(TeneralError):
+    """The instance takes no new work because it is shutting down."""
+
+
+class HandlerError(TeneralError):
+    """The user's handler could not be loaded, has the wrong shape, or raised (then `__cause__` is its exception)."""
+
+
+class PortInUseError(TeneralError):
+    """The address to listen on is taken."""

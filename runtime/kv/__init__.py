@@ -1,0 +1,1 @@
+"""The KV cache: who owns which block, where keys and values lie, and attention over them."""

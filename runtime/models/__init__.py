@@ -1,0 +1,1 @@
+"""Model code, written for reading: decoders of the Llama family, and BERT-type encoders."""

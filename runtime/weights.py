@@ -1,0 +1,126 @@
+"""A model's weights as torch tensors whose storage exists at once and whose content arrives later.
+
+`Weights` is what model code sees. `StreamedWeights` is fed by the loader; `DictWeights` holds finished tensors (tests,
+and models made in memory). Neither knows what the tensors are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from ..loader.load import WeightLoad
+from ..loader.manifest import Tier
+from .errors import ModelError
+
+Gate = Callable[[], None]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class Weights(Protocol):
+    """Names are those of the checkpoint. A tensor's storage never moves, so views of it may be kept."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, filled or not. Raises `ModelError` naming the tensor when there is none."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def names(self) -> Iterator[str]: ...
+
+    def gate(self, names: Iterable[str]) -> Gate:
+        """A gate that opens when all these tensors hold their exact values. Unknown names are ignored."""
+
+
+class DictWeights:
+    """Weights that are all there."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise missing_tensor(name, self._tensors) from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def names(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def gate(self, names: Iterable[str]) -> Gate:
+        return lambda: None
+
+
+class StreamedWeights:
+    """Weights that a `WeightLoad` is filling. The tensors are views of the load's slabs, which they keep alive."""
+
+    def __init__(self, load: WeightLoad) -> None:
+        self._load = load
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._tensors:
+            entry = self._load.manifest.by_name.get(name)
+            if entry is None:
+                raise missing_tensor(name, self._load.manifest.by_name)
+            if entry.dtype not in TORCH_DTYPES:
+                raise ModelError(f"tensor {name} has dtype {entry.dtype}, which this version cannot compute with")
+            dtype = TORCH_DTYPES[entry.dtype]
+            if entry.size_bytes == 0:
+                self._tensors[name] = torch.empty(entry.shape, dtype=dtype)
+            else:
+                slab = self._load.slab(entry.group)
+                count = entry.size_bytes // dtype.itemsize
+                flat = torch.frombuffer(slab, dtype=dtype, count=count, offset=entry.offset_bytes)
+                self._tensors[name] = flat.view(entry.shape)
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._load.manifest.by_name
+
+    def names(self) -> Iterator[str]:
+        return iter(self._load.manifest.by_name)
+
+    def gate(self, names: Iterable[str]) -> Gate:
+        by_name = self._load.manifest.by_name
+        groups = sorted({by_name[name].group for name in names if name in by_name})
+        load = self._load
+
+        def wait() -> None:
+            for group in groups:
+                load.wait(group, Tier.REFINE)
+
+        return wait
+
+
+def missing_tensor(name: str, present: Iterable[str]) -> ModelError:
+    """The error for a tensor that is not there, with the names that look most like it."""
+    import difflib  # only on the way to an error
+
+    near = difflib.get_close_matches(name, list(present), n=2)
+    return ModelError(
+        f"the model has no tensor {name!r}",
+        hint=f"Nearest names: {', '.join(near)}." if near else "Is this the right artifact for its config.json?",
+    )

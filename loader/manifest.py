@@ -21,6 +21,10 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 FRAME_ELEMENTS = 65_536
 MAX_PART_ELEMENTS = 16 * 1024 * 1024
+MAX_PART_DECODED_BYTES = 64 * 1024 * 1024  # what a part's elements take in memory
+MAX_PART_SEGMENTS = 16_384
+MAX_PART_BYTES = 65 * 1024 * 1024  # stored: never more than decoded, but for what the planes' alignment adds
+PLANE_ALIGNMENT_BYTES = 8  # of planes in their part, and of parts in their blob
 SLAB_ALIGNMENT_BYTES = 64  # a cache line, and what oneDNN and a GPU's widest loads ask for
 
 # Bits an element, by the name that safetensors gives the dtype. Sub-byte dtypes are stored packed, as safetensors does.
@@ -143,9 +147,10 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A small file kept beside the weights (config.json, tokenizer.json, …)."""
+    """A small file kept beside the weights (config.json, tokenizer.json, …). It is stored as object `path`."""
 
     name: str
+    path: str
     size_bytes: int
     digest: bytes | None
 

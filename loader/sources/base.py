@@ -40,6 +40,7 @@ class SourceOptions:
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 30.0  # no byte for so long is a failure
     max_attempts: int = 4
+    max_connections: int = 8
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # may hold secrets
 
 

@@ -1,0 +1,34 @@
+# syntax=docker/dockerfile:1
+# What serving needs and nothing else: a virtual environment made in one stage, copied into a slim image in the next.
+#
+#   docker build -t teneral .                                        CPU
+#   docker build -t teneral --build-arg EXTRAS=cuda13 .              CUDA 13 (torch then comes with its CUDA libraries)
+#
+# TORCH_INDEX may name an index with CPU builds of torch, which are a tenth of the size: PIP_EXTRA_INDEX_URL takes it.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm AS build
+ARG EXTRAS=""
+ARG TORCH_INDEX=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_EXTRA_INDEX_URL=${TORCH_INDEX}
+RUN python -m venv /opt/teneral
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+COPY loader loader
+COPY runtime runtime
+COPY handlers handlers
+# Bytecode is compiled here, once: without it every cold start would compile torch again, which takes three times as long as importing it.
+RUN /opt/teneral/bin/pip install --no-compile ".${EXTRAS:+[${EXTRAS}]}" \
+ && rm -rf /opt/teneral/lib/python*/site-packages/torch/include /opt/teneral/lib/python*/site-packages/torch/share \
+ && { /opt/teneral/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; }
+
+FROM python:${PYTHON}-slim-bookworm
+# torch's CPU kernels run on OpenMP. Its wheel carries the library; nothing of Debian's is needed beside the base image.
+RUN useradd --system --uid 10001 --user-group --home-dir /nonexistent --shell /usr/sbin/nologin teneral
+COPY --from=build /opt/teneral /opt/teneral
+ENV PATH=/opt/teneral/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+EXPOSE 8080
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["teneral"]
+CMD ["serve"]

@@ -1,0 +1,34 @@
+# Two commands on a fresh machine: `make demo` shows the main job, `make test` passes the tests. Both do all set-up.
+PYTHON ?= python3
+export PYTHON
+# A shell that forbids bytecode would make every import of torch three times slower.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test quick check bench wheel clean
+
+demo: ## pack the demo model, cold-start it, ask it something, draw the waterfall
+	@scripts/setup
+	@.venv/bin/python demo/run.py
+
+test: ## all tests
+	@scripts/setup dev
+	@scripts/test
+
+quick: ## the tests that take less than a few seconds each
+	@scripts/setup dev
+	@scripts/test -m "not slow"
+
+check: ## format, lint, types, import layers
+	@scripts/setup dev
+	@scripts/check
+
+bench: ## cold start beside transformers after a download, over a local store at 200 MB/s
+	@scripts/setup dev
+	@.venv/bin/python -m benchmarks.cold_start
+
+wheel: ## build the wheel into dist/
+	@scripts/setup dev
+	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove what the commands above made
+	rm -rf .venv .demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

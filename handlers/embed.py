@@ -1,0 +1,20 @@
+"""A handler that embeds texts: `teneral serve MODEL --handler teneral.handlers.embed:handler`.
+
+An event is `{"input": "a text"}` or `{"input": ["some", "texts"]}`. It is an ordinary handler, made of
+nothing but the public API: copy it and change it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..runtime.errors import RequestError
+from .context import Context
+
+
+async def handler(event: Any, context: Context) -> dict[str, Any]:
+    """One vector a text, in their order."""
+    if not isinstance(event, dict) or set(event) != {"input"}:
+        raise RequestError('the event must be {"input": text or list of texts}', param="input")
+    vectors = await context.model.aembed(event["input"])
+    return {"model": context.model.name, "dimensions": vectors.shape[1], "embeddings": vectors.tolist()}

@@ -1,0 +1,94 @@
+"""Who may come in, decided before any work is done: how many sequences may wait, and what bodies may cost in memory.
+
+The engine has a bounded queue of its own. What is counted here are the sequences that are on their way to it (reading,
+tokenising, waiting for the tokenizer or the model to load) together with those in its queue; so whoever was let in
+finds a place when it gets there, and the rest learn at once that there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from aiohttp import web
+
+from ...runtime.errors import CapacityError
+from .errors import ApiError
+from .limits import Limits
+
+
+class Admission:
+    """Lives in the event loop's thread only. `engine_queued` tells how many sequences wait in the engine itself."""
+
+    def __init__(self, limits: Limits, engine_queued: Callable[[], int]) -> None:
+        self._limits = limits
+        self._engine_queued = engine_queued
+        self._waiting = 0
+        self._body_bytes = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences let in that the engine does not have yet."""
+        return self._waiting
+
+    @property
+    def body_bytes(self) -> int:
+        """Memory that request bodies are charged with at the moment."""
+        return self._body_bytes
+
+    @contextmanager
+    def waiting(self, num_sequences: int) -> Iterator[None]:
+        """While in here the sequences count as waiting; leave when the engine has them. Raises `CapacityError`."""
+        queued = self._waiting + self._engine_queued()
+        if queued and queued + num_sequences > self._limits.max_queued:
+            raise CapacityError(
+                f"{queued} sequences wait already, and {self._limits.max_queued} may",
+                retry_after_s=1.0,
+                hint="Try again shortly, or send less at a time.",
+            )
+        self._waiting += num_sequences
+        try:
+            yield
+        finally:
+            self._waiting -= num_sequences
+
+    @asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """The request's body. Its size counts until this is left, since what was made of it is about as large.
+
+        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for a compressed one, and
+        `CapacityError` when the bodies of all requests together are too much.
+        """
+        self._check_head(request)
+        data = bytearray()
+        try:
+            await self._read(request, data)
+            yield data
+        finally:
+            self._body_bytes -= len(data)
+
+    async def _read(self, request: web.Request, data: bytearray) -> None:
+        """Append the body to `data`, charging every byte as it comes."""
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                async for chunk in request.content.iter_any():
+                    if len(data) + len(chunk) > self._limits.max_body_bytes:
+                        raise self._too_large()
+                    if self._body_bytes + len(chunk) > self._limits.max_body_bytes_in_flight:
+                        raise CapacityError("the bodies of the requests in work take all the memory that they may")
+                    self._body_bytes += len(chunk)
+                    data += chunk
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time", code="request_timeout") from None
+
+    def _check_head(self, request: web.Request) -> None:
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "compressed bodies are not taken: send it plain", code="unsupported_encoding")
+        if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body is larger than {self._limits.max_body_bytes} bytes", code="request_too_large"
+        )

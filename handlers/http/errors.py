@@ -1,0 +1,128 @@
+"""Errors as HTTP: one table from exceptions to statuses and OpenAI's error shape.
+
+Nothing else in this package knows a status code for an exception. What an unforeseen exception says stays in the log:
+the client gets only its request id to ask about.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from aiohttp import web
+
+from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError
+from ...runtime.errors import (
+    CancelledError,
+    CapacityError,
+    ContextLengthError,
+    DrainingError,
+    HandlerError,
+    ModelError,
+    RequestError,
+)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+DRAIN_RETRY_AFTER_S = 1.0  # another instance takes over at once
+
+# Exception, status, type, code. The first match counts, so a subclass stands before its base.
+_TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
+    (ContextLengthError, 400, INVALID_REQUEST, "context_length_exceeded"),
+    (RequestError, 400, INVALID_REQUEST, None),
+    (CapacityError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (DrainingError, 503, SERVER_ERROR, "draining"),
+    (CancelledError, 503, SERVER_ERROR, "cancelled"),
+    (HandlerError, 500, SERVER_ERROR, "handler_error"),
+    (ModelError, 503, SERVER_ERROR, "model_unavailable"),
+    (SourceError, 503, SERVER_ERROR, "model_unavailable"),
+    (FormatError, 503, SERVER_ERROR, "model_unavailable"),
+    (LoadCancelledError, 503, SERVER_ERROR, "model_unavailable"),
+)
+
+
+class ApiError(TeneralError):
+    """An error that exists only on this side of HTTP, or another one translated."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """OpenAI's error shape as JSON."""
+        return msgspec.json.encode(
+            {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        )
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status, body=self.body(), content_type="application/json", headers=self.headers
+        )
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told of an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, TeneralError):
+        return _translated(error)
+    if isinstance(error, web.HTTPException):
+        return _from_aiohttp(error)
+    if isinstance(error, web.RequestPayloadError):
+        return ApiError(400, "the body is not what its headers announce")
+    return ApiError(500, "internal error: the server's log has it under this request's id", kind=SERVER_ERROR)
+
+
+def _translated(error: TeneralError) -> ApiError:
+    for kind, status, wire_type, code in _TABLE:
+        if isinstance(error, kind):
+            break
+    else:
+        status, wire_type, code = 500, SERVER_ERROR, None
+    # A hint tells the caller what to do; of a server's own trouble it would tell the operator, who has the log.
+    message = f"{error.message} {error.hint}".rstrip() if status < 500 else error.message
+    return ApiError(
+        status,
+        message,
+        kind=wire_type,
+        param=getattr(error, "param", "") or None,
+        code=code,
+        headers=_retry_after(error),
+    )
+
+
+def _retry_after(error: TeneralError) -> dict[str, str]:
+    if isinstance(error, CapacityError):
+        return retry_after(error.retry_after_s)
+    if isinstance(error, DrainingError):
+        return retry_after(DRAIN_RETRY_AFTER_S)
+    return {}
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, in whole seconds, at least one."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def _from_aiohttp(error: web.HTTPException) -> ApiError:
+    allow = error.headers.get("Allow")
+    if error.status == 404:
+        return ApiError(404, "there is no such route here", code="unknown_url")
+    if error.status == 405:
+        message = f"this route does not take that method; it takes {allow}"
+        return ApiError(405, message, code="method_not_allowed", headers={"Allow": allow} if allow else {})
+    kind = INVALID_REQUEST if error.status < 500 else SERVER_ERROR
+    return ApiError(error.status, error.reason or "the request failed", kind=kind)

@@ -1,0 +1,128 @@
+"""From a decoded body to what the engine is asked: sampling parameters, checked, and one request a sequence.
+
+Pure; the prompt's tokens are given. Ranges that `SamplingParams` and `GenerationRequest` check are not checked again here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from ...runtime.errors import RequestError
+from ...runtime.requests import MAX_TOP_LOGPROBS, GenerationRequest, SamplingParams
+from .schemas import GenerationBody
+
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+_SEED_SPAN = 1 << 64
+
+N = TypeVar("N", int, float)
+
+
+def num_choices(body: GenerationBody, *, num_prompts: int, max_sequences: int) -> int:
+    """`n`, checked: at least 1, and n × prompts within the bound."""
+    n = 1 if body.n is None else body.n
+    if n < 1:
+        raise RequestError(f"n is {n}, but must be at least 1", param="n")
+    if n * num_prompts > max_sequences:
+        asked = f"{n} choices for {num_prompts} prompts" if num_prompts > 1 else f"{n} choices"
+        raise RequestError(
+            f"{asked} are more than the {max_sequences} sequences a request may have",
+            param="n",
+            hint="Send several requests.",
+        )
+    return n
+
+
+def check_stream(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is for streams: set stream to true", param="stream_options")
+
+
+def sampling(body: GenerationBody, *, vocab_size: int) -> SamplingParams:
+    """Raises `RequestError` for values out of range and biases of tokens that do not exist."""
+    biases = body.logit_bias or {}
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise RequestError(f"logit_bias may have {MAX_LOGIT_BIASES} entries", param="logit_bias")
+    for token in biases:
+        _check_token(token, vocab_size, "logit_bias")
+    return SamplingParams(
+        temperature=_given(body.temperature, 1.0),
+        top_k=_given(body.top_k, 0),
+        top_p=_given(body.top_p, 1.0),
+        min_p=_given(body.min_p, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=tuple(biases.items()),
+        seed=body.seed,
+    )
+
+
+def stop_strings(body: GenerationBody) -> tuple[str, ...]:
+    if body.stop is None:
+        return ()
+    return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def stop_tokens(body: GenerationBody, *, vocab_size: int) -> frozenset[int]:
+    tokens = body.stop_token_ids or []
+    if len(tokens) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
+    for token in tokens:
+        _check_token(token, vocab_size, "stop_token_ids")
+    return frozenset(tokens)
+
+
+def check_top_logprobs(count: int, *, param: str) -> int:
+    if not 0 <= count <= MAX_TOP_LOGPROBS:
+        raise RequestError(f"{param} is {count}, but must be from 0 to {MAX_TOP_LOGPROBS}", param=param)
+    return count
+
+
+def sequences(
+    body: GenerationBody,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    request_id: str,
+    n: int,
+    max_tokens: int | None,
+    num_top_logprobs: int | None,
+    vocab_size: int,
+) -> list[GenerationRequest]:
+    """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
+    params = sampling(body, vocab_size=vocab_size)
+    stop = stop_strings(body)
+    stop_token_ids = stop_tokens(body, vocab_size=vocab_size)
+    return [
+        GenerationRequest(
+            request_id=f"{request_id}-{prompt_number * n + choice}",
+            prompt_tokens=prompt,
+            max_tokens=max_tokens,
+            sampling=for_choice(params, choice),
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=bool(body.ignore_eos),
+            num_top_logprobs=num_top_logprobs,
+        )
+        for prompt_number, prompt in enumerate(prompts)
+        for choice in range(n)
+    ]
+
+
+def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
+    """The parameters of one of n choices: with one seed for all, they would all be the same text."""
+    if params.seed is None or choice == 0:
+        return params
+    seed = (params.seed + choice + _SEED_SPAN // 2) % _SEED_SPAN - _SEED_SPAN // 2  # wraps as an int64 does
+    return replace(params, seed=seed)
+
+
+def _check_token(token: int, vocab_size: int, param: str) -> None:
+    if not 0 <= token < vocab_size:
+        raise RequestError(f"{param} names token {token}, but tokens go from 0 to {vocab_size - 1}", param=param)
+
+
+def _given(value: N | None, default: N) -> N:
+    return default if value is None else value

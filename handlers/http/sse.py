@@ -1,0 +1,127 @@
+"""Streams to a client: server-sent events, or JSON lines. Signs of life while nothing flows, bounds on a client that takes nothing.
+
+A stream begins with its first item, so that an error before it is still an ordinary response with its own status; but no later than
+after one keep-alive interval, so that proxies see that somebody is there. It does not know what its items mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from .errors import ApiError
+from .limits import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How items, which are JSON on one line, stand in the stream."""
+
+    content_type: str
+    prefix: bytes
+    suffix: bytes
+    has_comments: bool
+    end: bytes  # what a stream that went well ends with
+
+
+SSE = Framing("text/event-stream", b"data: ", b"\n\n", True, b"data: [DONE]\n\n")
+NDJSON = Framing("application/x-ndjson", b"", b"\n", False, b"")
+
+
+class EventStream:
+    """One response that is written bit by bit. Use it as an async context manager around all that produces its items."""
+
+    def __init__(
+        self, request: web.Request, framing: Framing, limits: Limits, *, comment: Callable[[], str] = lambda: "waiting"
+    ) -> None:
+        """`comment` gives the text of the next sign of life."""
+        self._request = request
+        self._framing = framing
+        self._limits = limits
+        self._comment = comment
+        self._response = web.StreamResponse(
+            headers={
+                "Content-Type": f"{framing.content_type}; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx and what descends from it would hold the stream back
+            }
+        )
+        self._lock = asyncio.Lock()  # two tasks write: the one with the items, and the one with the signs of life
+        self._last_write_s = asyncio.get_running_loop().time()
+        self._ticker: asyncio.Task[None] | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has the status line; from then on errors can only be items."""
+        return self._response.prepared
+
+    async def __aenter__(self) -> Self:
+        if self._framing.has_comments:
+            self._ticker = asyncio.create_task(self._keep_alive())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop_ticker()
+
+    async def send(self, *items: bytes) -> None:
+        """Write items, each JSON without line breaks. Waits while the client is slow; raises `ConnectionError` when it is gone."""
+        prefix, suffix = self._framing.prefix, self._framing.suffix
+        await self._write(b"".join([prefix + item + suffix for item in items]))
+
+    async def fail(self, error: ApiError) -> web.StreamResponse:
+        """End with an error item."""
+        await self._stop_ticker()
+        await self.send(error.body())
+        await self._response.write_eof()
+        return self._response
+
+    async def finish(self) -> web.StreamResponse:
+        """End as a stream that went well."""
+        await self._stop_ticker()
+        if self._framing.end or not self.started:
+            await self._write(self._framing.end)
+        await self._response.write_eof()
+        return self._response
+
+    def abort(self) -> None:
+        """Cut the connection: for a client that does not take what it asked for."""
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _write(self, data: bytes) -> None:
+        async with self._lock:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            try:
+                async with asyncio.timeout(self._limits.write_stall_s):
+                    await self._response.write(data)
+            except TimeoutError:
+                self.abort()
+                raise ConnectionResetError("the client took nothing for too long") from None
+            self._last_write_s = asyncio.get_running_loop().time()
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            idle_s = loop.time() - self._last_write_s
+            if idle_s < self._limits.keepalive_s:
+                await asyncio.sleep(self._limits.keepalive_s - idle_s)
+                continue
+            # A client that is gone, or takes nothing, is the business of whoever writes the items.
+            with contextlib.suppress(ConnectionError):
+                await self._write(f": {self._comment()}\n\n".encode())
+            self._last_write_s = loop.time()
+
+    async def _stop_ticker(self) -> None:
+        ticker, self._ticker = self._ticker, None
+        if ticker is not None:
+            ticker.cancel()
+            await asyncio.wait({ticker})  # unlike awaiting it, this tells its cancellation from our own

@@ -1,0 +1,168 @@
+"""`context.model`: the model as a handler sees it, in text, vectors and tokens.
+
+Every call waits for as little as it needs: tokenising for the tokenizer, a generation for the layers that it
+reaches. Blocking calls are for handlers written with `def`; those with an `a` before their name are for
+`async def`. Every call ends with its invocation: at the deadline, or when the client goes away. It knows no
+HTTP; errors are those of `runtime.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
+
+from ..runtime.errors import ContextLengthError, RequestError
+from ..runtime.requests import GenerationRequest
+from .lifetime import Lifetime, refuse_to_block_a_loop
+from .options import GenerateOptions, ParsedOptions, parse_options
+from .streams import AsyncTextStream, Completion, TextStream
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..runtime.embedder import Embedder
+    from ..runtime.engine import Engine
+    from ..runtime.tokenizer import TextTokenizer
+
+MAX_EMBEDDED_TEXTS = 2_048
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a text to go on from, or chat messages {"role": …, "content": …}
+
+
+class ModelHost(Protocol):
+    """What serves a model: `runtime.instance.Instance`. The futures fail when loading does, or for the wrong
+    kind of model.
+    """
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def tokenizer(self) -> Future[TextTokenizer]: ...
+    @property
+    def engine(self) -> Future[Engine]: ...
+    @property
+    def embedder(self) -> Future[Embedder]: ...
+
+
+class Model:
+    """One invocation's view of the model. Thread-safe.
+
+    All calls raise `CancelledError` when the invocation has ended, `RequestError` for arguments that cannot
+    be meant, `CapacityError` when the instance has too much to do, `ModelError` when this kind of model
+    cannot do it, and the load's own error when loading failed.
+    """
+
+    def __init__(self, host: ModelHost, lifetime: Lifetime, request_id: str) -> None:
+        self._host = host
+        self._lifetime = lifetime
+        self._request_id = request_id
+
+    @property
+    def name(self) -> str:
+        return self._host.model_name
+
+    # -- text ------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """Go on from a text, or answer chat messages. Blocks until all is there."""
+        return self.stream(prompt, **options).read()
+
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
+        """As `generate`, in pieces of text as they are decided. Returns when the request is in the engine's
+        queue.
+        """
+        refuse_to_block_a_loop()
+        tokenizer = self._lifetime.wait(self._host.tokenizer)
+        request = self._request(tokenizer, prompt, parse_options(options))
+        engine = self._lifetime.wait(self._host.engine)
+        return TextStream(engine.submit, request, self._lifetime)
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
+        """As `generate`, for async handlers."""
+        stream = await self.astream(prompt, **options)
+        return await stream.read()
+
+    async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
+        """As `stream`, for async handlers: `async for text in await context.model.astream(prompt)`."""
+        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
+        # A long prompt takes a while to tokenise, and a chat template is rendered by another process.
+        request = await asyncio.to_thread(self._request, tokenizer, prompt, parse_options(options))
+        engine = await self._lifetime.wait_async(self._host.engine)
+        return AsyncTextStream(engine.submit, request, self._lifetime)
+
+    # -- vectors ---------------------------------------------------------------------------------------------
+
+    def embed(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """One vector a text: (N, dim) float32, the caller's own. Raises `ContextLengthError` for a text that
+        is too long.
+        """
+        refuse_to_block_a_loop()
+        tokenizer = self._lifetime.wait(self._host.tokenizer)
+        embedder = self._lifetime.wait(self._host.embedder)
+        vectors = embedder.embed(_tokenize_texts(tokenizer, texts, embedder.max_tokens))
+        try:
+            return self._lifetime.wait(vectors)
+        finally:
+            vectors.cancel()  # does nothing once it is done
+
+    async def aembed(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """As `embed`, for async handlers."""
+        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
+        embedder = await self._lifetime.wait_async(self._host.embedder)
+        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts, embedder.max_tokens)
+        vectors = embedder.embed(token_lists)
+        try:
+            return await self._lifetime.wait_async(vectors)
+        finally:
+            vectors.cancel()
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """A text's tokens, by default with those that the model wants around a prompt. Blocks until the
+        tokenizer is there.
+        """
+        return self._lifetime.wait(self._host.tokenizer).encode(text, add_special_tokens=add_special_tokens)
+
+    async def atokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """As `tokenize`, for async handlers."""
+        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _request(self, tokenizer: TextTokenizer, prompt: Prompt, options: ParsedOptions) -> GenerationRequest:
+        if isinstance(prompt, str):
+            tokens = tokenizer.encode(prompt)
+        else:
+            text = tokenizer.chat(prompt, **{"tools": options.tools, **options.template})
+            tokens = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+        return GenerationRequest(
+            request_id=self._request_id,
+            prompt_tokens=tuple(tokens),
+            max_tokens=options.max_tokens,
+            sampling=options.sampling,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+        )
+
+
+def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str], max_tokens: int) -> list[list[int]]:
+    items = [texts] if isinstance(texts, str) else texts
+    if not isinstance(items, list | tuple) or not all(isinstance(text, str) for text in items):
+        raise RequestError("texts must be a string or a list of strings", param="texts")
+    if not 0 < len(items) <= MAX_EMBEDDED_TEXTS:
+        raise RequestError(
+            f"{len(items)} texts were given; 1 to {MAX_EMBEDDED_TEXTS} can be embedded", param="texts"
+        )
+    token_lists = [tokenizer.encode(text) for text in items]
+    for index, tokens in enumerate(token_lists):
+        if len(tokens) > max_tokens:
+            raise ContextLengthError(
+                f"text {index} has {len(tokens)} tokens, but the model takes {max_tokens}",
+                param="texts",
+                hint="Split long texts into passages and embed those.",
+            )
+    return token_lists

@@ -1,0 +1,138 @@
+"""What may be said about one generation, as keyword arguments of `context.model` and as keys of an event.
+
+`GenerateOptions` is the type for people and checkers; `parse_options` is the check at run time, because
+events come from outside. Neither knows tokens or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from ..runtime.errors import RequestError
+from ..runtime.requests import SamplingParams
+
+MAX_LOGIT_BIASES = 1_024
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Every option has a default; None means it, too. See `SamplingParams` for ranges and for the order of
+    application.
+    """
+
+    max_tokens: int | None  # None: until the context is full
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+    tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
+    template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedOptions:
+    """Options whose types and ranges were checked."""
+
+    max_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    tools: list[dict[str, Any]] | None = None
+    template: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_options(options: Mapping[str, Any]) -> ParsedOptions:
+    """Raises `RequestError` naming the first option that is unknown or whose value cannot be meant."""
+    sampling: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in _PARSERS:
+            raise RequestError(
+                f"unknown option {name!r}",
+                param=str(name),
+                hint=f"Options are {', '.join(sorted(_PARSERS))}.",
+            )
+        if value is not None:
+            target = others if name in ParsedOptions.__dataclass_fields__ else sampling
+            target[name] = _PARSERS[name](name, value)
+    return ParsedOptions(sampling=SamplingParams(**sampling), **others)
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(name, "a whole number", value)
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(name, "a number", value)
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(name, "true or false", value)
+    return value
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise _wrong(name, "a string or a list of strings", value)
+    return tuple(texts)
+
+
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
+        raise _wrong(name, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers", value)
+    biases = []
+    for key, bias in value.items():
+        # JSON has only strings for keys.
+        token = (
+            int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
+        )
+        biases.append((_integer(name, token), _number(name, bias)))
+    return tuple(biases)
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise _wrong(name, "a mapping with names for keys", value)
+    return dict(value)
+
+
+def _mappings(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list | tuple):
+        raise _wrong(name, "a list of mappings", value)
+    return [_mapping(name, item) for item in value]
+
+
+def _wrong(name: str, wanted: str, value: Any) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, not {type(value).__name__}", param=name)
+
+
+_PARSERS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _integer,
+    "temperature": _number,
+    "top_k": _integer,
+    "top_p": _number,
+    "min_p": _number,
+    "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
+    "logit_bias": _biases,
+    "seed": _integer,
+    "stop": _texts,
+    "ignore_eos": _flag,
+    "tools": _mappings,
+    "template": _mapping,
+}

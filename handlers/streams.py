@@ -1,0 +1,196 @@
+"""Text that is being generated: streams of pieces, and the `Completion` that they add up to.
+
+A stream submits its request when it is made, and gives the engine its capacity back when it ends, is closed,
+or its invocation ends. It never gives half a character, nor text that may still turn out to be a stop string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from ..runtime.errors import CancelledError, HandlerError, ModelError
+from ..runtime.requests import FinishReason, GenerationEvent, GenerationRequest
+from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
+
+if TYPE_CHECKING:
+    from ..runtime.engine import Generation
+
+Submit = Callable[[GenerationRequest, Callable[[GenerationEvent], None]], "Generation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a generation took, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished generation. `finish_reason` is STOP or LENGTH: the others are raised as errors."""
+
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready value, as handlers return it."""
+        return {"text": self.text, "finish_reason": str(self.finish_reason), "usage": asdict(self.usage)}
+
+
+class _Generated:
+    """What both kinds of streams share: events add up here, and the invocation's end is watched for."""
+
+    def __init__(self, request: GenerationRequest, lifetime: Lifetime) -> None:
+        self._lifetime = lifetime
+        self._num_prompt_tokens = len(request.prompt_tokens)
+        self._num_tokens = 0
+        self._pieces: list[str] = []
+        self._completion: Completion | None = None
+        self._ended = False
+        self._forget: Callable[[], None] = lambda: None
+        self._generation: Generation | None = None
+
+    @property
+    def completion(self) -> Completion:
+        """The whole, once the stream has been read to its end. Raises `HandlerError` before."""
+        if self._completion is None:
+            raise HandlerError("the stream has not been read to its end", hint="Read it, or call `read()`.")
+        return self._completion
+
+    def _start(
+        self, submit: Submit, request: GenerationRequest, on_event: Callable[[GenerationEvent], None]
+    ) -> None:
+        self._lifetime.check()
+        self._generation = submit(request, on_event)
+        self._forget = self._lifetime.on_cancel(self._generation.cancel)
+
+    def _stop(self) -> None:
+        """Give the engine its capacity back. Harmless when the generation has ended by itself."""
+        self._ended = True
+        self._forget()
+        if self._generation is not None:
+            self._generation.cancel()
+
+    def _take(self, event: GenerationEvent) -> str:
+        """Add an event and return its text. On the last one, keep the completion or raise what ended it."""
+        self._num_tokens += len(event.tokens)
+        if event.finish_reason is not None:
+            self._ended = True
+            self._forget()
+        if event.finish_reason is FinishReason.ERROR:
+            raise event.error or ModelError("the generation failed")
+        if event.finish_reason is FinishReason.CANCELLED:
+            raise (
+                self._lifetime.ending()
+                if self._lifetime.cancelled
+                else CancelledError("the generation was cancelled")
+            )
+        self._pieces.append(event.text)
+        if event.finish_reason is not None:
+            usage = Usage(self._num_prompt_tokens, self._num_tokens)
+            self._completion = Completion("".join(self._pieces), event.finish_reason, usage)
+        return event.text
+
+
+class TextStream(_Generated):
+    """An iterator over pieces of text, never empty ones. Leaving it as a context manager, or `close`, gives
+    up the rest.
+    """
+
+    def __init__(self, submit: Submit, request: GenerationRequest, lifetime: Lifetime) -> None:
+        super().__init__(request, lifetime)
+        self._events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+        self._start(submit, request, self._events.put)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        """Blocks until there is text. Raises `StopIteration` when the generation has finished."""
+        refuse_to_block_a_loop()
+        while not self._ended:
+            if text := self._take(self._next_event()):
+                return text
+        raise StopIteration
+
+    def read(self) -> Completion:
+        """Read the rest, blocking, and return the whole, with the pieces that were given before."""
+        with self:
+            for _ in self:
+                pass
+        return self.completion
+
+    def close(self) -> None:
+        """Give up what was not generated yet. Idempotent."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next_event(self) -> GenerationEvent:
+        try:
+            return self._events.get(timeout=min(self._lifetime.remaining_s(), threading.TIMEOUT_MAX))
+        except queue.Empty:
+            self._stop()
+            raise self._lifetime.ending() from None
+
+
+class AsyncTextStream(_Generated):
+    """As `TextStream`, for async handlers. Belongs to the event loop that it was made on."""
+
+    def __init__(self, submit: Submit, request: GenerationRequest, lifetime: Lifetime) -> None:
+        super().__init__(request, lifetime)
+        self._events: asyncio.Queue[GenerationEvent] = asyncio.Queue()
+        self._start(submit, request, calling_on_loop(asyncio.get_running_loop(), self._events.put_nowait))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        """Waits until there is text. Raises `StopAsyncIteration` when the generation has finished."""
+        while not self._ended:
+            if text := self._take(await self._next_event()):
+                return text
+        raise StopAsyncIteration
+
+    async def read(self) -> Completion:
+        """Read the rest and return the whole, with the pieces that were given before."""
+        async with self:
+            async for _ in self:
+                pass
+        return self.completion
+
+    async def aclose(self) -> None:
+        """Give up what was not generated yet. Idempotent."""
+        self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _next_event(self) -> GenerationEvent:
+        try:
+            async with asyncio.timeout(self._lifetime.remaining_s()):
+                return await self._events.get()
+        except TimeoutError:
+            self._stop()
+            raise self._lifetime.ending() from None
+        except asyncio.CancelledError:
+            self._stop()
+            raise

@@ -1,0 +1,102 @@
+"""What stands at an address: a packed artifact, or plain safetensors that are read the same way.
+
+`open_artifact` gives a checked manifest for either. An address may carry a pin, `…@b3:<64 hex digits>`: the
+BLAKE3-256 of the manifest, which holds the digests of everything else, so a pinned artifact cannot be
+replaced unnoticed. Reads only the manifest (or the safetensors headers) and small files, never weights.
+"""
+
+from __future__ import annotations
+
+import re
+
+from blake3 import blake3
+
+from .checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
+from .errors import ChangedError, IntegrityError, NotFoundError, UsageError
+from .manifest import MANIFEST_NAME, File, Manifest
+from .manifest_json import MAX_MANIFEST_BYTES, parse_manifest
+from .sources.base import Source
+
+_PIN_MARK = "@b3:"
+_PIN = re.compile(r"[0-9a-f]{64}\Z", re.IGNORECASE)
+
+
+def split_pin(url: str) -> tuple[str, bytes | None]:
+    """The address and the pinned digest (32 bytes), None without a pin. Raises `UsageError` for half a pin."""
+    address, mark, digits = url.rpartition(_PIN_MARK)
+    if not mark:
+        return url, None
+    if not address or not _PIN.match(digits):
+        raise UsageError(
+            f"{url!r} does not end in a whole pin",
+            hint=f"A pin is {_PIN_MARK} and the 64 hexadecimal digits that `teneral inspect` shows.",
+        )
+    return address, bytes.fromhex(digits)
+
+
+def is_artifact(source: Source) -> bool:
+    """Whether the folder has a manifest. Does not read it."""
+    try:
+        source.stat(MANIFEST_NAME)
+    except NotFoundError:
+        return False
+    return True
+
+
+def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
+    """The folder's manifest; of a folder without one, the manifest made from its safetensors headers.
+
+    With `digest`, the manifest must be there and have it. Raises `IntegrityError` when it has not,
+    `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when there is nothing, and the
+    source's own errors.
+    """
+    try:
+        data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
+    except NotFoundError as error:
+        if digest is not None:
+            raise NotFoundError(
+                f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {_PIN_MARK}{digest.hex()} pins",
+                source=source.url,
+                name=MANIFEST_NAME,
+                hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",
+            ) from error
+        return manifest_of(open_checkpoint(source))
+    return parse_manifest(data, expected_digest=digest)
+
+
+def find_file(manifest: Manifest, name: str) -> File | None:
+    return next((file for file in manifest.files if file.name == name), None)
+
+
+def read_file(source: Source, manifest: Manifest, name: str) -> bytes:
+    """The content of one small file, at most 256 MiB, checked against its digest where it has one.
+
+    Raises `NotFoundError` when the manifest names no such file, `IntegrityError` when its bytes are other
+    ones, and `ChangedError` when a plain file has another size than when the folder was opened.
+    """
+    file = find_file(manifest, name)
+    if file is None:
+        raise NotFoundError(f"{source.url} has no file {name}", source=source.url, name=name)
+    data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
+    if file.digest is None:
+        if len(data) != file.size_bytes:
+            raise ChangedError(
+                f"{name} had {file.size_bytes} bytes and has {len(data)} now", source=source.url, name=name
+            )
+        return data
+    check_content(data, file)
+    return data
+
+
+def check_content(data: bytes, file: File) -> None:
+    """Raises `IntegrityError` when `data` is not the content that the manifest declares for the file."""
+    got = blake3(data).digest()
+    if len(data) != file.size_bytes or got != file.digest:
+        expected = file.digest.hex() if file.digest is not None else ""
+        raise IntegrityError(
+            f"{file.name} is damaged: its bytes are not those that were packed",
+            where=file.path,
+            expected=expected,
+            got=got.hex(),
+            hint="Pack the model again, or restore the object.",
+        )

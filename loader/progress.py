@@ -1,0 +1,118 @@
+"""What a load has done so far: counters that its threads add to, and the immutable values that others read.
+
+Adding and reading are cheap and safe from any thread. It knows no parts, sources or sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+class LoadState(enum.StrEnum):
+    IDLE = "idle"  # not started
+    LOADING = "loading"
+    EXACT = "exact"  # every group holds its exact values
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Phase(enum.StrEnum):
+    FETCH = "fetch"
+    VERIFY = "verify"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load is. `fetched_bytes` counts every stored byte once, however often it was read."""
+
+    state: LoadState
+    stored_bytes_total: int
+    fetched_bytes: int
+    parts_decoded: int
+    num_parts: int
+    groups_ready_draft: int
+    groups_exact: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStatistics:
+    """Stored bytes that went through it; `busy_s` and `cpu_s` are sums over threads."""
+
+    size_bytes: int
+    busy_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStatistics:
+    """What a load cost. Sizes in bytes, times in seconds."""
+
+    elapsed_s: float  # from start to the end, or to now
+    weight_bytes: int
+    stored_bytes: int
+    unverified_bytes: (
+        int  # used although nothing said what they should be: plain safetensors carry no digests
+    )
+    direct_bytes: int  # read straight into their slab
+    num_reads: int
+    num_refetched_parts: int  # had a wrong digest the first time
+    staging_capacity_bytes: int
+    staging_peak_bytes: int
+    staging_wait_s: float  # summed over fetch threads; above zero, decoding limits the load
+    fetch: PhaseStatistics  # more bytes than stored when parts were fetched again
+    verify: PhaseStatistics
+    decode: PhaseStatistics
+
+
+class Meter:
+    """Adds up what the threads of one load report."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._phases = {phase: PhaseStatistics(0, 0.0, 0.0) for phase in Phase}
+        self.num_reads = 0
+        self.num_refetched_parts = 0
+        self.refetched_bytes = 0
+        self.parts_decoded = 0
+        self.unverified_bytes = 0
+        self.direct_bytes = 0
+
+    @contextmanager
+    def measure(self, phase: Phase, size_bytes: int) -> Iterator[None]:
+        """Time a block that this thread runs; it counts only when it does not raise."""
+        start_s, start_cpu_s = time.monotonic(), time.thread_time()
+        yield
+        busy_s, cpu_s = time.monotonic() - start_s, time.thread_time() - start_cpu_s
+        with self._lock:
+            sofar = self._phases[phase]
+            self._phases[phase] = PhaseStatistics(
+                sofar.size_bytes + size_bytes, sofar.busy_s + busy_s, sofar.cpu_s + cpu_s
+            )
+            self.num_reads += phase is Phase.FETCH
+
+    def refetched(self, size_bytes: int) -> None:
+        with self._lock:
+            self.num_refetched_parts += 1
+            self.refetched_bytes += size_bytes
+
+    def settled(self, size_bytes: int, *, verified: bool, direct: bool) -> None:
+        with self._lock:
+            self.parts_decoded += 1
+            self.unverified_bytes += 0 if verified else size_bytes
+            self.direct_bytes += size_bytes if direct else 0
+
+    def phase(self, phase: Phase) -> PhaseStatistics:
+        return self._phases[phase]
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Stored bytes that have arrived, each counted once."""
+        with self._lock:
+            return self._phases[Phase.FETCH].size_bytes - self.refetched_bytes

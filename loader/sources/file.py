@@ -1,0 +1,145 @@
+"""A folder of the local file system as a store.
+
+Reads go straight from the page cache into the caller's buffer (`preadv`, without the GIL). Symbolic links
+are followed for reading, as the caches of model hubs are made of them, but a name can never climb out with
+'..'. Writing is in `file_writer.py`: an object appears whole, under its final name, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat as stat_modes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..errors import FormatError, NotFoundError
+from . import checks
+from .base import ObjectInfo, check_name
+from .file_folder import Folder, file_info
+from .file_writer import FileWriter, is_temporary
+
+MAX_SLICE_BYTES = 16 * 1024 * 1024  # between two slices a read notices that its source was closed
+MAX_LISTED = 100_000  # files in one folder
+MAX_DEPTH = 32
+
+
+class FileStore:
+    """A `Store` on one folder. The folder need not exist before the first write, and is made then."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._folder = Folder(path)
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return self._folder.root
+
+    def stat(self, name: str) -> ObjectInfo:
+        with self._opened(name) as (_, status):
+            return file_info(name, status)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        with self._opened(name) as (fd, status):
+            if status.st_size > max_bytes:
+                raise checks.too_large(self.url, name, status.st_size, max_bytes)
+            data = bytearray(status.st_size)
+            self._fill(fd, name, 0, memoryview(data))
+            return bytes(data), file_info(name, status)
+
+    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+        view = checks.byte_view(buffer)
+        with self._opened(name) as (fd, status):
+            self._check_version(name, status, version)
+            self._fill(fd, name, start, view)
+            # Once more: a file overwritten in place, not renamed over, changes under an open descriptor.
+            self._check_version(name, os.fstat(fd), version)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """As `Source.list`; raises `NotFoundError` where the store's folder itself does not exist."""
+        self._check_open("")
+        with self._folder.translated(""):
+            if not os.path.isdir(self.url):
+                raise self._folder.missing_error()
+            found = sorted(self._walk("", prefix, ()), key=lambda info: info.name)
+        return iter(found)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def create(self, name: str) -> FileWriter:
+        self._check_open(check_name(name))
+        return FileWriter(self._folder, name)
+
+    def put(
+        self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        self._check_open(check_name(name))
+        with FileWriter(self._folder, name, if_absent=if_absent, if_version=if_version) as writer:
+            writer.write(data)
+            return writer.commit()
+
+    def delete(self, name: str) -> None:
+        """Remove the object, and the folders that it leaves empty."""
+        self._check_open(check_name(name))
+        path = self._folder.path_of(name)
+        with self._folder.translated(name), suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+        self._folder.prune(os.path.dirname(path))
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
+        """A descriptor of the object, a regular file, and its status."""
+        self._check_open(check_name(name))
+        with self._folder.translated(name):
+            # O_NONBLOCK: a FIFO under a model's name must not hang the process.
+            fd = os.open(self._folder.path_of(name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+            try:
+                status = os.fstat(fd)
+                if not stat_modes.S_ISREG(status.st_mode):
+                    message = f"{name} in {self.url} is not a regular file"
+                    raise NotFoundError(message, source=self.url, name=name)
+                yield fd, status
+            finally:
+                os.close(fd)
+
+    def _fill(self, fd: int, name: str, start: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            self._check_open(name)
+            count = os.preadv(fd, [view[done : done + MAX_SLICE_BYTES]], start + done)
+            if count == 0:
+                size_bytes = os.fstat(fd).st_size
+                raise checks.ended_early(self.url, name, start, start + len(view), size_bytes)
+            done += count
+
+    def _walk(self, folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[ObjectInfo]:
+        """All objects below `folder` (relative; '' or with a final '/') whose names start with `prefix`."""
+        path = os.path.join(self.url, folder)
+        status = os.stat(path)
+        identity = (status.st_dev, status.st_ino)
+        if identity in above or len(above) > MAX_DEPTH:
+            return  # a link that leads back up
+        with os.scandir(path) as entries:
+            for count, entry in enumerate(entries):
+                if count >= MAX_LISTED:
+                    message = f"{path} holds more than {MAX_LISTED:,} files"
+                    raise FormatError(message, where=folder, hint="Give the folder of one model.")
+                name = folder + entry.name
+                if entry.is_dir():
+                    if (name + "/").startswith(prefix[: len(name) + 1]):
+                        yield from self._walk(name + "/", prefix, (*above, identity))
+                elif name.startswith(prefix) and entry.is_file() and _is_object(entry.name):
+                    yield file_info(name, entry.stat())
+
+    def _check_version(self, name: str, status: os.stat_result, version: str | None) -> None:
+        present = file_info(name, status).version
+        if version is not None and version != present:
+            raise checks.changed(self.url, name, f"version {version} was expected, {present} is there")
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise checks.closed(self.url, name)
+
+
+def _is_object(file_name: str) -> bool:
+    return checks.is_name(file_name) and not is_temporary(file_name)

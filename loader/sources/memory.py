@@ -1,0 +1,132 @@
+"""A store in this process's memory, for tests and experiments. Thread-safe; holds whole objects as bytes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..errors import AlreadyExistsError, NotFoundError
+from . import checks
+from .base import ObjectInfo, check_name
+from .writer import Writer
+
+
+@dataclass
+class _Shelf:
+    """The objects themselves, shared by all stores that were opened on them."""
+
+    objects: dict[str, tuple[bytes, str]] = field(default_factory=dict)  # name → (content, version)
+    versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class MemoryStore:
+    """A `Store`. Its objects outlive `close`: `reopen` gives another store on the same ones."""
+
+    def __init__(self, objects: dict[str, bytes] | None = None, *, label: str = "objects") -> None:
+        self._url = f"memory://{label}"
+        self._shelf = _Shelf()
+        self._closed = False
+        for name, data in (objects or {}).items():
+            self.put(name, data)
+
+    def reopen(self) -> MemoryStore:
+        """A new, open store on the same objects."""
+        other = MemoryStore()
+        other._url, other._shelf = self._url, self._shelf
+        return other
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def stat(self, name: str) -> ObjectInfo:
+        return self._find(name)[1]
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        data, info = self._find(name)
+        if info.size_bytes > max_bytes:
+            raise checks.too_large(self._url, name, info.size_bytes, max_bytes)
+        return data, info
+
+    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+        view = checks.byte_view(buffer)
+        data, info = self._find(name)
+        if version is not None and info.version != version:
+            raise checks.changed(self._url, name, f"version {version} was expected, {info.version} is there")
+        end = start + len(view)
+        if end > len(data):
+            raise checks.ended_early(self._url, name, start, end, len(data))
+        view[:] = data[start:end]
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._check_open("")
+        with self._shelf.lock:
+            found = [
+                ObjectInfo(name, len(data), version)
+                for name, (data, version) in self._shelf.objects.items()
+                if name.startswith(prefix)
+            ]
+        return iter(sorted(found, key=lambda info: info.name))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def create(self, name: str) -> MemoryWriter:
+        self._check_open(check_name(name))
+        return MemoryWriter(self, name)
+
+    def put(
+        self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        self._check_open(check_name(name))
+        with self._shelf.lock:
+            _, present = self._shelf.objects.get(name, (b"", None))
+            if (if_absent and present is not None) or (if_version is not None and present != if_version):
+                raise AlreadyExistsError(
+                    f"{name} in {self._url} was not written: version {present} is there",
+                    source=self._url,
+                    name=name,
+                )
+            version = f"v{next(self._shelf.versions)}"
+            self._shelf.objects[name] = (bytes(data), version)
+        return ObjectInfo(name, len(data), version)
+
+    def delete(self, name: str) -> None:
+        self._check_open(check_name(name))
+        with self._shelf.lock:
+            self._shelf.objects.pop(name, None)
+
+    def _find(self, name: str) -> tuple[bytes, ObjectInfo]:
+        self._check_open(check_name(name))
+        with self._shelf.lock:
+            found = self._shelf.objects.get(name)
+        if found is None:
+            raise NotFoundError(f"there is no {name} in {self._url}", source=self._url, name=name)
+        data, version = found
+        return data, ObjectInfo(name, len(data), version)
+
+    def _check_open(self, name: str) -> None:
+        if self._closed:
+            raise checks.closed(self._url, name)
+
+
+class MemoryWriter(Writer):
+    """Collects an object's bytes; the store gets them on `commit`."""
+
+    def __init__(self, store: MemoryStore, name: str) -> None:
+        super().__init__()
+        self._store = store
+        self._name = name
+        self._data = bytearray()
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        self._data += data
+
+    def _finish(self) -> ObjectInfo:
+        return self._store.put(self._name, bytes(self._data))
+
+    def _discard(self) -> None:
+        self._data = bytearray()

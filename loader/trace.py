@@ -1,0 +1,37 @@
+"""What a part is called, in messages and on the timeline."""
+
+from __future__ import annotations
+
+import time
+
+from .manifest import Manifest, Part
+from .progress import Phase
+from .timeline import Timeline
+
+
+def describe_part(manifest: Manifest, part: Part) -> str:
+    """Like "part 7 (layers.3 draft, bytes [0, 4096) of blobs/draft-000.bin)"."""
+    begin, end = part.offset_bytes, part.offset_bytes + part.size_bytes
+    blob = manifest.blobs[part.blob].name
+    return f"part {part.index} ({_tiered(manifest, part)}, bytes [{begin}, {end}) of {blob})"
+
+
+def add_part_span(
+    timeline: Timeline, phase: Phase, manifest: Manifest, part: Part, begun_at_s: float, **attributes: object
+) -> None:
+    """Write down that a part was in `phase` from `begun_at_s` (`time.monotonic()`'s clock) until now."""
+    timeline.add(
+        phase,
+        _tiered(manifest, part),
+        begun_at_s - timeline.started_at,
+        time.monotonic() - timeline.started_at,
+        group=manifest.groups[part.group].name,
+        tier=part.tier.name.lower(),
+        part=part.index,
+        bytes=part.size_bytes,
+        **attributes,
+    )
+
+
+def _tiered(manifest: Manifest, part: Part) -> str:
+    return f"{manifest.groups[part.group].name} {part.tier.name.lower()}"

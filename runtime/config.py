@@ -1,0 +1,230 @@
+"""The configuration of one instance: one frozen value, made once from flags, environment and a TOML file.
+
+A setting has one name everywhere: the field `max_queued` is the flag `--max-queued`, the variable `TENERAL_MAX_QUEUED` and the TOML key
+`max_queued`. Flags win over the environment, the environment over the file, the file over the defaults. Unknown
+keys are errors, and every error names the key as the user wrote it. The environment is read here and nowhere else,
+except for the standard variables of AWS, which the S3 source reads as every AWS program does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..loader.errors import UsageError
+from ..loader.sources.base import SourceOptions
+
+PREFIX = "TENERAL_"
+MAX_CONFIG_FILE_BYTES = 1 << 20
+_SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise ValueError("must be a text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    table = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if not isinstance(value, str) or value.lower() not in table:
+        raise ValueError("must be true or false")
+    return table[value.lower()]
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,18}", value.strip()):
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"must be a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def _seconds(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ValueError(f"must be a number of seconds from {low:g} to {high:g}")
+        return float(value)
+
+    return parse
+
+
+def parse_bytes(value: Any) -> int:
+    """Bytes from a whole number or a text like '512MiB' or '2 GB'. Raises ValueError saying what is allowed."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 50:
+        return value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,15})(\.\d{1,6})?\s*([A-Za-z]{0,3})\s*", value)
+        if match and match[3].lower() in _SIZE_UNITS:
+            size_bytes = int(float(match[1] + (match[2] or "")) * _SIZE_UNITS[match[3].lower()])
+            if 0 < size_bytes < 1 << 50:
+                return size_bytes
+    raise ValueError("must be a size such as 512MiB, 2GB or a number of bytes")
+
+
+def _choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def _setting(
+    default: Any, parse: Callable[[Any], Any], help: str, *, metavar: str = "", secret: bool = False
+) -> Any:
+    return dataclasses.field(
+        default=default, repr=not secret, metadata={"parse": parse, "help": help, "metavar": metavar}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which validates."""
+
+    model: str = _setting("", _text, "artifact or model directory: a path, s3://, http(s)://; may end in @b3:DIGEST")
+    # What is served, and where
+    name: str | None = _setting(None, _text, "the model's name for clients (default: the last part of MODEL)")
+    host: str = _setting("0.0.0.0", _text, "address to listen on")  # noqa: S104 - a container is reached from outside
+    port: int = _setting(8080, _integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
+    handler: str | None = _setting(None, _text, "function to serve at /invoke: module:function or file.py:function")
+    api_key: str | None = _setting(None, _text, "bearer token that every request must carry", secret=True)
+    # The store
+    endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
+    region: str | None = _setting(None, _text, "region of the bucket")
+    profile: str | None = _setting(None, _text, "AWS profile to take credentials from")
+    addressing_style: str = _setting(
+        "auto", _choice("auto", "path", "virtual"), "how a bucket is addressed: auto, path or virtual"
+    )
+    anonymous: bool = _setting(False, _flag, "send unsigned requests")
+    requester_pays: bool = _setting(False, _flag, "agree to pay for the requests")
+    # Loading
+    connections: int = _setting(8, _integer(1, 256), "connections that fetch at the same time")
+    staging_bytes: int = _setting(128 << 20, parse_bytes, "memory for bytes in flight", metavar="SIZE")
+    # The engine
+    max_context: int | None = _setting(
+        None, _integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"
+    )
+    kv_bytes: int | None = _setting(
+        None, parse_bytes, "memory for the KV pool (default: a share of what is free)", metavar="SIZE"
+    )
+    max_running: int = _setting(32, _integer(1, 4096), "sequences that decode at the same time")
+    max_queued: int = _setting(256, _integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")
+    threads: int | None = _setting(None, _integer(1, 1024), "threads that compute (default: the cores at hand)")
+    # Requests and shutdown
+    max_body_bytes: int = _setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
+    request_timeout_s: float = _setting(600.0, _seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS")
+    drain_timeout_s: float = _setting(8.0, _seconds(0, 3_600), "time for running requests at shutdown", metavar="SECONDS")
+    log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
+
+    @property
+    def source_options(self) -> SourceOptions:
+        return SourceOptions(
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+            profile=self.profile,
+            addressing_style=self.addressing_style,
+            anonymous=self.anonymous,
+            requester_pays=self.requester_pays,
+            max_connections=self.connections,
+        )
+
+    @property
+    def served_name(self) -> str:
+        """The model's name for clients: `name`, or the last part of the address without its pin."""
+        if self.name:
+            return self.name
+        address = self.model.partition("@b3:")[0].partition("?")[0].rstrip("/")
+        return address.rpartition("/")[2] or "model"
+
+
+SETTINGS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(ServeConfig)}
+
+
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
+) -> ServeConfig:
+    """The one configuration. `flags` holds only what was given on the command line, by field name.
+
+    Raises `UsageError` naming the flag, variable or key that is unknown or whose value cannot be meant.
+    """
+    path = config_file or environment.get(PREFIX + "CONFIG")
+    values: dict[str, Any] = {}
+    if path:
+        values.update(_from_file(Path(path)))
+    values.update(_from_environment(environment))
+    for name, value in flags.items():
+        values[name] = _parse(name, value, f"--{name.replace('_', '-')}")
+    if not values.get("model"):
+        raise UsageError(
+            "no model was named",
+            key="model",
+            hint="Give an artifact or a model directory: teneral serve s3://bucket/models/my-model",
+        )
+    return ServeConfig(**values)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    # Cloud Run, Knative and others tell a container its port this way; our own variable wins over it.
+    if "PORT" in environment and PREFIX + "PORT" not in environment:
+        values["port"] = _parse("port", environment["PORT"], "PORT")
+    for variable, value in environment.items():
+        if variable.startswith(PREFIX) and variable != PREFIX + "CONFIG":
+            name = variable.removeprefix(PREFIX).lower()
+            if name not in SETTINGS:
+                raise _unknown(variable, [PREFIX + known.upper() for known in SETTINGS])
+            values[name] = _parse(name, value, variable)
+    return values
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration file {path}: {error.strerror}", key="config") from error
+    if len(data) > MAX_CONFIG_FILE_BYTES:
+        raise UsageError(f"the configuration file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", key="config")
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"the configuration file {path} is not TOML: {error}", key="config") from error
+    values = {}
+    for key, value in table.items():
+        if key not in SETTINGS:
+            raise _unknown(f"{path}: {key}", list(SETTINGS), key)
+        values[key] = _parse(key, value, f"{path}: {key}")
+    return values
+
+
+def _parse(name: str, value: Any, key: str) -> Any:
+    setting = SETTINGS[name]
+    try:
+        return setting.metadata["parse"](value)
+    except ValueError as error:
+        shown = "(a secret)" if not setting.repr else repr(value)
+        raise UsageError(f"{key} {error}; it is {shown}", key=key, hint=f"{key}: {setting.metadata['help']}.") from None
+
+
+def _unknown(key: str, known: list[str], written: str | None = None) -> UsageError:
+    near = difflib.get_close_matches(written or key, known, n=1)
+    return UsageError(f"unknown setting {key}", key=key, hint=f"Did you mean {near[0]}?" if near else "")

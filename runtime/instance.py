@@ -1,0 +1,315 @@
+"""The life of one instance: from an address to a running engine, everything beside everything else.
+
+`start` returns at once. Three threads then work side by side: one opens the store and starts the stream of weights, one
+loads the tokenizer, one imports torch, builds the model's skeleton over storage that is still empty, and starts the
+engine. Each result is a future; a request waits for the ones that it needs, and its forward pass for the layers
+that it has reached. The first failure fails the instance, and everything that waits for it.
+
+An instance knows no HTTP and no platform; handlers translate for it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..loader.artifact import open_artifact, read_file, split_pin
+from ..loader.errors import CheckpointError, TeneralError
+from ..loader.load import LoadOptions, WeightLoad
+from ..loader.manifest import Manifest
+from ..loader.memory import available_bytes
+from ..loader.sources.base import Source
+from ..loader.sources.open import open_source
+from ..loader.timeline import Timeline
+from .config import ServeConfig
+from .errors import DrainingError, ModelError
+from .host import available_cores
+from .state import State
+
+if TYPE_CHECKING:
+    from .embedder import Embedder
+    from .engine import Engine
+    from .models.decoder import Decoder
+    from .models.encoder import Encoder
+    from .tokenizer import TextTokenizer
+
+# Of the memory that is left beside the weights, what the KV pool takes unless told: the rest is for activations, staging, and
+# the container's other processes.
+KV_SHARE = 0.4
+DEFAULT_KV_BYTES = 4 << 30
+
+T = TypeVar("T")
+
+
+class Instance:
+    """One model being served. Thread-safe. `close` it, or use it as a context manager."""
+
+    def __init__(self, config: ServeConfig, *, timeline: Timeline | None = None, source: Source | None = None) -> None:
+        """With `source`, the model is read from there instead of `config.model`; the instance closes it."""
+        self.config = config
+        self.timeline = timeline or Timeline()
+        self.model_name = config.served_name
+        self.created_unix_s = int(time.time())
+        self.tokenizer: Future[TextTokenizer] = Future()
+        self.engine: Future[Engine] = Future()
+        self.embedder: Future[Embedder] = Future()
+        self.kind: Future[str] = Future()
+        self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
+        self._opened: Future[tuple[Source, Manifest]] = Future()
+        self._source = source
+        self._load: WeightLoad | None = None
+        self._draining = False
+        self._failure: TeneralError | None = None
+        self._lock = threading.Lock()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Instance:
+        for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
+            threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
+        return self
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new work and let what runs finish. True when nothing was cut off."""
+        self._draining = True
+        deadline_s = time.monotonic() + timeout_s
+        finished = True
+        for future in (self.engine, self.embedder):
+            worker = _result_or_none(future)
+            if worker is not None:
+                finished &= worker.drain(max(0.0, deadline_s - time.monotonic()))
+        return finished
+
+    def close(self) -> None:
+        """Stop everything and free what can be freed. Tensors that somebody still holds stay valid. Idempotent."""
+        self._draining = True
+        self._settle(DrainingError("the instance was closed"))
+        for future in (self.engine, self.embedder):
+            worker = _result_or_none(future)
+            if worker is not None:
+                worker.stop()
+        if self._load is not None:
+            self._load.close()
+        if self._source is not None:
+            self._source.close()
+        with self._lock:
+            if not self.ended.done():
+                self.ended.set_result(self._failure)
+
+    def __enter__(self) -> Instance:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what can be seen ---------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> TeneralError | None:
+        return self._failure
+
+    @property
+    def state(self) -> State:
+        if self._failure is not None:
+            return State.FAILED
+        if self._draining:
+            return State.DRAINING
+        if _result_or_none(self.engine) is None and _result_or_none(self.embedder) is None:
+            return State.LOADING
+        return State.READY if self._all_exact() else State.PARTIAL
+
+    def progress(self) -> dict[str, Any]:
+        """How far the load is, JSON-ready. Bytes are those stored, so that they compare with the network's."""
+        if self._load is None:
+            return {"stored_bytes": 0, "fetched_bytes": 0, "fraction": 0.0}
+        progress = self._load.progress()
+        total = progress.stored_bytes_total
+        return {
+            "stored_bytes": total,
+            "fetched_bytes": progress.fetched_bytes,
+            "fraction": round(progress.fetched_bytes / total, 4) if total else 1.0,
+            "groups": progress.num_groups,
+            "groups_exact": progress.groups_exact,
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Figures of every part that exists by now."""
+        figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
+        if self._load is not None:
+            figures["load"] = self._load.statistics()
+        for name, future in (("engine", self.engine), ("embedder", self.embedder)):
+            worker = _result_or_none(future)
+            if worker is not None:
+                figures[name] = worker.statistics()
+        return figures
+
+    # -- the three threads --------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        address, digest = split_pin(self.config.model)
+        with self.timeline.span("manifest", "open"):
+            if self._source is None:
+                self._source = open_source(address, self.config.source_options)
+            manifest = open_artifact(self._source, digest=digest)
+        self._load = WeightLoad(
+            self._source,
+            manifest,
+            options=LoadOptions(connections=self.config.connections, staging_bytes=self.config.staging_bytes),
+            timeline=self.timeline,
+        )
+        self._load.start()
+        self._opened.set_result((self._source, manifest))
+        self._watch_load(self._load, len(manifest.groups))
+
+    def _watch_load(self, load: WeightLoad, num_groups: int) -> None:
+        """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load does."""
+        for group in range(num_groups):
+            load.wait(group)
+        self.timeline.mark("process", "all weights exact")
+
+    def _load_tokenizer(self) -> None:
+        with self.timeline.span("tokenizer", "import"):
+            from .tokenizer import TextTokenizer  # brings in `tokenizers`, which the stream must not wait for
+        source, manifest = self._opened.result()
+        with self.timeline.span("tokenizer", "load"):
+            tokenizer = TextTokenizer.from_files(_file_reader(source, manifest))
+        _resolve(self.tokenizer, tokenizer)
+
+    def _build(self) -> None:
+        with self.timeline.span("process", "import torch"):
+            import torch  # the longest import by far: it runs beside the fetch
+
+            from .models.build import build_model
+            from .weights import StreamedWeights
+        torch.set_num_threads(self.config.threads or available_cores())
+        source, manifest = self._opened.result()
+        assert self._load is not None
+        with self.timeline.span("model", "build"):
+            config = _json_file(source, manifest, "config.json", required=True)
+            pooling = {name: _json_file(source, manifest, name) for name in ("modules.json", "1_Pooling/config.json")}
+            model = build_model(config, StreamedWeights(self._load), **_encoder_files(pooling))
+        if hasattr(model, "embed"):
+            self._start_embedder(model)
+        else:
+            self._start_engine(model, manifest)
+
+    def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
+        from .engine import Engine, EngineOptions  # they import torch
+
+        refuse = ModelError(
+            f"{self.model_name} generates text and makes no embeddings",
+            hint="Serve an encoder (a BERT-type model) for /v1/embeddings.",
+        )
+        self.embedder.set_exception(refuse)
+        _resolve(self.kind, "decoder")
+        with self.timeline.span("model", "KV pool"):
+            options = EngineOptions(
+                max_running=self.config.max_running,
+                max_queued=self.config.max_queued,
+                max_context=self.config.max_context,
+                kv_bytes=self.config.kv_bytes or default_kv_bytes(manifest.weight_bytes, available_bytes()),
+            )
+        tokenizer = self.tokenizer.result()
+        engine = Engine(
+            model, tokenizer, options=options, timeline=self.timeline, eos_token_ids=tokenizer.eos_token_ids
+        )
+        engine.start()
+        _resolve(self.engine, engine)
+        self.timeline.mark("process", "can answer")
+
+    def _start_embedder(self, model: Encoder) -> None:
+        from .embedder import Embedder  # imports torch
+
+        refuse = ModelError(
+            f"{self.model_name} makes embeddings and generates no text",
+            hint="Ask /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
+        )
+        self.engine.set_exception(refuse)
+        _resolve(self.kind, "encoder")
+        embedder = Embedder(model, max_queued=self.config.max_queued)
+        embedder.start()
+        _resolve(self.embedder, embedder)
+        self.timeline.mark("process", "can answer")
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except TeneralError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - a bug in a thread must end the instance, not leave it waiting for ever
+            failure = ModelError(f"the instance could not start: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _fail(self, error: TeneralError) -> None:
+        with self._lock:
+            if self._failure is not None or self.ended.done() or self._draining:
+                return
+            self._failure = error
+        self.timeline.mark("process", "failed", error=error.message)
+        self._settle(error)
+        with self._lock:
+            if not self.ended.done():
+                self.ended.set_result(error)
+
+    def _settle(self, error: TeneralError) -> None:
+        """Give everything that waits an answer."""
+        for future in (self._opened, self.tokenizer, self.engine, self.embedder, self.kind):
+            with self._lock:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _all_exact(self) -> bool:
+        if self._load is None:
+            return False
+        progress = self._load.progress()
+        return progress.groups_exact == progress.num_groups
+
+
+def default_kv_bytes(weight_bytes: int, free_bytes: int) -> int:
+    """The KV pool's size unless told: a share of what the weights leave, within reason."""
+    return max(1 << 20, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
+
+
+def _result_or_none(future: Future[T]) -> T | None:
+    return future.result() if future.done() and future.exception() is None else None
+
+
+def _resolve(future: Future[T], value: T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _file_reader(source: Source, manifest: Manifest) -> Callable[[str], bytes | None]:
+    names = {file.name for file in manifest.files}
+
+    def read(name: str) -> bytes | None:
+        return read_file(source, manifest, name) if name in names else None
+
+    return read
+
+
+def _json_file(source: Source, manifest: Manifest, name: str, *, required: bool = False) -> Any:
+    data = _file_reader(source, manifest)(name)
+    if data is None:
+        if required:
+            raise CheckpointError(
+                f"the model has no {name}",
+                where=source.url,
+                hint="Serving needs the directory as Hugging Face writes it; pack it again with its config.json.",
+            )
+        return None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is not JSON: {error}", where=f"{source.url}/{name}") from error
+
+
+def _encoder_files(files: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in (("modules", files["modules.json"]), ("pooling", files["1_Pooling/config.json"])) if value}

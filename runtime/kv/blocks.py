@@ -1,0 +1,150 @@
+"""Which blocks of the KV pool are in use, and by how many.
+
+Blocks are handed out so that one sequence's blocks tend to follow each other: a consecutive block table is
+read as a view where a scattered one has to be gathered, at twice the time a step. Invariant: a block is free
+exactly when nobody refers to it, and the free blocks are kept as maximal runs. Nothing is known here of
+tokens, tensors or threads; the caller serialises access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatistics:
+    """A moment's view. `num_shared` counts blocks that more than one holder refers to."""
+
+    num_blocks: int
+    num_free: int
+    num_shared: int
+    num_free_runs: int
+    largest_free_run: int
+
+
+class BlockAllocator:
+    """Reference-counted blocks 0 … num_blocks - 1.
+
+    Misuse (too many blocks asked for, a free block shared or released) is the caller's bug: ValueError, and
+    nothing has changed.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._num_free = num_blocks
+        # Free runs, half-open. There is at most one more of them than there are runs in use, so searching
+        # them all for the largest costs less than keeping them ordered.
+        self._end_of_run = {0: num_blocks}  # start → end
+        self._start_of_run = {num_blocks: 0}  # end → start
+
+    @property
+    def free_count(self) -> int:
+        return self._num_free
+
+    def reference_count(self, block: int) -> int:
+        return self._references[block]
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """`count` blocks with one reference each, ascending within each run.
+
+        `after` is the last block of the sequence that grows: what follows it is taken first. Otherwise a run
+        begins in the largest free one, where there is most room to grow.
+        """
+        if not 0 <= count <= self._num_free:
+            raise ValueError(f"{count} blocks asked for, {self._num_free} are free")
+        blocks: list[int] = []
+        if after is not None and count and after + 1 in self._end_of_run:
+            blocks += self._take(after + 1, after + 1, count)
+        while len(blocks) < count:
+            missing = count - len(blocks)
+            start, end = max(self._end_of_run.items(), key=lambda run: (run[1] - run[0], -run[0]))
+            spare = end - start - missing
+            # What stands before this run may want to grow too, so the spare room is split between both.
+            first = start if start == 0 or spare <= 0 else start + spare // 2
+            blocks += self._take(start, first, missing)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each of these blocks, all of which must be in use."""
+        blocks = list(blocks)
+        self._require_in_use(blocks)
+        for block in blocks:
+            self._references[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less to each of these different blocks; those without any become free."""
+        blocks = list(blocks)
+        self._require_in_use(blocks)
+        freed = []
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                freed.append(block)
+        freed.sort()
+        first = 0
+        for index in range(1, len(freed) + 1):
+            if index == len(freed) or freed[index] != freed[index - 1] + 1:
+                self._give_back(freed[first], freed[index - 1] + 1)
+                first = index
+        self._num_free += len(freed)
+
+    def statistics(self) -> BlockStatistics:
+        return BlockStatistics(
+            num_blocks=self.num_blocks,
+            num_free=self._num_free,
+            num_shared=sum(count > 1 for count in self._references),
+            num_free_runs=len(self._end_of_run),
+            largest_free_run=max((end - start for start, end in self._end_of_run.items()), default=0),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless counts and runs agree. O(num_blocks); for tests."""
+        assert self._start_of_run == {end: start for start, end in self._end_of_run.items()}
+        runs = sorted(self._end_of_run.items())
+        for (_, end), (next_start, _) in zip(runs, runs[1:], strict=False):
+            assert end < next_start, f"runs that touch or overlap: one ends at {end}, one starts at
+            {next_start}"
+        in_runs = [block for start, end in runs for block in range(start, end)]
+        unused = [block for block, count in enumerate(self._references) if count == 0]
+        assert in_runs == unused, "free runs and reference counts disagree"
+        assert len(unused) == self._num_free
+        assert all(count >= 0 for count in self._references)
+
+    def _take(self, start: int, first: int, count: int) -> list[int]:
+        """Up to `count` blocks from `first` on, out of the free run that begins at `start`."""
+        end = self._end_of_run.pop(start)
+        del self._start_of_run[end]
+        stop = min(end, first + count)
+        self._add_run(start, first)
+        self._add_run(stop, end)
+        for block in range(first, stop):
+            self._references[block] = 1
+        self._num_free -= stop - first
+        return list(range(first, stop))
+
+    def _give_back(self, start: int, end: int) -> None:
+        """Makes [start, end) free, joined with the free runs on both sides."""
+        if start in self._start_of_run:
+            start = self._start_of_run.pop(start)
+            del self._end_of_run[start]
+        if end in self._end_of_run:
+            after = self._end_of_run.pop(end)
+            del self._start_of_run[after]
+            end = after
+        self._add_run(start, end)
+
+    def _add_run(self, start: int, end: int) -> None:
+        if start < end:
+            self._end_of_run[start] = end
+            self._start_of_run[end] = start
+
+    def _require_in_use(self, blocks: Sequence[int]) -> None:
+        if len(set(blocks)) != len(blocks):
+            raise ValueError("the same block twice")
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or not self._references[block]:
+                raise ValueError(f"block {block} is not in use")

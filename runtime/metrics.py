@@ -1,0 +1,147 @@
+"""What an instance counts, in Prometheus' terms.
+
+Counting is plain arithmetic under a lock. `prometheus_client` is needed only to write the text, so it is imported at the first scrape and
+not on the way to the first token. Gauges are not kept at all: they are read from the instance's statistics at each scrape. It does not know
+where requests come from.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .state import State
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Histogram:
+    """Counts of observations up to each bound, their number and their sum. Not thread-safe by itself."""
+
+    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)  # one for what is above them all
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), the last with the bound '+Inf': the form that is exposed."""
+        total, rows = 0, []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            rows.append((bound, float(total)))
+        return rows
+
+
+class Metrics:
+    """Everything that is counted, from any thread. `render` gives the exposition text."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: dict[tuple[str, str], int] = {}
+        self._request_seconds: dict[str, Histogram] = {}
+        self._first_token_seconds = Histogram()
+        self._inter_token_seconds = Histogram()
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+
+    def request_ended(self, route: str, status: int, seconds: float) -> None:
+        """`route` is a pattern, never what a client wrote: each value is a time series."""
+        key = (route, str(status))
+        with self._lock:
+            self._requests[key] = self._requests.get(key, 0) + 1
+            self._request_seconds.setdefault(route, Histogram()).observe(seconds)
+
+    def prompt_taken(self, num_tokens: int) -> None:
+        with self._lock:
+            self._prompt_tokens += num_tokens
+
+    def first_token(self, seconds: float) -> None:
+        """`seconds` from the arrival of the request."""
+        with self._lock:
+            self._first_token_seconds.observe(seconds)
+
+    def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
+        """Tokens of one step of one sequence, `seconds` after those before; None for the first ones."""
+        with self._lock:
+            self._generated_tokens += num_tokens
+            if seconds is not None:
+                self._inter_token_seconds.observe(seconds / num_tokens, num_tokens)
+
+    def render(self, statistics: Mapping[str, Any]) -> bytes:
+        """The text, with every number in `statistics` as a gauge named by its path. The first call imports the client."""
+        # 60 ms that a cold start would pay for; the first scrape can.
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.registry import Collector
+
+        metrics = self
+
+        class Snapshot(Collector):
+            def collect(self) -> Iterator[Metric]:
+                yield from metrics._families()
+                yield from _gauges(statistics)
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Snapshot())
+        return generate_latest(registry)
+
+    def _families(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+        with self._lock:
+            requests = CounterMetricFamily(
+                "teneral_requests", "Requests by route and status; 499: the client went away.", labels=("route", "status")
+            )
+            for labels, count in self._requests.items():
+                requests.add_metric(labels, count)
+            seconds = HistogramMetricFamily(
+                "teneral_request_seconds", "From a request's arrival to its response's end.", labels=("route",)
+            )
+            for route, histogram in self._request_seconds.items():
+                seconds.add_metric((route,), histogram.cumulative(), histogram.sum)
+            first = HistogramMetricFamily(
+                "teneral_first_token_seconds", "From a request's arrival to the first token of each sequence."
+            )
+            first.add_metric((), self._first_token_seconds.cumulative(), self._first_token_seconds.sum)
+            between = HistogramMetricFamily("teneral_inter_token_seconds", "Between the tokens of a sequence.")
+            between.add_metric((), self._inter_token_seconds.cumulative(), self._inter_token_seconds.sum)
+            prompt = CounterMetricFamily("teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens)
+            generated = CounterMetricFamily("teneral_generated_tokens", "Tokens generated.", self._generated_tokens)
+        return iter((requests, seconds, first, between, prompt, generated))
+
+
+def _gauges(statistics: Mapping[str, Any]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    state = GaugeMetricFamily("teneral_state", "1 for the state that the instance is in.", labels=("state",))
+    for each in State:
+        state.add_metric((str(each),), float(statistics.get("state") == each))
+    yield state
+    for path, value in numbers_in(statistics):
+        name = "_".join(path)
+        yield GaugeMetricFamily(f"teneral_{name}", f"Statistics of the instance: {'.'.join(path)}.", value)
+
+
+def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
+    """Every number in nested mappings and dataclasses, with the names that lead to it. Texts, lists and None are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from numbers_in(item, (*path, str(name)))
+    elif isinstance(value, int | float):
+        yield path, float(value)

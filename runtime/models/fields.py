@@ -1,0 +1,111 @@
+"""Values out of a model's JSON files, each with a type and bounds.
+
+These files come from anywhere, so a value is taken only as what it claims to be: no text for a number, no NaN, no true for
+1. Every complaint names the key, says what was found, and what is allowed. `null` counts as absent, as it does for
+the libraries that write these files. It does not know what the values are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from ..errors import ModelError
+
+T = TypeVar("T")
+
+
+class Fields:
+    """A JSON object read key by key. `where` is put before a key in messages, as in "rope_scaling."."""
+
+    def __init__(self, data: Any, *, file: str = "config.json", where: str = "") -> None:
+        if not isinstance(data, Mapping):
+            raise ModelError(f"{file}: {where.rstrip('.') or 'the file'} must be an object, but is {_short(data)}")
+        self._data = data
+        self._file = file
+        self._where = where
+
+    def __contains__(self, key: object) -> bool:
+        return self._data.get(key) is not None
+
+    def get(self, key: str) -> Any:
+        """The value as it is; None when absent."""
+        return self._data.get(key)
+
+    def integer(self, key: str, *, low: int, high: int, default: int | None = None) -> int:
+        """A whole number in [low, high]. Without a `default` the key must be there."""
+        value = self.optional_integer(key, low=low, high=high)
+        if value is not None:
+            return value
+        return self._required(key, default)
+
+    def optional_integer(self, key: str, *, low: int, high: int) -> int | None:
+        value = self._data.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(key, f"but must be a whole number from {low} to {high}")
+        return value
+
+    def number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]. Without a `default` the key must be there."""
+        value = self.optional_number(key, low=low, high=high)
+        if value is not None:
+            return value
+        return self._required(key, default)
+
+    def optional_number(self, key: str, *, low: float, high: float) -> float | None:
+        value = self._data.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(key, f"but must be a number from {low:g} to {high:g}")
+        # The comparison comes first, for an integer of a thousand digits has no float; NaN fails it as well.
+        if not low <= value <= high or not math.isfinite(value):
+            raise self.wrong(key, f"but must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        value = self._data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, "but must be true or false")
+        return value
+
+    def choice(self, key: str, allowed: Collection[str], *, default: str | None = None) -> str:
+        """One of `allowed`. Without a `default` the key must be there."""
+        value = self._data.get(key)
+        if value is None:
+            return self._required(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.wrong(key, "which is not supported", hint=f"Supported: {', '.join(sorted(allowed))}.")
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of strings; None when absent."""
+        value = self._data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, "but must be a list of strings")
+        return value
+
+    def wrong(self, key: str, complaint: str, *, hint: str = "") -> ModelError:
+        """The error for a key whose value cannot be used."""
+        value = _short(self._data.get(key))
+        return ModelError(f"{self._file}: {self._where}{key} is {value}, {complaint}", hint=hint)
+
+    def _required(self, key: str, default: T | None) -> T:
+        if default is None:
+            raise ModelError(f"{self._file} has no {self._where}{key}")
+        return default
+
+
+def _short(value: Any) -> str:
+    """A value as a message shows it: recognisable, and never long."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of more than 20 digits"  # str() of a huge integer raises
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "…"

@@ -1,0 +1,130 @@
+"""Rotary position embedding as a model's config.json asks for it, and how far it lets a context reach.
+
+It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (transformers 4).
+It computes no frequencies: `rope.py` does, once torch is there.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from .fields import Fields
+
+MAX_POSITIONS = 1 << 24  # positions are multiplied in float32, which holds whole numbers exactly up to here
+
+
+class RopeType(enum.StrEnum):
+    """How the frequencies are stretched for contexts longer than those of the pretraining."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"  # all divided by `factor`
+    DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `rope.py` for when)
+    LLAMA3 = "llama3"  # low ones divided, high ones kept, those between interpolated
+    YARN = "yarn"  # likewise by rotations within the pretraining's context, and the result is scaled
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Parameters of one rotary embedding; those that its type does not use keep their defaults."""
+
+    rope_type: RopeType
+    theta: float
+    rotary_dim: int  # how many of a head's dimensions turn; even
+    max_positions: int  # max_position_embeddings
+    original_max_positions: int  # the context of the pretraining
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # cos and sin are multiplied by it
+
+    @classmethod
+    def from_fields(cls, config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+        key, rope = _rope_fields(config)
+        rope_type = RopeType(rope.choice("rope_type" if "rope_type" in rope else "type", list(RopeType), default="default"))
+        theta_at = rope if "rope_theta" in rope else config
+        theta = theta_at.number("rope_theta", low=2.0, high=1e12, default=10_000.0)
+        rotary_dim = _rotary_dim(rope if "partial_rotary_factor" in rope else config, head_dim)
+        if rope_type is RopeType.DEFAULT:
+            return cls(rope_type, theta, rotary_dim, max_positions, max_positions)
+
+        # Some files keep the pretraining's context outside; then that one counts.
+        original_at = config if "original_max_position_embeddings" in config else rope
+        original = original_at.integer(
+            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
+        )
+        implied = max_positions / original if rope_type is RopeType.YARN else None
+        factor = rope.number("factor", low=1e-3, high=1e6, default=implied)
+        common = (rope_type, theta, rotary_dim, max_positions, original, factor)
+        if rope_type is RopeType.LLAMA3:
+            low = rope.number("low_freq_factor", low=1e-3, high=1e6)
+            high = rope.number("high_freq_factor", low=1e-3, high=1e6)
+            if high <= low:
+                raise ModelError(f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor {low:g}")
+            return cls(*common, low_freq_factor=low, high_freq_factor=high)
+        if rope_type is RopeType.YARN:
+            return cls(
+                *common,
+                beta_fast=rope.number("beta_fast", low=1e-3, high=1e6, default=32.0),
+                beta_slow=rope.number("beta_slow", low=1e-3, high=1e6, default=1.0),
+                truncate=rope.boolean("truncate", default=True),
+                attention_factor=_yarn_attention_factor(rope, factor),
+            )
+        return cls(*common)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence may have unless told otherwise.
+
+        Linear stretching multiplies the positions that were trained, YaRN those of the pretraining; Llama 3 files state the
+        stretched number already. Dynamic NTK is exact up to `max_position_embeddings`, and changes the model beyond
+        (see `rope.py`), so going beyond has to be asked for.
+        """
+        if self.rope_type is RopeType.LINEAR:
+            return min(MAX_POSITIONS, max(self.max_positions, int(self.max_positions * self.factor)))
+        if self.rope_type is RopeType.YARN:
+            return min(MAX_POSITIONS, max(self.max_positions, int(self.original_max_positions * self.factor)))
+        return self.max_positions
+
+
+def _rope_fields(config: Fields) -> tuple[str, Fields]:
+    """The object that describes the rotary embedding, empty when there is none, and its key."""
+    key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    data = config.get(key)
+    rope = Fields({} if data is None else data, where=f"{key}.")
+    for nested in ("full_attention", "sliding_attention"):
+        if nested in rope:
+            raise rope.wrong(nested, "but one embedding for all layers is all that is supported")
+    return key, rope
+
+
+def _rotary_dim(fields: Fields, head_dim: int) -> int:
+    partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim < 4 or rotary_dim % 2:
+        raise ModelError(
+            f"config.json: partial_rotary_factor {partial:g} of head_dim {head_dim} turns {rotary_dim} dimensions, "
+            "but it must be an even number of at least 4"
+        )
+    return rotary_dim
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    stated = rope.optional_number("attention_factor", low=0.0, high=1e6)
+    if stated is not None:
+        return stated
+    mscale = rope.number("mscale", low=0.0, high=1e6, default=0.0)
+    mscale_all_dim = rope.number("mscale_all_dim", low=0.0, high=1e6, default=0.0)
+    if mscale and mscale_all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    """Equation 22 of the YaRN paper (arXiv 2309.00071), with DeepSeek's `mscale`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

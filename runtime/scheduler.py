@@ -1,0 +1,173 @@
+"""Which sequences take part in the next step, and with how many tokens: a pure decision over values.
+
+- Every sequence that decodes takes one token. Prompts (and preempted sequences, which are computed again)
+  take what is left, oldest first, in chunks; while somebody decodes no more than `max_prefill_tokens` of a
+  step, so that the pauses between tokens stay short. With nobody decoding they may fill the step, so that a
+  prompt follows arriving weights in one pass.
+- A sequence is admitted, first come first served, when the pool has room for all of its tokens beside what
+  the running ones still need. Nobody overtakes.
+- When blocks run out the sequence admitted last gives up all of its blocks to an older one and is computed
+  again later. The oldest one can therefore always go on, given that the pool holds one sequence of full
+  length.
+
+Nothing here is changed, allocated or computed; tensors and threads are unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Schedulable(Protocol):
+    """What the decision is made from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks held."""
+
+    num_computed: int  # tokens whose keys and values are in those blocks
+
+
+SequenceT = TypeVar("SequenceT", bound=Schedulable)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    max_running: int
+    max_step_tokens: int
+    max_prefill_tokens: int  # of a step in which somebody decodes
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[SequenceT]):
+    """One sequence's part of a step: its next `num_tokens` tokens, for which it needs `num_new_blocks` more
+    blocks.
+    """
+
+    sequence: SequenceT
+    num_tokens: int
+    num_new_blocks: int
+    is_last: bool  # no known token is left to compute then, so the next one can be chosen
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Generic[SequenceT]):
+    """To be applied in this order. Shares are of running and newly admitted sequences, in the order of
+    admission.
+    """
+
+    preempted: tuple[SequenceT, ...]  # the latest admitted first; they go back to the front of the queue in
+    this order admitted: tuple[SequenceT, ...]  # from the front of the queue shares: tuple[Share[SequenceT],
+    ...]
+
+
+def plan_step(
+    running: Sequence[SequenceT],
+    waiting: Iterable[SequenceT],
+    num_free_blocks: int,
+    limits: SchedulerLimits,
+) -> StepPlan[SequenceT]:
+    """The next step. `running` is in the order of admission, `waiting` in that of the queue."""
+    step = _Step(running, num_free_blocks, limits)
+    step.continue_running()
+    admitted = () if step.preempted else tuple(step.admit(waiting))
+    shares = tuple(step.shares[id(sequence)] for sequence in step.active if id(sequence) in step.shares)
+    return StepPlan(tuple(step.preempted), admitted, shares)
+
+
+class _Step(Generic[SequenceT]):
+    """A plan in the making. Sequences are told apart by identity."""
+
+    def __init__(self, running: Sequence[SequenceT], num_free_blocks: int, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.active = list(running)
+        self.shares: dict[int, Share[SequenceT]] = {}
+        self.preempted: list[SequenceT] = []
+        self.num_free_blocks = num_free_blocks
+        self.tokens_left = limits.max_step_tokens
+        self.prefill_left = limits.max_step_tokens
+
+    def continue_running(self) -> None:
+        decoding = [sequence for sequence in self.active if _num_missing(sequence) == 1]
+        if decoding:
+            self.prefill_left = self.limits.max_prefill_tokens
+        for sequence in decoding:
+            self._give(sequence, min(1, self.tokens_left))
+        if len(decoding) == len(self.active):
+            return
+        for sequence in list(self.active):
+            if _num_missing(sequence) > 1:
+                self._give_prefill(sequence)
+
+    def admit(self, waiting: Iterable[SequenceT]) -> Iterable[SequenceT]:
+        spare: int | None = None
+        for sequence in waiting:
+            if len(self.active) >= self.limits.max_running or min(self.tokens_left, self.prefill_left) < 1:
+                return
+            needed = self._num_blocks_for(sequence.num_tokens + 1)
+            if spare is None:
+                spare = self.num_free_blocks - self._num_promised_blocks()
+            # One more for each that runs, or the next decode steps would preempt what was just admitted.
+            if needed > (spare - len(self.active) if self.active else self.num_free_blocks):
+                return
+            spare -= needed
+            self.active.append(sequence)
+            self._give_prefill(sequence)
+            yield sequence
+
+    def _give_prefill(self, sequence: SequenceT) -> None:
+        wanted = min(_num_missing(sequence), self.tokens_left, self.prefill_left)
+        self.prefill_left -= self._give(sequence, wanted)
+
+    def _give(self, sequence: SequenceT, wanted: int) -> int:
+        """Plans up to `wanted` tokens, preempting later ones if there is no room for any; how many it became.
+        """
+        if wanted < 1 or any(sequence is other for other in self.preempted):
+            return 0
+        while (room := self._room(sequence)) < 1:
+            if self.active[-1] is sequence:
+                return 0  # it keeps what it has and waits for an older one to end
+            self._preempt(self.active.pop())
+        num_tokens = min(wanted, room)
+        num_new_blocks = self._num_blocks_for(sequence.num_computed + num_tokens) - sequence.num_blocks
+        is_last = num_tokens == _num_missing(sequence)
+        self.shares[id(sequence)] = Share(sequence, num_tokens, num_new_blocks, is_last)
+        self.num_free_blocks -= num_new_blocks
+        self.tokens_left -= num_tokens
+        return num_tokens
+
+    def _preempt(self, victim: SequenceT) -> None:
+        self.preempted.append(victim)
+        self.num_free_blocks += victim.num_blocks
+        share = self.shares.pop(id(victim), None)
+        if share is not None:
+            self.num_free_blocks += share.num_new_blocks
+            self.tokens_left += share.num_tokens
+
+    def _room(self, sequence: SequenceT) -> int:
+        """Tokens that its own blocks and the free ones can still take."""
+        num_blocks = sequence.num_blocks + self.num_free_blocks
+        return num_blocks * self.limits.block_size - sequence.num_computed
+
+    def _num_promised_blocks(self) -> int:
+        """Free blocks that the active sequences will need for tokens that are known but not planned yet."""
+        promised = 0
+        for sequence in self.active:
+            share = self.shares.get(id(sequence))
+            held = sequence.num_blocks + (share.num_new_blocks if share is not None else 0)
+            promised += max(0, self._num_blocks_for(sequence.num_tokens + 1) - held)
+        return promised
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)
+
+
+def _num_missing(sequence: Schedulable) -> int:
+    return sequence.num_tokens - sequence.num_computed

@@ -1,0 +1,49 @@
+"""Stop strings in a stream of text: neither they nor any part of them is given out, the text before them is.
+
+What could be the beginning of a stop string is held back until the next text decides. The result does not
+depend on how the text is cut into pieces. Nothing is known here of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Watches one sequence's text. Holds back less than the longest stop string."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that can be given out now, and whether a stop string is complete (then nothing more may
+        come).
+
+        Of several stop strings the one that is complete first counts, as if the text came character by
+        character; of those that end together, the longest.
+        """
+        if not self._stop or not text:
+            return text, False
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return text[: min(found)[1]], True
+        held = max(_open_length(text, stop) for stop in self._stop)
+        cut = len(text) - held
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def flush(self) -> str:
+        """What was held back, for a sequence that ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _open_length(text: str, stop: str) -> int:
+    """The length of the longest end of `text` with which `stop` begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,119 @@
+"""One configuration from flags, environment and a file; every error names the key as it was written."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from teneral.loader.errors import UsageError
+from teneral.runtime.config import SETTINGS, ServeConfig, parse_bytes, resolve
+
+
+def test_flags_win_over_the_environment_over_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "teneral.toml"
+    file.write_text('model = "s3://bucket/a"\nport = 1\nconnections = 3\nmax_queued = 7\n')
+    config = resolve({"port": "9"}, {"TENERAL_CONNECTIONS": "5", "TENERAL_PORT": "2", "HOME": "/"}, file)
+    assert (config.model, config.port, config.connections, config.max_queued) == ("s3://bucket/a", 9, 5, 7)
+    assert config.max_running == ServeConfig().max_running
+
+
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('model = "m"\n')
+    assert resolve({}, {"TENERAL_CONFIG": str(file)}).model == "m"
+
+
+def test_the_platforms_port_is_taken_unless_ours_is_set() -> None:
+    assert resolve({"model": "m"}, {"PORT": "8081"}).port == 8081
+    assert resolve({"model": "m"}, {"PORT": "8081", "TENERAL_PORT": "9000"}).port == 9000
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "named"),
+    [
+        ({"port": "70000"}, {}, "--port"),
+        ({"port": "x"}, {}, "--port"),
+        ({"port": True}, {}, "--port"),
+        ({"kv_bytes": "-1"}, {}, "--kv-bytes"),
+        ({"kv_bytes": "12 parsecs"}, {}, "--kv-bytes"),
+        ({"request_timeout_s": "nan"}, {}, "--request-timeout-s"),
+        ({"addressing_style": "weird"}, {}, "--addressing-style"),
+        ({}, {"TENERAL_PORT": "-1"}, "TENERAL_PORT"),
+        ({}, {"TENERAL_ANONYMOUS": "maybe"}, "TENERAL_ANONYMOUS"),
+        ({}, {"TENERAL_MAX_QUEUE": "3"}, "TENERAL_MAX_QUEUE"),
+        ({}, {"PORT": "abc"}, "PORT"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(
+    flags: dict[str, object], environment: dict[str, str], named: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({"model": "m"} | flags, environment)
+    assert named in caught.value.message
+
+
+def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_known_one(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('model = "m"\nmax_queue = 3\n')
+    with pytest.raises(UsageError, match="max_queue") as caught:
+        resolve({}, {}, file)
+    assert "max_queued" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", [b"model = ", b"\xff\xfe", b"[model]\nx = 1\n", b"#" * (1 << 21)])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "x.toml"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"x\.toml"):
+        resolve({}, {}, file)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere\.toml"):
+        resolve({}, {}, tmp_path / "nowhere.toml")
+
+
+def test_a_model_must_be_named() -> None:
+    with pytest.raises(UsageError, match="no model") as caught:
+        resolve({}, {})
+    assert "teneral serve" in caught.value.hint
+
+
+def test_secrets_are_shown_neither_in_repr_nor_in_errors() -> None:
+    config = resolve({"model": "m", "api_key": "sk-secret"}, {})
+    assert "sk-secret" not in repr(config)
+    with pytest.raises(UsageError) as caught:
+        resolve({"model": "m", "api_key": "sk-secret\0"}, {})
+    assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("512MiB", 512 << 20), ("2 GB", 2 * 10**9), ("1.5gib", 3 << 29), ("4096", 4096), (77, 77), ("1kb", 1000)],
+)
+def test_sizes_are_read_with_their_units(text: object, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("s3://bucket/models/llama", "llama"),
+        ("s3://bucket/models/llama/@b3:" + "0" * 64, "llama"),
+        ("./here/", "here"),
+        ("https://host/a/b?x=y", "b"),
+        ("/", "model"),
+    ],
+)
+def test_a_model_is_served_under_the_last_part_of_its_address(model: str, name: str) -> None:
+    assert ServeConfig(model=model).served_name == name
+    assert ServeConfig(model=model, name="own").served_name == "own"
+
+
+def test_every_setting_says_what_it_is_and_has_a_valid_default() -> None:
+    for name, setting in SETTINGS.items():
+        assert setting.metadata["help"], name
+        if setting.default not in (None, ""):
+            assert setting.metadata["parse"](setting.default) == setting.default, name
+    assert dataclasses.is_dataclass(ServeConfig)

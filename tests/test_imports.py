@@ -1,0 +1,56 @@
+"""What an import may bring along. A cold start pays for every module, so the lists are short and kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "torch", "transformers", "numpy", "aiohttp", "asyncio", "boto3", "botocore", "tokenizers", "jinja2", "msgspec",
+    "prometheus_client", "cupy", "zstandard", "blake3", "ssl", "http.client", "urllib.request", "email", "concurrent.futures",
+}  # fmt: skip
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Modules that are there after the statement and were not before it, in a fresh interpreter."""
+    program = (
+        "import sys, json; before = set(sys.modules); " + statement + "; print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return set(json.loads(result.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("statement", "allowed"),
+    [
+        ("import teneral", set()),
+        ("import teneral.cli", set()),
+        ("import teneral.cli; teneral.cli._parser()", set()),
+        ("import teneral.handlers.http.command", set()),
+        ("import teneral.loader, teneral.runtime, teneral.handlers", set()),
+        ("import teneral.runtime.models, teneral.runtime.kv, teneral.loader.sources, teneral.handlers.http", set()),
+    ],
+)
+def test_an_import_brings_only_what_it_may(statement: str, allowed: set[str]) -> None:
+    loaded = loaded_by(statement)
+    assert loaded & HEAVY <= allowed
+
+
+def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
+    loaded = loaded_by("import teneral.runtime.instance")
+    assert not loaded & {"torch", "transformers", "aiohttp", "asyncio", "boto3", "tokenizers", "jinja2", "prometheus_client"}
+
+
+def test_serving_never_needs_transformers() -> None:
+    loaded = loaded_by("import teneral.handlers.http.app, teneral.runtime.engine, teneral.runtime.models.build")
+    assert "transformers" not in loaded
+
+
+def test_the_public_names_exist() -> None:
+    import teneral
+
+    assert [name for name in getattr(teneral, "__all__", []) if not hasattr(teneral, name)] == []
+    assert teneral.__version__

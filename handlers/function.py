@@ -153,7 +153,7 @@ def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> N
                 for value in result:
                     outlet.put(_checked(handler, value))
             finally:
-                if hasattr(result, "close"):  # an iterator need not have one; a generator's runs its `finally`
+                if hasattr(result, "close"):  # a generator has, and its `finally` runs now
                     result.close()
     except OutletClosedError:
         return

@@ -16,22 +16,25 @@ from .context import Context
 
 
 def handler(event: Any, context: Context) -> dict[str, Any] | Iterator[dict[str, Any]]:
-    """The text, why it ended, and its tokens; streaming, `{"text": piece}` again and again and then the other
-    two.
-    """
+    """The text, why it ended and its tokens; as a stream, `{"text": piece}` many times, then the rest."""
     if not isinstance(event, dict):
         raise RequestError(f"the event must be an object, not {type(event).__name__}")
-    options = {key: value for key, value in event.items() if key not in ("prompt", "messages", "stream")}
     if ("prompt" in event) == ("messages" in event):
         raise RequestError("give either a prompt or messages", param="prompt")
-    prompt = event["prompt"] if "prompt" in event else event["messages"]
+    name = "prompt" if "prompt" in event else "messages"
+    prompt, streaming = event[name], event.get("stream", False)
+    if not isinstance(prompt, str if name == "prompt" else list):
+        raise RequestError(f"the {name} cannot be {type(prompt).__name__}", param=name)
+    if not isinstance(streaming, bool):
+        raise RequestError("stream must be true or false", param="stream")
+    options = {key: value for key, value in event.items() if key not in (name, "stream")}
     context.logger.info("generating with %s", context.model.name)
-    if event.get("stream"):
-        return stream(prompt, options, context)
+    if streaming:
+        return _stream(prompt, options, context)
     return context.model.generate(prompt, **options).to_dict()
 
 
-def stream(prompt: Any, options: Any, context: Context) -> Iterator[dict[str, Any]]:
+def _stream(prompt: Any, options: Any, context: Context) -> Iterator[dict[str, Any]]:
     with context.model.stream(prompt, **options) as pieces:
         for text in pieces:
             yield {"text": text}

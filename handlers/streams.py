@@ -18,7 +18,7 @@ from ..runtime.requests import FinishReason, GenerationEvent, GenerationRequest
 from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
 
 if TYPE_CHECKING:
-    from ..runtime.engine import Generation
+    from ..runtime.generation import Generation
 
 Submit = Callable[[GenerationRequest, Callable[[GenerationEvent], None]], "Generation"]
 

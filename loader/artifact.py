@@ -22,7 +22,7 @@ _PIN = re.compile(r"[0-9a-f]{64}\Z", re.IGNORECASE)
 
 
 def split_pin(url: str) -> tuple[str, bytes | None]:
-    """The address and the pinned digest (32 bytes), None without a pin. Raises `UsageError` for half a pin."""
+    """The address and the pinned digest (32 bytes), or None. Raises `UsageError` for half a pin."""
     address, mark, digits = url.rpartition(_PIN_MARK)
     if not mark:
         return url, None

@@ -63,8 +63,10 @@ class Decoder:
         begun_at_s = time.monotonic()
         with self._meter.measure(Phase.VERIFY, part.size_bytes):
             got = blake3(stored.data).digest()
-        right = got == part.digest
-        add_part_span(self._timeline, Phase.VERIFY, self._manifest, part, begun_at_s, right=right)
+        ended_at_s, right = time.monotonic(), got == part.digest
+        add_part_span(
+            self._timeline, Phase.VERIFY, self._manifest, part, begun_at_s, ended_at_s, right=right
+        )
         if right:
             return True
         if step.number in self._suspect:
@@ -85,7 +87,7 @@ class Decoder:
                     )
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source_url) from error
-        add_part_span(self._timeline, Phase.DECODE, self._manifest, part, begun_at_s)
+        add_part_span(self._timeline, Phase.DECODE, self._manifest, part, begun_at_s, time.monotonic())
 
     def _place(self, segment: Segment) -> ByteArray:
         """The segment's own bytes in its slab."""

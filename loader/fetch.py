@@ -5,6 +5,7 @@ One range is one request; retries within it are the source's. It does not know w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from .arena import ByteArray
@@ -57,9 +58,10 @@ class Fetcher:
                 )
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source.url) from error
-        begun_s = self._work.finish_read(read)
-        if begun_s is None:
+        ended_at_s = time.monotonic()
+        begun_at_s = self._work.finish_read(read)
+        if begun_at_s is None:
             return
-        add_part_span(self._timeline, Phase.FETCH, self._manifest, part, begun_s)
+        add_part_span(self._timeline, Phase.FETCH, self._manifest, part, begun_at_s, ended_at_s)
         if step.slab_offset_bytes is not None:
             self._settle(step)

@@ -147,7 +147,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A small file kept beside the weights (config.json, tokenizer.json, …). It is stored as object `path`."""
+    """A small file kept beside the weights (config.json, tokenizer.json, …), stored as object `path`."""
 
     name: str
     path: str

@@ -1,14 +1,15 @@
-"""Whether the values of a packed artifact's manifest fit together: names, tensors, blobs, parts, segments, planes.
+"""Whether the values of a packed artifact's manifest fit together: tensors, names, blobs, parts, planes.
 
-Everything is laid out in one prescribed order, so each check is a cursor that must be met exactly: what cannot be moved
-cannot overlap, leave a hole, or be counted twice. Linear in the size of the manifest.
-It does not know JSON; `docs/format.md`, "What a reader must check", is the norm.
+Everything lies in one prescribed order, so a check is a cursor that each item must meet exactly: what cannot
+be elsewhere cannot overlap, leave a hole, or come twice. Linear in the size of the manifest.
+It does not know JSON. `docs/format.md`, "What a reader must check", is the norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NoReturn
 
 from .codec import decoded_plane_bytes
@@ -25,7 +26,6 @@ from .manifest import (
     Codec,
     Encoding,
     Manifest,
-    Part,
     Segment,
     Tensor,
     Tier,
@@ -34,109 +34,111 @@ from .manifest import (
 
 MAX_TENSOR_ELEMENTS = 2**48
 MAX_WEIGHT_BYTES = 16 * 2**40
-RESERVED_TENSOR_NAME = "__metadata__"  # safetensors could not hold a tensor of that name
+RESERVED_TENSOR_NAME = "__metadata__"  # a safetensors file could not hold a tensor of that name
+
+DAMAGED = "The file is damaged, or `teneral pack` did not write it. Pack the model again."
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises `ManifestError` that names the place when something does not fit."""
+    """Raises `ManifestError`, whose `where` names the place, when something does not fit."""
     _check_tensors(manifest)
-    _check_names(manifest)
+    _check_tensor_names(manifest)
+    _check_object_names(manifest)
     _check_blobs(manifest)
     _check_parts(manifest)
+
+
+def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
+    place = where if where == MANIFEST_NAME else f"{MANIFEST_NAME}, {where}"
+    raise ManifestError(f"{place}: {message}", where=where, hint=hint)
 
 
 def _check_tensors(manifest: Manifest) -> None:
     for tensor in manifest.tensors:
         where = f"tensor {tensor.name!r}"
+        # Dimensions of 0 do not make the others harmless: whoever computes strides multiplies them too.
         if math.prod(max(1, size) for size in tensor.shape) > MAX_TENSOR_ELEMENTS:
-            _fail(f"it has more than {MAX_TENSOR_ELEMENTS} elements", where)
+            refuse(f"its shape holds more than {MAX_TENSOR_ELEMENTS} elements", where)
         if math.prod(tensor.shape) * DTYPE_BITS[tensor.dtype] % 8:
-            _fail("its elements do not fill whole bytes", where)
+            refuse("its elements do not fill whole bytes", where)
         if tensor.encoding is Encoding.BF16_3 and tensor.dtype != "BF16":
-            _fail(f"encoding {tensor.encoding.value!r} is for BF16, not {tensor.dtype}", where)
+            refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
     if manifest.weight_bytes > MAX_WEIGHT_BYTES:
-        _fail(f"the weights take more than {MAX_WEIGHT_BYTES} bytes", "groups")
+        refuse(f"the weights take more than {MAX_WEIGHT_BYTES} bytes", "groups")
 
 
-def _check_names(manifest: Manifest) -> None:
-    names = [tensor.name for tensor in manifest.tensors]
-    tensor_names = set(names)
-    _check_unique([*names, *manifest.aliases], "tensor")
-    if RESERVED_TENSOR_NAME in tensor_names or RESERVED_TENSOR_NAME in manifest.aliases:
-        _fail(f"no tensor can be called {RESERVED_TENSOR_NAME!r}", "groups")
+def _check_tensor_names(manifest: Manifest) -> None:
+    names = {tensor.name for tensor in manifest.tensors}
+    _check_unique((*(tensor.name for tensor in manifest.tensors), *manifest.aliases), "groups")
+    if RESERVED_TENSOR_NAME in names or RESERVED_TENSOR_NAME in manifest.aliases:
+        refuse(f"no tensor can be called {RESERVED_TENSOR_NAME!r}", "groups")
     for alias, target in manifest.aliases.items():
-        if target not in tensor_names:
-            _fail(f"{alias!r} stands for {target!r}, which is no tensor", "aliases")
-    _check_unique([group.name for group in manifest.groups], "group")
+        if not alias or target not in names:
+            refuse(f"{alias!r} stands for {target!r}, which is not a tensor", "aliases")
+    _check_unique((group.name for group in manifest.groups), "groups")
+
+
+def _check_object_names(manifest: Manifest) -> None:
     stored = [MANIFEST_NAME, *(blob.name for blob in manifest.blobs), *(file.path for file in manifest.files)]
-    _check_unique(stored, "stored object")
-    _check_no_name_is_a_folder(stored)
-    file_names = [file.name for file in manifest.files]
-    _check_unique(file_names, "file")
-    _check_no_name_is_a_folder(file_names)
+    given_back = [file.name for file in manifest.files]
+    for names, where in ((stored, "blobs and files"), (given_back, "files")):
+        _check_unique(names, where)
+        # With '/' sorted before all else, what lies in a folder stands right behind an object of its name.
+        ordered = sorted(names, key=lambda name: name.replace("/", "\0"))
+        for name, following in pairwise(ordered):
+            if following.startswith(f"{name}/"):
+                refuse(f"{following!r} lies in a folder, but {name!r} is an object", where)
 
 
-def _check_unique(names: Iterable[str], what: str) -> None:
+def _check_unique(names: Iterable[str], where: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            _fail(f"{what} {name!r} stands there twice", "names")
+            refuse(f"the name {name!r} stands there twice", where)
         seen.add(name)
 
 
-def _check_no_name_is_a_folder(names: list[str]) -> None:
-    taken = set(names)
-    for name in names:
-        for index, character in enumerate(name):
-            if character == "/" and name[:index] in taken:
-                _fail(f"{name[:index]!r} is both an object and a folder", "names")
-
-
 def _check_blobs(manifest: Manifest) -> None:
-    """Parts follow each other in their blobs, in the order of the manifest, and end where the blob does."""
+    """Parts follow one another in their blobs, in the manifest's order, and fill them."""
     ends = [0] * len(manifest.blobs)
     for part in manifest.parts:
         where = f"parts[{part.index}]"
         if part.blob >= len(ends):
-            _fail(f"there is no blob {part.blob}", where)
-        if part.offset_bytes != align(ends[part.blob], PLANE_ALIGNMENT_BYTES):
-            _fail(
-                f"it does not start at byte {align(ends[part.blob], PLANE_ALIGNMENT_BYTES)} of its blob",
-                where,
-            )
+            refuse(f"there is no blob {part.blob}", where)
+        expected = align(ends[part.blob], PLANE_ALIGNMENT_BYTES)
+        if part.offset_bytes != expected:
+            refuse(f"its offset is {part.offset_bytes}, but what stands before it ends at {expected}", where)
         ends[part.blob] = part.offset_bytes + part.size_bytes
     for blob, end in zip(manifest.blobs, ends, strict=True):
-        if not end <= blob.size_bytes <= align(end, PLANE_ALIGNMENT_BYTES) or not end:
-            _fail(f"it has {blob.size_bytes} bytes, but its parts end at {end}", f"blob {blob.name!r}")
+        if not end or not end <= blob.size_bytes <= align(end, PLANE_ALIGNMENT_BYTES):
+            refuse(f"it has {blob.size_bytes} bytes, but its parts end at {end}", f"blob {blob.name!r}")
 
 
 def _check_parts(manifest: Manifest) -> None:
-    """The segments, taken in the order of the parts, run once through every tensor of every tier, tier by tier."""
+    """Segments, in the order of the parts, run once through the elements of all tensors, tier by tier."""
     cursor = _Cursor(manifest.tensors)
     for part in manifest.parts:
         where = f"parts[{part.index}]"
-        if not 0 < len(part.segments) <= MAX_PART_SEGMENTS:
-            _fail(f"it has {len(part.segments)} segments, not 1 to {MAX_PART_SEGMENTS}", where)
-        if part.size_bytes > MAX_PART_BYTES:
-            _fail(f"it has {part.size_bytes} bytes, more than {MAX_PART_BYTES}", where)
+        if not 0 < len(part.segments) <= MAX_PART_SEGMENTS or part.size_bytes > MAX_PART_BYTES:
+            refuse(f"it has {len(part.segments)} segments in {part.size_bytes} bytes", where)
         num_elements = decoded_bytes = end = 0
         for segment in part.segments:
-            tensor = cursor.advance(part, segment, where)
+            tensor = cursor.advance(part.tier, part.group, segment, where)
             num_elements += segment.count
             decoded_bytes += segment.count * tensor.element_bytes
-            end = _check_planes(tensor, segment, part, end, where)
+            end = _check_planes(tensor, part.tier, segment, end, where)
         if num_elements > MAX_PART_ELEMENTS or decoded_bytes > MAX_PART_DECODED_BYTES:
-            _fail(f"it has {num_elements} elements of {decoded_bytes} bytes, more than a part may", where)
+            refuse(f"it has {num_elements} elements of {decoded_bytes} bytes, more than a part may", where)
         if not end <= part.size_bytes <= align(end, PLANE_ALIGNMENT_BYTES):
-            _fail(f"it has {part.size_bytes} bytes, but its planes end at {end}", where)
+            refuse(f"it has {part.size_bytes} bytes, but its planes end at {end}", where)
     cursor.finish()
 
 
 class _Cursor:
-    """The one element that the next segment must start with."""
+    """The one element of one tier that the next segment must start with."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self._remaining: Iterator[tuple[Tier, Tensor]] = (
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._remaining = (
             (tier, tensor)
             for tier in Tier
             for tensor in tensors
@@ -145,66 +147,55 @@ class _Cursor:
         self._current = next(self._remaining, None)
         self._start = 0
 
-    def advance(self, part: Part, segment: Segment, where: str) -> Tensor:
-        """Step over `segment`; returns its tensor. Refuses anything but the next stretch in order."""
+    def advance(self, tier: Tier, group: int, segment: Segment, where: str) -> Tensor:
+        """Step over the segment, and return its tensor."""
         if self._current is None:
-            _fail("it holds more than the tensors have", where)
-        tier, tensor = self._current
-        if (part.tier, part.group, segment.tensor, segment.start) != (
-            tier, tensor.group, tensor.index, self._start,
-        ):  # fmt: skip
-            _fail(
-                f"the next segment in order is of tensor {tensor.index}, group {tensor.group}, tier {tier.name.lower()}, "
-                f"from element {self._start}",
+            refuse("all tensors have ended before it", where)
+        expected_tier, tensor = self._current
+        expected = expected_tier, tensor.group, tensor.index, self._start
+        if (tier, group, segment.tensor, segment.start) != expected:
+            refuse(
+                f"what comes next is the {expected_tier.name.lower()} tier of tensor {tensor.index}, in group "
+                f"{tensor.group}, from element {self._start} on",
                 where,
             )
         end = segment.start + segment.count
-        if segment.count < 1 or end > tensor.num_elements:
-            _fail(f"{segment.count} elements from {segment.start} are not in tensor {tensor.index}", where)
+        if not segment.start < end <= tensor.num_elements:
+            refuse(f"tensor {tensor.index} has {tensor.num_elements} elements, not {end}", where)
         if end == tensor.num_elements:
             self._current, self._start = next(self._remaining, None), 0
         elif end % FRAME_ELEMENTS:
-            _fail(f"tensor {tensor.index} is cut at {end}, which is no multiple of {FRAME_ELEMENTS}", where)
+            refuse(f"it cuts tensor {tensor.index} at {end}, no multiple of {FRAME_ELEMENTS}", where)
         else:
             self._start = end
         return tensor
 
     def finish(self) -> None:
+        """Refuse what has not been stepped over."""
         if self._current is not None:
             tier, tensor = self._current
-            _fail(
-                f"tensor {tensor.name!r}, tier {tier.name.lower()}, is not stored from {self._start} on",
-                "parts",
-            )
+            refuse(f"the {tier.name.lower()} tier of tensor {tensor.name!r} is not stored whole", "parts")
 
 
-def _check_planes(tensor: Tensor, segment: Segment, part: Part, end: int, where: str) -> int:
-    """The segment's planes follow the byte `end` of the part in order; returns where they end."""
-    sizes_bytes = decoded_plane_bytes(tensor.encoding, part.tier, tensor.element_bytes, segment.count)
+def _check_planes(tensor: Tensor, tier: Tier, segment: Segment, end: int, where: str) -> int:
+    """A segment's planes follow byte `end` of their part; returns where they end."""
+    sizes_bytes = decoded_plane_bytes(tensor.encoding, tier, tensor.element_bytes, segment.count)
     if len(segment.planes) != len(sizes_bytes):
-        _fail(f"tensor {tensor.index} has {len(segment.planes)} planes here, not {len(sizes_bytes)}", where)
+        refuse(f"a segment has {len(segment.planes)} planes, not {len(sizes_bytes)}", where)
     for plane, decoded_bytes in zip(segment.planes, sizes_bytes, strict=True):
         if plane.offset_bytes != align(end, PLANE_ALIGNMENT_BYTES):
-            _fail(f"a plane starts at {plane.offset_bytes}, not {align(end, PLANE_ALIGNMENT_BYTES)}", where)
+            refuse(f"a plane starts at {plane.offset_bytes}, but what stands before it ends at {end}", where)
         if plane.codec is Codec.RAW:
             fits = plane.size_bytes == decoded_bytes
-        else:
+        else:  # coded planes are smaller than raw ones, or a writer would have left them raw
             fits = (
                 tensor.encoding is not Encoding.WHOLE
                 and 0 < plane.size_bytes < decoded_bytes
                 and plane.size_bytes % PLANE_ALIGNMENT_BYTES == 0
             )
         if not fits:
-            _fail(
-                f"a {plane.codec.value} plane of {decoded_bytes} bytes cannot take {plane.size_bytes}", where
+            refuse(
+                f"{plane.size_bytes} bytes cannot be a {plane.codec.value} plane of {decoded_bytes}", where
             )
         end = plane.offset_bytes + plane.size_bytes
     return end
-
-
-def _fail(message: str, where: str) -> NoReturn:
-    raise ManifestError(
-        f"{MANIFEST_NAME}, {where}: {message}",
-        where=where,
-        hint="The file is damaged or was not written by `teneral pack`: pack the model again.",
-    )

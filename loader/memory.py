@@ -6,8 +6,8 @@ refuses memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from .errors import TeneralError
 
@@ -24,7 +24,7 @@ class InsufficientMemoryError(TeneralError):
         self.available_bytes = available_bytes
 
 
-def available_bytes(root: Path = Path("/")) -> int | None:
+def available_bytes(root: str = "/") -> int | None:
     """Memory that can still be taken without swapping or being killed; None where nothing says (not Linux).
 
     `root` is where /proc and /sys/fs/cgroup are looked for.
@@ -49,23 +49,23 @@ def refused(needed_bytes: int, available: int | None, *, what: str) -> Insuffici
     )
 
 
-def _host_available(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
+def _host_available(root: str) -> int | None:
+    for line in _read(os.path.join(root, "proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def _cgroup_figures(root: Path) -> Iterator[int]:
+def _cgroup_figures(root: str) -> Iterator[int]:
     """What each limit on the way from this process's cgroups up to their roots leaves."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    mount = os.path.join(root, "sys/fs/cgroup")
+    for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _walk_up(mount, path, "memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
             yield from _walk_up(
-                mount / "memory",
+                os.path.join(mount, "memory"),
                 path,
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
@@ -74,22 +74,21 @@ def _cgroup_figures(root: Path) -> Iterator[int]:
 
 
 def _walk_up(
-    mount: Path, path: str, limit_name: str, usage_name: str, cache_keys: tuple[str, ...]
+    mount: str, path: str, limit_name: str, usage_name: str, cache_keys: tuple[str, ...]
 ) -> Iterator[int]:
     # Inside a cgroup namespace the path may name folders that only the host sees: the mount itself is then
     # the container's.
-    folder = mount / path.strip("/")
-    for candidate in (folder, *folder.parents):
-        limit = _number(_read(candidate / limit_name))
-        usage = _number(_read(candidate / usage_name))
+    components = [component for component in path.split("/") if component not in ("", ".", "..")]
+    for depth in range(len(components), -1, -1):
+        folder = os.path.join(mount, *components[:depth])
+        limit = _number(_read(os.path.join(folder, limit_name)))
+        usage = _number(_read(os.path.join(folder, usage_name)))
         if limit is not None and usage is not None and limit < UNLIMITED_BYTES:
-            yield limit - usage + _cache_bytes(candidate, cache_keys)
-        if candidate == mount:
-            return
+            yield limit - usage + _cache_bytes(folder, cache_keys)
 
 
-def _cache_bytes(folder: Path, keys: tuple[str, ...]) -> int:
-    fields = (line.split() for line in _read(folder / "memory.stat").splitlines())
+def _cache_bytes(folder: str, keys: tuple[str, ...]) -> int:
+    fields = (line.split() for line in _read(os.path.join(folder, "memory.stat")).splitlines())
     return sum(int(field[1]) for field in fields if len(field) == 2 and field[0] in keys)
 
 
@@ -99,8 +98,9 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text(encoding="ascii", errors="replace")
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read()
     except OSError:
         return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
 _BAR_WIDTH = 24
@@ -16,6 +17,14 @@ _REDRAW_S = 0.1
 _PLAIN_LINE_S = 10.0  # so that logs stay short
 _MIN_RATE_S = 0.5  # a rate over less time says nothing yet
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferProgress:
+    """How far a transfer is."""
+
+    done_bytes: int
+    total_bytes: int
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -40,7 +49,7 @@ def format_duration(seconds: float) -> str:
 
 
 def render(label: str, done_bytes: int, total_bytes: int, elapsed_s: float, *, width: int = 80) -> str:
-    """One line of at most `width` characters that says how far a transfer is. `total_bytes` may be 0: nothing to do."""
+    """One line of at most `width` characters that says how far a transfer is. Of 0 bytes, it is done."""
     share = min(1.0, done_bytes / total_bytes) if total_bytes else 1.0
     figures = f"{share:4.0%}  {format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
     if elapsed_s >= _MIN_RATE_S and done_bytes:
@@ -62,24 +71,29 @@ class ProgressBar:
     Used by one thread. Never raises because the stream is gone.
     """
 
-    def __init__(self, label: str, *, stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
         self._label = label
+        self._is_quiet = quiet
         self._stream = sys.stderr if stream is None else stream
         self._is_terminal = self._stream.isatty()
         self._started_s = time.monotonic()
-        self._printed_s = 0.0
+        self._printed_s = self._started_s
         self._is_line_open = False
 
-    def update(self, done_bytes: int, total_bytes: int) -> None:
+    def update(self, progress: TransferProgress) -> None:
         """Say how far it is. Cheap: most calls print nothing."""
         now_s = time.monotonic()
-        is_done = done_bytes >= total_bytes
+        is_done = progress.done_bytes >= progress.total_bytes
         interval_s = _REDRAW_S if self._is_terminal else _PLAIN_LINE_S
-        if not is_done and now_s - (self._printed_s or self._started_s) < interval_s:
+        if self._is_quiet or (not is_done and now_s - self._printed_s < interval_s):
             return
         self._printed_s = now_s
         line = render(
-            self._label, done_bytes, total_bytes, now_s - self._started_s, width=self._width_columns()
+            self._label,
+            progress.done_bytes,
+            progress.total_bytes,
+            now_s - self._started_s,
+            width=self._width_columns(),
         )
         # "Erase to the end of the line" first: the new line may be shorter than the one that it replaces.
         self._write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
@@ -108,4 +122,4 @@ class ProgressBar:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):  # the terminal was closed: the transfer goes on
-            self._is_terminal = False
+            self._is_quiet = True

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from .manifest import Manifest, Part
 from .progress import Phase
 from .timeline import Timeline
@@ -17,14 +15,20 @@ def describe_part(manifest: Manifest, part: Part) -> str:
 
 
 def add_part_span(
-    timeline: Timeline, phase: Phase, manifest: Manifest, part: Part, begun_at_s: float, **attributes: object
+    timeline: Timeline,
+    phase: Phase,
+    manifest: Manifest,
+    part: Part,
+    begun_at_s: float,
+    ended_at_s: float,
+    **attributes: object,
 ) -> None:
-    """Write down that a part was in `phase` from `begun_at_s` (`time.monotonic()`'s clock) until now."""
+    """Write down when a part was in `phase`. The times are on `time.monotonic()`'s clock."""
     timeline.add(
         phase,
         _tiered(manifest, part),
         begun_at_s - timeline.started_at,
-        time.monotonic() - timeline.started_at,
+        ended_at_s - timeline.started_at,
         group=manifest.groups[part.group].name,
         tier=part.tier.name.lower(),
         part=part.index,

@@ -43,7 +43,7 @@ class WorkQueue:
         for step in plan.steps:
             for needed in step.needs:
                 self._needed_by[needed].append(step.number)
-        self._begun_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
+        self._begun_at_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
         self._memory: dict[int, ByteArray] = {}  # of steps under way: staging, or the slab itself
         self._loans: dict[int, Buffer] = {}
         self._arrived: set[int] = set()  # with all ranges in, but needs unmet
@@ -79,7 +79,7 @@ class WorkQueue:
             if self._plan.steps[read.step].slab_offset_bytes is None:
                 self._arrived.add(read.step)
                 self._offer(read.step)
-            return self._begun_s.pop(read.step)
+            return self._begun_at_s.pop(read.step)
 
     def next_step(self) -> tuple[Step, ByteArray] | None:
         """The earliest step to decode, and its part's bytes. Blocks while there is none; None at the end."""
@@ -153,7 +153,7 @@ class WorkQueue:
         return True
 
     def _with_memory(self, read: Read) -> tuple[Read, ByteArray]:
-        self._begun_s.setdefault(read.step, time.monotonic())
+        self._begun_at_s.setdefault(read.step, time.monotonic())
         return read, self._memory[read.step][read.start_bytes : read.end_bytes]
 
     def _offer(self, number: int) -> None:

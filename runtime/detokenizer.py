@@ -44,27 +44,31 @@ class Detokenizer:
         """The characters that this token completes; '' while there are none."""
         self._window.append(token)
         text = self._decode(self._window)
-        is_open = text.endswith(REPLACEMENT) and self._num_without_progress < MAX_BYTES_PER_CHARACTER - 1
-        delta = self._new_part(text, is_open=is_open)
+        is_open = text.endswith(REPLACEMENT)
+        if not is_open:
+            certain = text
+        elif self._num_without_progress < MAX_BYTES_PER_CHARACTER - 1:
+            certain = text.rstrip(REPLACEMENT)
+        else:
+            certain = text[:-1]  # so many tokens are not one character: at most the last one is still open
+        delta = self._new_part(certain, is_open=is_open)
         if is_open:
             self._given += delta
             self._num_without_progress = 0 if delta else self._num_without_progress + 1
             if len(self._window) - self._num_settled > MAX_OPEN_TOKENS:
-                self._shorten_open_window()
+                self._shorten_open_window(len(text) - len(certain))
         elif not delta and len(self._window) == self._num_settled + 1:
             self._window.pop()  # a token without text is no context for the next
         else:
             self._settle(self._window[self._num_settled :])
         return delta
 
-    def _new_part(self, text: str, *, is_open: bool) -> str:
-        closed = text.rstrip(REPLACEMENT) if is_open else text
-        if closed.startswith(self._given):
-            return closed[len(self._given) :]
+    def _new_part(self, certain: str, *, is_open: bool) -> str:
+        if certain.startswith(self._given):
+            return certain[len(self._given) :]
         if is_open:
             return ""  # byte fallback shows a run of byte tokens as U+FFFD until all of it is sound
-        # The decoder now shows differently what was given out already. That stays; the new tokens stand
-        # alone.
+        # The decoder now shows otherwise what was given out already. That stays; the new tokens stand alone.
         alone = self._decode(self._window[self._num_settled :])
         return alone.removeprefix(self._given[self._num_settled_chars :])
 
@@ -76,9 +80,8 @@ class Detokenizer:
         self._num_settled_chars = len(self._given)
         self._num_without_progress = 0
 
-    def _shorten_open_window(self) -> None:
-        """Forgets tokens long given out although a character has been open ever since (byte-level BPE only).
-        """
+    def _shorten_open_window(self, num_open_chars: int) -> None:
+        """Forgets old tokens although a character has been open ever since (byte-level BPE only)."""
         self._window = self._window[-CONTEXT_TOKENS:]
-        self._given = self._decode(self._window).rstrip(REPLACEMENT)
+        self._given = self._decode(self._window)[:-num_open_chars]
         self._num_settled = self._num_settled_chars = 0

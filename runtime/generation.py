@@ -53,10 +53,9 @@ class Generation:
         request: GenerationRequest,
         on_event: OnEvent | None = None,
         *,
-        on_end: Callable[[Generation], None] | None = None,
+        on_end: Callable[[Generation, FinishReason], None] | None = None,
     ) -> None:
-        """`on_end` is called once, before the last event can be seen, by the thread that ends the sequence.
-        """
+        """`on_end` is called once, by the thread that ends the sequence, before its last event is seen."""
         self.request = request
         self._on_event = on_event
         self._on_end = on_end
@@ -124,34 +123,35 @@ class Generation:
             timings=self.timings,
         )
 
-    def mark_started(self) -> None:
-        """For the engine: the sequence takes part in its first step. Later calls change nothing."""
-        if self._started_s is None:
-            self._started_s = time.monotonic()
+    def mark_started(self) -> bool:
+        """For the engine: the sequence takes part in a step. True the first time only."""
+        if self._started_s is not None:
+            return False
+        self._started_s = time.monotonic()
+        return True
 
     def emit(self, event: GenerationEvent) -> bool:
         """For the engine: adds an event. False, and nothing happens, when the sequence has ended already."""
+        now_s = time.monotonic()
         with self._changed:
             if self._ended:
                 return False
+            if event.tokens and self._first_token_s is None:
+                self._first_token_s = now_s
             if event.finish_reason is None:
                 self._append(event)
             else:
+                self._finished_s = now_s
                 self._ended = True  # from here on nobody else adds an event
         if event.finish_reason is not None:
             if self._on_end is not None:
-                self._on_end(self)
+                self._on_end(self, event.finish_reason)
             with self._changed:
                 self._append(event)
         self._deliver()
         return True
 
     def _append(self, event: GenerationEvent) -> None:
-        now_s = time.monotonic()
-        if event.tokens and self._first_token_s is None:
-            self._first_token_s = now_s
-        if event.finish_reason is not None:
-            self._finished_s = now_s
         self._events.append(event)
         self._changed.notify_all()
 
@@ -173,8 +173,7 @@ class Generation:
                 self._num_delivered += 1
             try:
                 self._on_event(event)
-            except Exception:  # noqa: BLE001 - the caller's code; it must not end the thread that serves
-            everybody
+            except Exception:  # the caller's code: it must not end the thread that serves everybody
                 logger.exception("request %s: on_event raised; cancelled", self.request.request_id)
                 self.cancel()
 

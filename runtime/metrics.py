@@ -1,8 +1,8 @@
 """What an instance counts, in Prometheus' terms.
 
-Counting is plain arithmetic under a lock. `prometheus_client` is needed only to write the text, so it is imported at the first scrape and
-not on the way to the first token. Gauges are not kept at all: they are read from the instance's statistics at each scrape. It does not know
-where requests come from.
+Counting is plain arithmetic under a lock. `prometheus_client` is needed only to write the text, so it is
+imported at the first scrape and not on the way to the first token. Gauges are not kept at all: they are read
+from the instance's statistics at each scrape. It does not know where requests come from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,24 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+SECONDS_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
 
 
 class Histogram:
@@ -83,7 +100,9 @@ class Metrics:
                 self._inter_token_seconds.observe(seconds / num_tokens, num_tokens)
 
     def render(self, statistics: Mapping[str, Any]) -> bytes:
-        """The text, with every number in `statistics` as a gauge named by its path. The first call imports the client."""
+        """The text, with every number in `statistics` as a gauge named by its path. The first call imports
+        the client.
+        """
         # 60 ms that a cold start would pay for; the first scrape can.
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.registry import Collector
@@ -104,12 +123,16 @@ class Metrics:
 
         with self._lock:
             requests = CounterMetricFamily(
-                "teneral_requests", "Requests by route and status; 499: the client went away.", labels=("route", "status")
+                "teneral_requests",
+                "Requests by route and status; 499: the client went away.",
+                labels=("route", "status"),
             )
             for labels, count in self._requests.items():
                 requests.add_metric(labels, count)
             seconds = HistogramMetricFamily(
-                "teneral_request_seconds", "From a request's arrival to its response's end.", labels=("route",)
+                "teneral_request_seconds",
+                "From a request's arrival to its response's end.",
+                labels=("route",),
             )
             for route, histogram in self._request_seconds.items():
                 seconds.add_metric((route,), histogram.cumulative(), histogram.sum)
@@ -117,10 +140,16 @@ class Metrics:
                 "teneral_first_token_seconds", "From a request's arrival to the first token of each sequence."
             )
             first.add_metric((), self._first_token_seconds.cumulative(), self._first_token_seconds.sum)
-            between = HistogramMetricFamily("teneral_inter_token_seconds", "Between the tokens of a sequence.")
+            between = HistogramMetricFamily(
+                "teneral_inter_token_seconds", "Between the tokens of a sequence."
+            )
             between.add_metric((), self._inter_token_seconds.cumulative(), self._inter_token_seconds.sum)
-            prompt = CounterMetricFamily("teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens)
-            generated = CounterMetricFamily("teneral_generated_tokens", "Tokens generated.", self._generated_tokens)
+            prompt = CounterMetricFamily(
+                "teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens
+            )
+            generated = CounterMetricFamily(
+                "teneral_generated_tokens", "Tokens generated.", self._generated_tokens
+            )
         return iter((requests, seconds, first, between, prompt, generated))
 
 
@@ -137,7 +166,9 @@ def _gauges(statistics: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
-    """Every number in nested mappings and dataclasses, with the names that lead to it. Texts, lists and None are left out."""
+    """Every number in nested mappings and dataclasses, with the names that lead to it. Texts, lists and None
+    are left out.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

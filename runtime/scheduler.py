@@ -59,13 +59,11 @@ class Share(Generic[SequenceT]):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[SequenceT]):
-    """To be applied in this order. Shares are of running and newly admitted sequences, in the order of
-    admission.
-    """
+    """To be applied in this order."""
 
-    preempted: tuple[SequenceT, ...]  # the latest admitted first; they go back to the front of the queue in
-    this order admitted: tuple[SequenceT, ...]  # from the front of the queue shares: tuple[Share[SequenceT],
-    ...]
+    preempted: tuple[SequenceT, ...]  # the latest admitted first: so they go back to the front of the queue
+    admitted: tuple[SequenceT, ...]  # from the front of the queue
+    shares: tuple[Share[SequenceT], ...]  # of sequences that run or are admitted, in the order of admission
 
 
 def plan_step(
@@ -127,8 +125,7 @@ class _Step(Generic[SequenceT]):
         self.prefill_left -= self._give(sequence, wanted)
 
     def _give(self, sequence: SequenceT, wanted: int) -> int:
-        """Plans up to `wanted` tokens, preempting later ones if there is no room for any; how many it became.
-        """
+        """Plans up to `wanted` tokens, preempting later sequences for the first one; returns how many."""
         if wanted < 1 or any(sequence is other for other in self.preempted):
             return 0
         while (room := self._room(sequence)) < 1:

@@ -20,7 +20,15 @@ from .stop import StopStrings
 class SamplingState:
     """What the choice of a sequence's next token depends on, beside its logits."""
 
-    __slots__ = ("is_plain_greedy", "num_outputs", "num_top_logprobs", "output_counts", "params", "seed", "seen")
+    __slots__ = (
+        "is_plain_greedy",
+        "num_outputs",
+        "num_top_logprobs",
+        "output_counts",
+        "params",
+        "seed",
+        "seen",
+    )
 
     def __init__(self, request: GenerationRequest) -> None:
         params = request.sampling

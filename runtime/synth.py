@@ -18,6 +18,7 @@ import numpy as np
 
 from ..loader.errors import UsageError
 from ..loader.manifest import tensor_bytes
+from ..loader.progress_bar import TransferProgress
 from ..loader.safetensors import SafetensorsWriter, TensorSpec
 from .synth_tokenizer import tokenizer_files
 
@@ -102,9 +103,9 @@ def synthesize(
     *,
     seed: int = 0,
     num_layers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[TransferProgress], None] | None = None,
 ) -> SynthResult:
-    """Write a model directory, whole or not at all. `progress` is told the bytes written and the bytes in all.
+    """Write a model directory, whole or not at all. `progress` is told how far it is after every block.
 
     Raises `UsageError` for an unknown shape, a number of layers out of range, or a directory that is there already.
     Peak memory: about 64 MiB.
@@ -200,7 +201,7 @@ def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _write_weights(
-    specs: list[TensorSpec], directory: Path, seed: int, progress: Callable[[int, int], None] | None
+    specs: list[TensorSpec], directory: Path, seed: int, progress: Callable[[TransferProgress], None] | None
 ) -> int:
     """Write one file, or shards with their index. Returns the bytes of tensor content."""
     shards = _shards(specs)
@@ -216,7 +217,7 @@ def _write_weights(
                     writer.write(block)
                     done_bytes += len(block)
                     if progress is not None:
-                        progress(done_bytes, total_bytes)
+                        progress(TransferProgress(done_bytes, total_bytes))
                 index += 1
             writer.finish()
     if len(shards) > 1:

@@ -79,6 +79,7 @@ class StreamedWeights:
     def __init__(self, load: WeightLoad) -> None:
         self._load = load
         self._tensors: dict[str, torch.Tensor] = {}
+        self._slabs: dict[int, torch.Tensor] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._tensors:
@@ -91,11 +92,16 @@ class StreamedWeights:
             if entry.size_bytes == 0:
                 self._tensors[name] = torch.empty(entry.shape, dtype=dtype)
             else:
-                slab = self._load.slab(entry.group)
-                count = entry.size_bytes // dtype.itemsize
-                flat = torch.frombuffer(slab, dtype=dtype, count=count, offset=entry.offset_bytes)
-                self._tensors[name] = flat.view(entry.shape)
+                slab = self._slab(entry.group)
+                stored = slab[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
+                self._tensors[name] = stored.view(dtype).view(entry.shape)
         return self._tensors[name]
+
+    def _slab(self, group: int) -> torch.Tensor:
+        """The group's memory, (slab_bytes,) uint8: one storage, so that adjacent tensors can be stacked as one view."""
+        if group not in self._slabs:
+            self._slabs[group] = torch.frombuffer(self._load.slab(group), dtype=torch.uint8)
+        return self._slabs[group]
 
     def __contains__(self, name: object) -> bool:
         return name in self._load.manifest.by_name

@@ -1,8 +1,9 @@
-"""Who may come in, decided before any work is done: how many sequences may wait, and what bodies may cost in memory.
+"""Who may come in, decided before any work is done: how many sequences there may be, and what bodies may cost
+in memory.
 
-The engine has a bounded queue of its own. What is counted here are the sequences that are on their way to it (reading,
-tokenising, waiting for the tokenizer or the model to load) together with those in its queue; so whoever was let in
-finds a place when it gets there, and the rest learn at once that there is none.
+The engine has a bound of its own. What is counted here are the sequences that are on their way to it (being
+tokenised, or waiting for the tokenizer or the model to load) together with those that it has; so whoever was
+let in finds a place when it gets there, and the rest learn at once that there is none.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from .limits import Limits
 
 
 class Admission:
-    """Lives in the event loop's thread only. `engine_queued` tells how many sequences wait in the engine itself."""
+    """Lives in the event loop's thread only. `num_in_engine` tells how many sequences the engine has."""
 
-    def __init__(self, limits: Limits, engine_queued: Callable[[], int]) -> None:
+    def __init__(self, limits: Limits, num_in_engine: Callable[[], int]) -> None:
         self._limits = limits
-        self._engine_queued = engine_queued
+        self._num_in_engine = num_in_engine
         self._waiting = 0
         self._body_bytes = 0
 
@@ -39,13 +40,14 @@ class Admission:
 
     @contextmanager
     def waiting(self, num_sequences: int) -> Iterator[None]:
-        """While in here the sequences count as waiting; leave when the engine has them. Raises `CapacityError`."""
-        queued = self._waiting + self._engine_queued()
-        if queued and queued + num_sequences > self._limits.max_queued:
+        """While in here the sequences count as waiting; leave when the engine has them. Raises
+        `CapacityError`.
+        """
+        taken = self._waiting + self._num_in_engine()
+        if taken + num_sequences > self._limits.max_taken:
             raise CapacityError(
-                f"{queued} sequences wait already, and {self._limits.max_queued} may",
-                retry_after_s=1.0,
-                hint="Try again shortly, or send less at a time.",
+                f"{taken} sequences are running or waiting, of {self._limits.max_taken} that may",
+                hint="Try again shortly, or start more instances.",
             )
         self._waiting += num_sequences
         try:
@@ -55,10 +57,11 @@ class Admission:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The request's body. Its size counts until this is left, since what was made of it is about as large.
+        """The request's body. Its size counts until this is left, since what was made of it is about as
+        large.
 
-        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for a compressed one, and
-        `CapacityError` when the bodies of all requests together are too much.
+        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for a
+        compressed one, and `CapacityError` when the bodies of all requests together are too much.
         """
         self._check_head(request)
         data = bytearray()
@@ -76,7 +79,9 @@ class Admission:
                     if len(data) + len(chunk) > self._limits.max_body_bytes:
                         raise self._too_large()
                     if self._body_bytes + len(chunk) > self._limits.max_body_bytes_in_flight:
-                        raise CapacityError("the bodies of the requests in work take all the memory that they may")
+                        raise CapacityError(
+                            "the bodies of the requests in work take all the memory that they may"
+                        )
                     self._body_bytes += len(chunk)
                     data += chunk
         except TimeoutError:

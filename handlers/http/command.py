@@ -1,7 +1,8 @@
 """`teneral serve`: the port first, then the stream of weights, then everything else beside it.
 
-The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog instead of
-being refused. The instance's threads then fetch and import while the web server is being imported here.
+The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog
+instead of being refused. The instance's threads then fetch and import while the web server is being imported
+here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def run_server(config: ServeConfig) -> int:
     with listen(config.host, config.port) as sock:
         timeline.mark("process", "port open")
         logging.basicConfig(
-            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+            level=config.log_level.upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
         )
         with timeline.span("process", "import loader"):
             from ...runtime.instance import Instance
@@ -42,8 +45,12 @@ def run_server(config: ServeConfig) -> int:
             handler = load_handler(config.handler) if config.handler else None
             app = create_app(instance, handler=handler, limits=Limits.from_config(config))
             host, port = sock.getsockname()[:2]
-            print(f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True)
-            failure: TeneralError | None = asyncio.run(serve(app, sock, drain_timeout_s=config.drain_timeout_s))
+            print(
+                f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
+            )
+            failure: TeneralError | None = asyncio.run(
+                serve(app, sock, drain_timeout_s=config.drain_timeout_s)
+            )
     if failure is not None:
         raise failure
     return 0
@@ -52,7 +59,9 @@ def run_server(config: ServeConfig) -> int:
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises `PortInUseError` or `UsageError` naming the address."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {host!r}: {error}", key="host") from error
     sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Errors as HTTP: one table from exceptions to statuses and OpenAI's error shape.
 
-Nothing else in this package knows a status code for an exception. What an unforeseen exception says stays in the log:
-the client gets only its request id to ask about.
+Nothing else in this package knows a status code for an exception. What an unforeseen exception says stays in
+the log: the client gets only its request id to ask about.
 """
 
 from __future__ import annotations
@@ -87,12 +87,10 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _translated(error: TeneralError) -> ApiError:
-    for kind, status, wire_type, code in _TABLE:
-        if isinstance(error, kind):
-            break
-    else:
-        status, wire_type, code = 500, SERVER_ERROR, None
-    # A hint tells the caller what to do; of a server's own trouble it would tell the operator, who has the log.
+    unknown = (TeneralError, 500, SERVER_ERROR, None)
+    _, status, wire_type, code = next((row for row in _TABLE if isinstance(error, row[0])), unknown)
+    # A hint tells the caller what to do; of a server's own trouble it would tell the operator, who has the
+    # log.
     message = f"{error.message} {error.hint}".rstrip() if status < 500 else error.message
     return ApiError(
         status,

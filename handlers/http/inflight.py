@@ -1,7 +1,8 @@
-"""The requests that are being worked on, so that a shutdown can wait for them, and end them when it can wait no longer.
+"""The requests that are being worked on, so that a shutdown can wait for them, and end them when it can wait
+no longer.
 
-Ending a request is a timeout that comes early: inside it, the code sees `asyncio.CancelledError` at its next await, exactly
-as when its client goes away, and `Work.ended_by` tells the two apart.
+Ending a request is a timeout that comes early: inside it, the code sees `asyncio.CancelledError` at its next
+await, exactly as when its client goes away, and `Work.ended_by` tells the two apart.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Work:
 
     @property
     def ended_by(self) -> TeneralError | None:
-        """Why this request was ended from here; None while it was not (then a cancellation is the client's)."""
+        """Why it was ended from here; None while it was not: a cancellation is the client's then."""
         return self._reason if self._scope.expired() else None
 
     def limit(self, seconds: float) -> None:
@@ -65,12 +66,15 @@ class InFlight:
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[Work]:
-        """Do one request's work in here. Raises `DrainingError` or `CapacityError` before anything was begun, and
-        whatever ended the work."""
+        """Do one request's work in here. Raises `DrainingError` or `CapacityError` before anything was begun,
+        and whatever ended the work.
+        """
         if self.draining:
             raise DrainingError("this instance is shutting down")
         if len(self._works) >= self._max_works:
-            raise CapacityError(f"{self._max_works} requests are being worked on, which is as many as are allowed")
+            raise CapacityError(
+                f"{self._max_works} requests are being worked on, which is as many as are allowed"
+            )
         work: Work | None = None
         try:
             async with asyncio.timeout(None) as scope:
@@ -89,7 +93,9 @@ class InFlight:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; end what still runs after `timeout_s`. True when nothing was ended."""
+        """Take nothing new and wait for what runs; end what still runs after `timeout_s`. True when nothing
+        was ended.
+        """
         self.draining = True
         try:
             async with asyncio.timeout(timeout_s):

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 MAX_REQUEST_LINE_BYTES = 8 << 10
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
-# Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first must not be us,
-# or a request that is on its way meets a closed socket.
+# Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first
+# must not be us, or a request that is on its way meets a closed socket.
 IDLE_CONNECTION_S = 620.0
 
 
@@ -25,20 +25,24 @@ class Limits:
     max_body_bytes_in_flight: int = 64 << 20  # of all requests together: what bodies may cost in memory
     body_timeout_s: float = 60.0  # for a body to arrive
     max_in_flight: int = 352  # requests being worked on, waiting ones included
-    max_queued: int = 256  # sequences that wait for the engine
+    max_taken: int = (
+        288  # sequences running, queued or on their way to the engine: what the engine itself takes
+    )
     max_sequences: int = 128  # of one request: n × prompts
     max_embedding_inputs: int = 2048
-    max_pending_events: int = 4096  # steps of a stream that its client has not taken yet
+    max_pending_events: int = 8192  # steps of a stream that its client has not taken yet
     keepalive_s: float = 5.0  # between signs of life on a stream where nothing flows
     write_stall_s: float = 60.0  # for a client to take what was written
     request_timeout_s: float = 600.0  # from when the engine took it: waiting for weights does not count
 
     @classmethod
     def from_config(cls, config: ServeConfig) -> Limits:
+        taken = config.max_running + config.max_queued
         return cls(
             max_body_bytes=config.max_body_bytes,
             max_body_bytes_in_flight=max(64 << 20, 2 * config.max_body_bytes),
-            max_in_flight=config.max_running + config.max_queued + 64,  # some to spare for /invoke and embeddings
-            max_queued=config.max_queued,
+            max_in_flight=taken + 64,  # some to spare for /invoke and embeddings
+            max_taken=taken,
+            max_sequences=min(128, taken),
             request_timeout_s=config.request_timeout_s,
         )

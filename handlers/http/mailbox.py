@@ -1,7 +1,7 @@
 """From the engine's thread to the event loop: events into mailboxes, with one wake-up for many.
 
-A loop is woken through a socket, which costs a system call and a switch; an engine step ends with an event for each of its
-sequences. So events are gathered, and the loop is woken once however many there are.
+A loop is woken through a socket, which costs a system call and a switch; an engine step ends with an event
+for each of its sequences. So events are gathered, and the loop is woken once however many there are.
 
 Nothing here knows what an item is.
 """
@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Items for one reader, in order. Lives in the event loop's thread only; `Bridge` fills it from elsewhere.
+    """Items for one reader, in order. Lives in the event loop's thread only; `Bridge` fills it from
+    elsewhere.
 
-    With `max_items`, an item beyond the bound is dropped and `on_overflow` called, once.
+    Beyond `max_items` an item is dropped and `on_overflow` called, once; None is no bound.
     """
 
-    def __init__(self, max_items: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, max_items: int | None, on_overflow: Callable[[], None]) -> None:
         self._items: list[T] = []
         self._max_items = max_items
         self._on_overflow = on_overflow
@@ -30,7 +31,7 @@ class Mailbox(Generic[T]):
         self._filled = asyncio.Event()
 
     def put(self, item: T) -> None:
-        if len(self._items) >= self._max_items:
+        if self._max_items is not None and len(self._items) >= self._max_items:
             if not self._overflowed:
                 self._overflowed = True
                 self._on_overflow()
@@ -47,14 +48,16 @@ class Mailbox(Generic[T]):
 
 
 class Bridge:
-    """Carries items from any thread into mailboxes of one event loop: the one that opened the first of them."""
+    """Carries items from any thread into mailboxes of one event loop: that of the first `open`."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[Callable[[], None]] = deque()
         self._woken = False
 
-    def open(self, max_items: int, on_overflow: Callable[[], None]) -> tuple[Mailbox[T], Callable[[T], None]]:
+    def open(
+        self, max_items: int | None, on_overflow: Callable[[], None]
+    ) -> tuple[Mailbox[T], Callable[[T], None]]:
         """A mailbox, and the function that posts to it: callable from any thread, never blocking.
 
         After the loop was closed what is posted is dropped: nobody reads any more.
@@ -67,8 +70,8 @@ class Bridge:
     def _post(self, put: Callable[[], None]) -> None:
         self._posted.append(put)
         if not self._woken and self._loop is not None:
-            # Two threads may both come here: then the loop is woken twice, which does no harm. The flag is cleared before the
-            # deque is emptied, so nothing can be left lying.
+            # Two threads may both come here: then the loop is woken twice, which does no harm. The flag is
+            # cleared before the deque is emptied, so nothing can be left lying.
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)

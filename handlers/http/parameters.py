@@ -1,6 +1,7 @@
 """From a decoded body to what the engine is asked: sampling parameters, checked, and one request a sequence.
 
-Pure; the prompt's tokens are given. Ranges that `SamplingParams` and `GenerationRequest` check are not checked again here.
+Pure; the prompt's tokens are given. Ranges that `SamplingParams` and `GenerationRequest` check are not
+checked again here.
 """
 
 from __future__ import annotations
@@ -40,13 +41,11 @@ def check_stream(body: GenerationBody) -> None:
         raise RequestError("stream_options is for streams: set stream to true", param="stream_options")
 
 
-def sampling(body: GenerationBody, *, vocab_size: int) -> SamplingParams:
-    """Raises `RequestError` for values out of range and biases of tokens that do not exist."""
+def sampling(body: GenerationBody) -> SamplingParams:
+    """Raises `RequestError` for values out of range."""
     biases = body.logit_bias or {}
     if len(biases) > MAX_LOGIT_BIASES:
         raise RequestError(f"logit_bias may have {MAX_LOGIT_BIASES} entries", param="logit_bias")
-    for token in biases:
-        _check_token(token, vocab_size, "logit_bias")
     return SamplingParams(
         temperature=_given(body.temperature, 1.0),
         top_k=_given(body.top_k, 0),
@@ -66,12 +65,10 @@ def stop_strings(body: GenerationBody) -> tuple[str, ...]:
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
 
 
-def stop_tokens(body: GenerationBody, *, vocab_size: int) -> frozenset[int]:
+def stop_tokens(body: GenerationBody) -> frozenset[int]:
     tokens = body.stop_token_ids or []
     if len(tokens) > MAX_STOP_TOKEN_IDS:
         raise RequestError(f"stop_token_ids may have {MAX_STOP_TOKEN_IDS} entries", param="stop_token_ids")
-    for token in tokens:
-        _check_token(token, vocab_size, "stop_token_ids")
     return frozenset(tokens)
 
 
@@ -89,12 +86,11 @@ def sequences(
     n: int,
     max_tokens: int | None,
     num_top_logprobs: int | None,
-    vocab_size: int,
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
-    params = sampling(body, vocab_size=vocab_size)
+    params = sampling(body)
     stop = stop_strings(body)
-    stop_token_ids = stop_tokens(body, vocab_size=vocab_size)
+    stop_token_ids = stop_tokens(body)
     return [
         GenerationRequest(
             request_id=f"{request_id}-{prompt_number * n + choice}",
@@ -117,11 +113,6 @@ def for_choice(params: SamplingParams, choice: int) -> SamplingParams:
         return params
     seed = (params.seed + choice + _SEED_SPAN // 2) % _SEED_SPAN - _SEED_SPAN // 2  # wraps as an int64 does
     return replace(params, seed=seed)
-
-
-def _check_token(token: int, vocab_size: int, param: str) -> None:
-    if not 0 <= token < vocab_size:
-        raise RequestError(f"{param} names token {token}, but tokens go from 0 to {vocab_size - 1}", param=param)
 
 
 def _given(value: N | None, default: N) -> N:

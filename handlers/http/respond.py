@@ -1,38 +1,42 @@
-"""The way of a generation through HTTP, the same for completions and chats: let in, prepared, submitted, and given back whole
-or bit by bit. What it looks like on the wire, a `Format` knows.
+"""The way of a generation through HTTP, the same for completions and chats: let in, prepared, submitted, and
+given back whole or bit by bit. What it looks like on the wire, a `Format` knows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
 from ...runtime.requests import GenerationRequest
-from .errors import as_api_error
 from .responses import Usage
 from .schemas import GenerationBody
 from .sequences import Outcome, Sequences, Step
-from .service import Call, Service, call_of
+from .service import CALL, Call, Service
 from .sse import SSE, EventStream
 
 if TYPE_CHECKING:
     from ...runtime.tokenizer import TextTokenizer
 
-# Rendering and tokenising so much holds the event loop for about a millisecond; more is done in a thread.
+# Tokenising so much holds the event loop for about a millisecond; more is done in a thread.
 INLINE_PROMPT_BYTES = 4096
 
 
 class Format(Protocol):
     """One request's side of the wire: `completions.CompletionFormat` or `chat.ChatFormat`. Does no I/O."""
 
-    body: GenerationBody
     num_sequences: int
+    prepare_may_block: bool
+
+    @property
+    def body(self) -> GenerationBody: ...
 
     def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
-        """What the engine is asked. Called once, maybe in a thread, before all that follows. Raises `RequestError`."""
+        """What the engine is asked. Called once, maybe in a thread, before all that follows. Raises
+        `RequestError`.
+        """
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -48,15 +52,15 @@ class Format(Protocol):
 async def respond(
     service: Service, request: web.Request, fmt: Format, *, body_bytes: int
 ) -> web.StreamResponse:
-    """The response to one generation request whose body, of `body_bytes`, was decoded and checked into `fmt`."""
+    """The response to a request whose body, of `body_bytes`, was decoded and checked into `fmt`."""
     if not fmt.body.stream:
-        return await _whole(service, call_of(request), fmt, body_bytes)
+        return await _whole(service, CALL.get(), fmt, body_bytes)
     return await _stream(service, request, fmt, body_bytes)
 
 
 async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
     outcomes = [Outcome() for _ in range(fmt.num_sequences)]
-    with _sequences(service, call, on_overflow=_never) as sequences:
+    with Sequences(service, call) as sequences:
         await _submit(service, call, fmt, sequences, body_bytes)
         async for steps in sequences.steps():
             for index, event in steps:
@@ -66,52 +70,45 @@ async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> 
 
 
 async def _stream(service: Service, request: web.Request, fmt: Format, body_bytes: int) -> web.StreamResponse:
-    call = call_of(request)
+    call = CALL.get()
     num_generated = 0
-    options = fmt.body.stream_options
     async with EventStream(request, SSE, service.limits, comment=service.load_comment) as stream:
         try:
-            with _sequences(service, call, on_overflow=stream.abort) as sequences:
+            with Sequences(
+                service,
+                call,
+                max_pending_events=service.limits.max_pending_events,
+                on_overflow=stream.abort,
+            ) as sequences:
                 await _submit(service, call, fmt, sequences, body_bytes)
                 async for steps in sequences.steps():
                     num_generated += sum(len(event.tokens) for _, event in steps)
                     if items := [item for step in steps for item in fmt.chunks(step)]:
                         await stream.send(*items)
-            if options is not None and options.include_usage:
+            if fmt.body.includes_usage:
                 await stream.send(fmt.usage_chunk(Usage.of(fmt.num_prompt_tokens, num_generated)))
             return await stream.finish()
         except ConnectionError:
             raise
         except asyncio.CancelledError:
-            ended_by = call.work.ended_by if call.work is not None else None
-            if ended_by is None or not stream.started:
+            if call.ended_by is None or not stream.started:
                 raise
-            return await stream.fail(as_api_error(ended_by))
+            return await stream.fail(call.explain(call.ended_by))
         except Exception as error:
             if not stream.started:
                 raise
-            return await stream.fail(as_api_error(error))
-
-
-def _sequences(service: Service, call: Call, *, on_overflow: Callable[[], None]) -> Sequences:
-    return Sequences(
-        service, call, max_pending_events=service.limits.max_pending_events, on_overflow=on_overflow
-    )
+            return await stream.fail(call.explain(error))
 
 
 async def _submit(service: Service, call: Call, fmt: Format, sequences: Sequences, body_bytes: int) -> None:
-    """Everything before the engine has the request: places in the queue, then the tokenizer, then the engine."""
+    """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     with service.admission.waiting(fmt.num_sequences):
         tokenizer = await service.tokenizer()
-        if body_bytes <= INLINE_PROMPT_BYTES:
-            requests = fmt.prepare(tokenizer)
-        else:
+        if fmt.prepare_may_block or body_bytes > INLINE_PROMPT_BYTES:
             requests = await asyncio.to_thread(fmt.prepare, tokenizer)
+        else:
+            requests = fmt.prepare(tokenizer)
         engine = await service.ready(service.instance.engine)
         sequences.submit(engine, requests)
     service.metrics.prompt_taken(fmt.num_prompt_tokens)
     call.limit(service.limits.request_timeout_s)
-
-
-def _never() -> None:
-    """Nothing slow stands between the engine and a response that is collected in memory, so its reader keeps up."""

@@ -1,4 +1,6 @@
-"""Response bodies as values, in the shapes of OpenAI's API. No rules here: what goes in is decided by the routes."""
+"""Response bodies as values, in the shapes of OpenAI's API. No rules here: what goes in is decided by the
+routes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Usage(msgspec.Struct, frozen=True):
         return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
-# -- /v1/chat/completions -----------------------------------------------------------------------------------------------
+# -- /v1/chat/completions
+# -----------------------------------------------------------------------------------------------
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -74,7 +77,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    refusal: None | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -89,12 +92,13 @@ class ChatChunk(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str = SYSTEM_FINGERPRINT
 
 
-# -- /v1/completions ----------------------------------------------------------------------------------------------------
+# -- /v1/completions
+# ----------------------------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -120,12 +124,13 @@ class Completion(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str = SYSTEM_FINGERPRINT
 
 
-# -- /v1/embeddings -----------------------------------------------------------------------------------------------------
+# -- /v1/embeddings
+# -----------------------------------------------------------------------------------------------------
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -146,7 +151,8 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-# -- /v1/models ---------------------------------------------------------------------------------------------------------
+# -- /v1/models
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -1,8 +1,9 @@
 """Request bodies as values: what a client may send, and what it is told when it sends something else.
 
-As OpenAI-compatible servers do, a field that nobody here knows is ignored, a known one of a wrong type is refused by name, and null means the
-default. Teneral's own extras, under `teneral`, are strict: there an unknown field is a mistake.
-These are shapes only: ranges and combinations are checked where the values are used.
+As OpenAI-compatible servers do, a field that nobody here knows is ignored, a known one of a wrong type is
+refused by name, and null means the default. Teneral's own extras, under `teneral`, are strict: there an
+unknown field is a mistake. These are shapes only: ranges and combinations are checked where the values are
+used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Teneral's own fields. `precision` states what the caller needs of the weights that choose its tokens."""
+    """Teneral's own fields. `precision`: which weights may choose the tokens."""
 
     precision: Literal["exact"] | None = None
 
@@ -52,6 +53,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     teneral: Extras | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream is to end with its usage. Its other chunks then have it as null."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class CompletionBody(GenerationBody, kw_only=True, frozen=True):
@@ -143,4 +149,6 @@ def invalid_field(error: msgspec.ValidationError) -> RequestError:
     if field := _FIELD.match(problem):
         param = f"{param}.{field[1]}".lstrip(".")
     problem = problem[:MAX_MESSAGE_CHARS].replace("`", "'")
-    return RequestError(f"{param or 'the body'} is not valid: {problem[:1].lower()}{problem[1:]}", param=param)
+    return RequestError(
+        f"{param or 'the body'} is not valid: {problem[:1].lower()}{problem[1:]}", param=param
+    )

@@ -1,4 +1,6 @@
-"""The sequences of one request while the engine works on them: submitted together, read together, ended together."""
+"""The sequences of one request while the engine works on them: submitted together, read together, ended
+together.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from typing import TYPE_CHECKING, Self
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, ModelError
 from ...runtime.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+from .mailbox import Mailbox
 from .service import Call, Service
 
 if TYPE_CHECKING:
-    from ...runtime.engine import Engine, Generation
+    from ...runtime.engine import Engine
+    from ...runtime.generation import Generation
 
 Step = tuple[int, GenerationEvent]  # which sequence, and how it went on
 
@@ -44,15 +48,24 @@ class Sequences:
     """A context manager: whatever happens inside, what has not ended on leaving is cancelled."""
 
     def __init__(
-        self, service: Service, call: Call, *, max_pending_events: int, on_overflow: Callable[[], None]
+        self,
+        service: Service,
+        call: Call,
+        *,
+        max_pending_events: int | None = None,
+        on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_overflow` is called once when the reader is so many events behind; the sequences are cancelled then."""
+        """`on_overflow` is called once when the reader is so many events behind; the sequences are cancelled
+        then.
+        """
         self._metrics = service.metrics
         self._call = call
         self._generations: list[Generation] = []
         self._last_token_s: list[float | None] = []
         self._num_open = 0
         self._on_overflow = on_overflow
+        self._mailbox: Mailbox[Step]
+        self._post: Callable[[Step], None]
         self._mailbox, self._post = service.bridge.open(max_pending_events, self._overflow)
 
     def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
@@ -63,8 +76,9 @@ class Sequences:
         self._num_open = len(requests)
 
     async def steps(self) -> AsyncIterator[list[Step]]:
-        """What came since the last time, in order, until all sequences have ended. Raises the first failure of any, after
-        what came before it."""
+        """What came since the last time, in order, until all sequences have ended. Raises the first failure
+        of any, after what came before it.
+        """
         while self._num_open:
             steps: list[Step] = []
             for index, event in await self._mailbox.take():

@@ -6,26 +6,28 @@ import asyncio
 import logging
 import time
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
+from ...loader.errors import TeneralError
 from ...runtime.errors import ModelError, RequestError
+from ...runtime.state import State
 from .admission import Admission
-from .errors import ApiError
+from .errors import ApiError, as_api_error
 from .inflight import InFlight, Work
 from .limits import Limits
 from .mailbox import Bridge
 
 if TYPE_CHECKING:
+    from ...runtime.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
     from ...runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger("teneral.http")
-
-CALL = "teneral.call"  # the request's key for its Call
 
 T = TypeVar("T")
 
@@ -41,28 +43,48 @@ class Call:
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
 
+    @property
+    def ended_by(self) -> TeneralError | None:
+        """Why this side ended the work; None when it did not: a cancellation is the client's then."""
+        return None if self.work is None else self.work.ended_by
+
     def limit(self, seconds: float) -> None:
         """Give the rest of the work so much time."""
         if self.work is not None:
             self.work.limit(seconds)
 
+    def explain(self, error: Exception) -> ApiError:
+        """What the client is told of an exception; the log is told the rest."""
+        told = as_api_error(error)
+        if not isinstance(error, TeneralError | web.HTTPException | web.RequestPayloadError):
+            logger.error("request %s failed", self.request_id, exc_info=error)
+        elif told.status >= 500:
+            logger.warning("request %s: %d %s", self.request_id, told.status, error)
+        return told
 
-def call_of(request: web.BaseRequest) -> Call:
-    call = request[CALL]
-    assert isinstance(call, Call)
-    return call
+
+# Each request is handled in a task of its own, so this is the request's. (aiohttp's own place for such things
+# changed its keys' type between the versions that are supported.)
+CALL: ContextVar[Call] = ContextVar("call")
 
 
 class Service:
-    """The instance behind the routes, with the bounds in front of it. One per application; used on its event loop only."""
+    """The instance behind the routes, with the bounds in front of it. One per application; used on its event
+    loop only.
+    """
 
     def __init__(self, instance: Instance, limits: Limits, metrics: Metrics) -> None:
         self.instance = instance
         self.limits = limits
         self.metrics = metrics
-        self.admission = Admission(limits, self._engine_queued)
+        self.admission = Admission(limits, self._num_in_engine)
         self.in_flight = InFlight(limits.max_in_flight)
         self.bridge = Bridge()
+
+    @property
+    def state(self) -> State:
+        """The instance's, except that a server which drains has an instance that still works."""
+        return State.DRAINING if self.in_flight.draining else self.instance.state
 
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)
@@ -98,8 +120,12 @@ class Service:
         fraction = progress.get("fraction", 1.0)
         return f"loading {100 * fraction:.0f} %" if fraction < 1 else "working"
 
-    def _engine_queued(self) -> int:
+    def _num_in_engine(self) -> int:
         future = self.instance.engine
         if not future.done() or future.exception() is not None:
             return 0
-        return future.result().statistics().queued
+        statistics: EngineStatistics = future.result().statistics()
+        return statistics.running + statistics.queued
+
+
+SERVICE = web.AppKey("service", Service)  # the application's key for it

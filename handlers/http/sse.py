@@ -1,7 +1,9 @@
-"""Streams to a client: server-sent events, or JSON lines. Signs of life while nothing flows, bounds on a client that takes nothing.
+"""Streams to a client: server-sent events, or JSON lines. Signs of life while nothing flows, bounds on a
+client that takes nothing.
 
-A stream begins with its first item, so that an error before it is still an ordinary response with its own status; but no later than
-after one keep-alive interval, so that proxies see that somebody is there. It does not know what its items mean.
+A stream begins with its first item, so that an error before it is still an ordinary response with its own
+status; but no later than after one keep-alive interval, so that proxies see that somebody is there. It does
+not know what its items mean.
 """
 
 from __future__ import annotations
@@ -35,10 +37,17 @@ NDJSON = Framing("application/x-ndjson", b"", b"\n", False, b"")
 
 
 class EventStream:
-    """One response that is written bit by bit. Use it as an async context manager around all that produces its items."""
+    """One response that is written bit by bit. Use it as an async context manager around all that produces
+    its items.
+    """
 
     def __init__(
-        self, request: web.Request, framing: Framing, limits: Limits, *, comment: Callable[[], str] = lambda: "waiting"
+        self,
+        request: web.Request,
+        framing: Framing,
+        limits: Limits,
+        *,
+        comment: Callable[[], str] = lambda: "waiting",
     ) -> None:
         """`comment` gives the text of the next sign of life."""
         self._request = request
@@ -52,7 +61,9 @@ class EventStream:
                 "X-Accel-Buffering": "no",  # nginx and what descends from it would hold the stream back
             }
         )
-        self._lock = asyncio.Lock()  # two tasks write: the one with the items, and the one with the signs of life
+        self._lock = (
+            asyncio.Lock()
+        )  # two tasks write: the one with the items, and the one with the signs of life
         self._last_write_s = asyncio.get_running_loop().time()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -72,7 +83,9 @@ class EventStream:
         await self._stop_ticker()
 
     async def send(self, *items: bytes) -> None:
-        """Write items, each JSON without line breaks. Waits while the client is slow; raises `ConnectionError` when it is gone."""
+        """Write items, each JSON without line breaks. Waits while the client is slow; raises
+        `ConnectionError` when it is gone.
+        """
         prefix, suffix = self._framing.prefix, self._framing.suffix
         await self._write(b"".join([prefix + item + suffix for item in items]))
 

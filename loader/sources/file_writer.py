@@ -77,7 +77,7 @@ class FileWriter(Writer):
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             raise SourceError(
-                f"{self._name} cannot be made atomically: the file system of {self._folder.root} has no hard links",
+                f"{self._name} cannot be made atomically: {self._folder.root} knows no hard links",
                 source=self._folder.root,
                 name=self._name,
                 hint="Write to a folder on a local disk and copy it.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,10 @@ class BlockAllocator:
         """Raises AssertionError unless counts and runs agree. O(num_blocks); for tests."""
         assert self._start_of_run == {end: start for start, end in self._end_of_run.items()}
         runs = sorted(self._end_of_run.items())
-        for (_, end), (next_start, _) in zip(runs, runs[1:], strict=False):
-            assert end < next_start, f"runs that touch or overlap: one ends at {end}, one starts at
-            {next_start}"
+        for (_, end), (next_start, _) in pairwise(runs):
+            assert end < next_start, (
+                f"free runs touch or overlap: one ends at {end}, one starts at {next_start}"
+            )
         in_runs = [block for start, end in runs for block in range(start, end)]
         unused = [block for block, count in enumerate(self._references) if count == 0]
         assert in_runs == unused, "free runs and reference counts disagree"

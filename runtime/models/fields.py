@@ -21,13 +21,19 @@ class Fields:
 
     def __init__(self, data: Any, *, file: str = "config.json", where: str = "") -> None:
         if not isinstance(data, Mapping):
-            raise ModelError(f"{file}: {where.rstrip('.') or 'the file'} must be an object, but is {_short(data)}")
+            raise ModelError(
+                f"{file}: {where.rstrip('.') or 'the file'} must be an object, but is {_short(data)}"
+            )
         self._data = data
         self._file = file
         self._where = where
 
     def __contains__(self, key: object) -> bool:
         return self._data.get(key) is not None
+
+    def states(self, key: str) -> bool:
+        """Whether the key is there at all: for the few where `null` says something else than nothing does."""
+        return key in self._data
 
     def get(self, key: str) -> Any:
         """The value as it is; None when absent."""
@@ -81,6 +87,14 @@ class Fields:
             return self._required(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise self.wrong(key, "which is not supported", hint=f"Supported: {', '.join(sorted(allowed))}.")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self._data.get(key)
+        if value is None:
+            return self._required(key, None)
+        if not isinstance(value, str):
+            raise self.wrong(key, "but must be a string")
         return value
 
     def texts(self, key: str) -> list[str] | None:

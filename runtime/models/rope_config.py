@@ -46,7 +46,9 @@ class RopeConfig:
     @classmethod
     def from_fields(cls, config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
         key, rope = _rope_fields(config)
-        rope_type = RopeType(rope.choice("rope_type" if "rope_type" in rope else "type", list(RopeType), default="default"))
+        rope_type = RopeType(
+            rope.choice("rope_type" if "rope_type" in rope else "type", list(RopeType), default="default")
+        )
         theta_at = rope if "rope_theta" in rope else config
         theta = theta_at.number("rope_theta", low=2.0, high=1e12, default=10_000.0)
         rotary_dim = _rotary_dim(rope if "partial_rotary_factor" in rope else config, head_dim)
@@ -65,7 +67,9 @@ class RopeConfig:
             low = rope.number("low_freq_factor", low=1e-3, high=1e6)
             high = rope.number("high_freq_factor", low=1e-3, high=1e6)
             if high <= low:
-                raise ModelError(f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor {low:g}")
+                raise ModelError(
+                    f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor {low:g}"
+                )
             return cls(*common, low_freq_factor=low, high_freq_factor=high)
         if rope_type is RopeType.YARN:
             return cls(

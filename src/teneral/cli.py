@@ -78,7 +78,7 @@ def exit_code(error: loading.TeneralError) -> int:
 
 def _pack(options: argparse.Namespace) -> int:
     from .loader.pack import pack
-    from .loader.progress import ProgressBar
+    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source, open_store
 
     source = open_source(options.model, _source_options(options))
@@ -91,7 +91,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _unpack(options: argparse.Namespace) -> int:
     from .loader.artifact import split_pin
-    from .loader.progress import ProgressBar
+    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
     from .loader.unpack import unpack
 
@@ -105,7 +105,7 @@ def _unpack(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from .loader.artifact import split_pin
-    from .loader.progress import ProgressBar
+    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
     from .loader.verify import verify
 
@@ -151,7 +151,7 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _synth(options: argparse.Namespace) -> int:
-    from .loader.progress import ProgressBar
+    from .loader.progress_bar import ProgressBar
     from .runtime.synth import synthesize
 
     with ProgressBar("writing", quiet=options.quiet) as bar:

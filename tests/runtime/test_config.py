@@ -90,7 +90,14 @@ def test_secrets_are_shown_neither_in_repr_nor_in_errors() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("512MiB", 512 << 20), ("2 GB", 2 * 10**9), ("1.5gib", 3 << 29), ("4096", 4096), (77, 77), ("1kb", 1000)],
+    [
+        ("512MiB", 512 << 20),
+        ("2 GB", 2 * 10**9),
+        ("1.5gib", 3 << 29),
+        ("4096", 4096),
+        (77, 77),
+        ("1kb", 1000),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: object, size_bytes: int) -> None:
     assert parse_bytes(text) == size_bytes

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from teneral.loader.errors import UsageError
+from teneral.loader.progress_bar import TransferProgress
 from teneral.runtime.synth import SHAPES, synthesize, tensor_specs
 from tokenizers import Tokenizer
 
@@ -62,7 +63,11 @@ def test_weights_look_like_trained_ones(small_bert: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [({"like": "gpt-9"}, "gpt-9"), ({"like": "minilm", "num_layers": 0}, "layers"), ({"like": "minilm", "num_layers": 7}, "7")],
+    [
+        ({"like": "gpt-9"}, "gpt-9"),
+        ({"like": "minilm", "num_layers": 0}, "layers"),
+        ({"like": "minilm", "num_layers": 7}, "7"),
+    ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: dict[str, object], named: str) -> None:
     with pytest.raises(UsageError, match=named):
@@ -78,7 +83,7 @@ def test_a_directory_with_content_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    def interrupt(done_bytes: int, total_bytes: int) -> None:
+    def interrupt(progress: TransferProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

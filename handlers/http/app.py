@@ -1,0 +1,56 @@
+"""The application: routes, and what they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from ...runtime.metrics import Metrics
+from .chat import ChatRoute
+from .completions import CompletionRoute
+from .edge import edge, stamp
+from .embeddings import EmbeddingRoute
+from .health import HealthRoutes
+from .invoke import InvokeRoute
+from .limits import Limits
+from .models import ModelRoutes
+from .server import serve
+from .service import SERVICE, Service
+
+if TYPE_CHECKING:
+    from ...runtime.instance import Instance
+    from ..function import Handler
+
+__all__ = ["Limits", "create_app", "serve"]
+
+
+def create_app(
+    instance: Instance,
+    *,
+    handler: Handler | None = None,
+    limits: Limits | None = None,
+) -> web.Application:
+    """The HTTP face of an instance, which may still be loading. `serve` runs it; the caller closes instance
+    and handler.
+    """
+    service = Service(instance, limits or Limits(), Metrics())
+    app = web.Application(middlewares=[edge(service, instance.config.api_key)])
+    app[SERVICE] = service
+    app.on_response_prepare.append(stamp)
+    health, models = HealthRoutes(service), ModelRoutes(service)
+    app.add_routes(
+        [
+            web.get("/livez", health.livez),
+            web.get("/readyz", health.readyz),
+            web.get("/metrics", health.metrics),
+            web.get("/timeline", health.timeline),
+            web.get("/v1/models", models.list),
+            web.get("/v1/models/{id:.+}", models.get),  # names may have slashes: org/model
+            web.post("/v1/completions", CompletionRoute(service).post),
+            web.post("/v1/chat/completions", ChatRoute(service).post),
+            web.post("/v1/embeddings", EmbeddingRoute(service).post),
+            web.post("/invoke", InvokeRoute(service, handler).post),
+        ]
+    )
+    return app

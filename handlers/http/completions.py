@@ -1,0 +1,138 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from aiohttp import web
+
+from ...runtime.errors import RequestError
+from ...runtime.requests import GenerationRequest, TokenLogprob
+from .logprobs import completion_logprobs
+from .parameters import check_stream, check_top_logprobs, num_choices, sequences
+from .prompts import split_prompt, tokens_of
+from .respond import respond
+from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage, encode
+from .schemas import CompletionBody, Decoder
+from .sequences import Outcome, Step
+from .service import Service
+from .token_text import token_bytes
+
+if TYPE_CHECKING:
+    from ...runtime.tokenizer import TextTokenizer
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionRoute:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = Decoder(CompletionBody)
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._decoder.decode(data)
+            service.check_model(body.model)
+            fmt = CompletionFormat(
+                body, model=service.instance.model_name, max_sequences=service.limits.max_sequences
+            )
+            return await respond(service, request, fmt, body_bytes=len(data))
+
+
+class CompletionFormat:
+    """One completion request's side of the wire. Raises `RequestError` when it is made of a body that cannot
+    be meant.
+    """
+
+    def __init__(self, body: CompletionBody, *, model: str, max_sequences: int) -> None:
+        check_stream(body)
+        _refuse_unsupported(body)
+        self.body = body
+        self.prepare_may_block = False
+        self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
+        self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
+        self.num_sequences = self._n * len(self._prompts)
+        self.num_prompt_tokens = 0
+        self._model = model
+        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._num_chars: dict[
+            int, int
+        ] = {}  # of each choice that has begun, its tokens' text given out so far
+
+    def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
+        body = self.body
+        prompts = [tokens_of(prompt, tokenizer.encode, param="prompt") for prompt in self._prompts]
+        self.num_prompt_tokens = sum(map(len, prompts))
+        self._tokenizer = tokenizer
+        self._bytes_of = partial(token_bytes, tokenizer)
+        return sequences(
+            body,
+            prompts,
+            request_id=self._id,
+            n=self._n,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            num_top_logprobs=body.logprobs,
+        )
+
+    def chunks(self, step: Step) -> list[bytes]:
+        index, event = step
+        text = event.text
+        if index not in self._num_chars:
+            self._num_chars[index] = 0
+            text = self._echo(index) + text
+        if not text and not event.logprobs and event.finish_reason is None:
+            return []
+        choice = CompletionChoice(
+            index,
+            text,
+            finish_reason=None if event.finish_reason is None else str(event.finish_reason),
+            logprobs=self._logprobs(event.logprobs, index) if event.logprobs else None,
+        )
+        usage = None if self.body.includes_usage else msgspec.UNSET
+        return [encode(Completion(self._id, self._created, self._model, [choice], usage=usage))]
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        return encode(Completion(self._id, self._created, self._model, [], usage=usage))
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+        choices = [
+            CompletionChoice(
+                index,
+                self._echo(index) + outcome.text,
+                finish_reason=str(outcome.finish_reason),
+                logprobs=None if self.body.logprobs is None else self._logprobs(outcome.logprobs, index),
+            )
+            for index, outcome in enumerate(outcomes)
+        ]
+        return encode(Completion(self._id, self._created, self._model, choices, usage=usage))
+
+    def _echo(self, index: int) -> str:
+        """What stands before a choice's own text. Asked for only after the engine has checked the tokens."""
+        if not self.body.echo:
+            return ""
+        prompt = self._prompts[index // self._n]
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+
+    def _logprobs(self, entries: Sequence[TokenLogprob], index: int) -> CompletionLogprobs:
+        logprobs = completion_logprobs(entries, self._bytes_of, start=self._num_chars.get(index, 0))
+        self._num_chars[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1]) if entries else 0
+        return logprobs
+
+
+def _refuse_unsupported(body: CompletionBody) -> None:
+    """What would change the answer but is not there is refused, not ignored."""
+    if body.suffix:
+        raise RequestError("suffix is not supported: this model only goes on from a prompt", param="suffix")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of is supported only where it equals n", param="best_of")
+    if body.logprobs is not None:
+        check_top_logprobs(body.logprobs, param="logprobs")
+        if body.echo:
+            raise RequestError("logprobs of an echoed prompt are not supported", param="logprobs")

@@ -1,0 +1,93 @@
+"""What every request passes through: its id, its key, its place among the works in flight, its errors, and
+its count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from .errors import ApiError
+from .service import CALL, Call, Service
+
+OPEN_PATHS = frozenset({"/livez", "/readyz"})  # a platform's probes carry no key
+CLIENT_GONE = 499  # nobody receives it: for the count only
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def edge(service: Service, api_key: str | None) -> Middleware:
+    """The one middleware. With `api_key`, every path but `OPEN_PATHS` asks for it, those that do not exist
+    too.
+    """
+    key = None if api_key is None else api_key.encode()
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        call = Call(request_id_of(request))
+        CALL.set(call)
+        status = CLIENT_GONE
+        try:
+            response = await _guarded(service, key, request, handler, call)
+            status = response.status
+            return response
+        finally:
+            service.metrics.request_ended(_route_of(request), status, call.age_s())
+
+    return middleware
+
+
+async def stamp(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal `on_response_prepare`: the headers that every response carries."""
+    call = CALL.get(None)
+    if call is not None:
+        response.headers["x-request-id"] = call.request_id
+        response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
+
+
+def request_id_of(request: web.BaseRequest) -> str:
+    """The caller's own id when it is a reasonable one, so that logs can be joined; else a fresh one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+async def _guarded(
+    service: Service, key: bytes | None, request: web.Request, handler: Handler, call: Call
+) -> web.StreamResponse:
+    try:
+        if key is not None and request.path not in OPEN_PATHS:
+            _check_key(request, key)
+        if request.method != "POST":
+            return await handler(request)
+        async with service.in_flight.work() as call.work:
+            return await handler(request)
+    except asyncio.CancelledError:
+        raise
+    except ConnectionError:
+        raise  # the client went away while it was written to
+    except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
+        return call.explain(error).response()
+
+
+def _check_key(request: web.Request, key: bytes) -> None:
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode("utf-8", "surrogateescape"), key
+    ):
+        return
+    raise ApiError(
+        401,
+        "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _route_of(request: web.Request) -> str:
+    """The route's pattern: what a client writes must not become time series."""
+    resource = request.match_info.route.resource
+    return "unmatched" if resource is None else resource.canonical

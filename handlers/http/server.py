@@ -1,0 +1,90 @@
+"""Serving an application on a socket that is open already, until a signal, and ending in good order.
+
+The socket is opened by the caller before anything heavy is imported: clients that come early wait in its
+backlog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from ...loader.errors import TeneralError
+from ..lifetime import calling_on_loop
+from .limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from .service import SERVICE, logger
+
+BACKLOG = 1024  # connections that the kernel takes while the event loop is busy
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def serve(
+    app: web.Application,
+    sock: socket.socket,
+    *,
+    drain_timeout_s: float = 8.0,
+    stop: asyncio.Event | None = None,
+) -> TeneralError | None:
+    """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain. Closes the socket, not the
+    instance. Returns what the instance failed with, None when it did not.
+
+    Draining: /readyz turns 503 at once and new work gets 503; what runs has `drain_timeout_s` to finish and
+    is then ended, each stream with an error event. A second signal ends the process at once, by that signal.
+    Signals are handled only when this runs in the main thread.
+    """
+    service = app[SERVICE]
+    stop = stop or asyncio.Event()
+    service.instance.ended.add_done_callback(
+        calling_on_loop(asyncio.get_running_loop(), lambda _: stop.set())
+    )
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,  # a client that goes away cancels its handler, and with it its generations
+        keepalive_timeout=IDLE_CONNECTION_S,
+        auto_decompress=False,  # compressed bodies are refused, so nothing can be a bomb
+        max_line_size=MAX_REQUEST_LINE_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
+        shutdown_timeout=1.0,  # after the drain only answers on their way out are left
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, backlog=BACKLOG).start()
+        with _signals(stop):
+            await stop.wait()
+            logger.info("draining: %d requests in work, %g s", len(service.in_flight), drain_timeout_s)
+            await service.in_flight.drain(drain_timeout_s)
+            return service.instance.failure
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """While in here the first signal sets `stop`, and the second one does what it does by default."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        stop.set()
+
+    try:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, on_signal, number)
+    except (RuntimeError, ValueError):  # not in the main thread: whoever runs us there handles signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,96 @@
+"""A folder of a web server as a source: read only, and it cannot be listed.
+
+Any server will do that answers byte ranges. What stands behind '?' in the address is sent with each request (it may be
+an access signature), and never shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import quote, urlsplit
+
+from ..errors import AccessDeniedError, NotFoundError, SourceError, TeneralError, UnavailableError, UsageError
+from . import checks
+from .base import ObjectInfo, SourceOptions
+from .http_client import HttpClient, HttpStatistics
+from .http_head import Head, Headers, Request, is_header, parse_origin, safe_target
+
+RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class HttpSource:
+    """A `Source` on the folder at `url`."""
+
+    def __init__(self, url: str, options: SourceOptions | None = None) -> None:
+        """Raises `UsageError` for an address or a header that cannot be meant."""
+        options = options or SourceOptions()
+        origin = parse_origin(url)
+        if origin is None:
+            shown = url.partition("?")[0].rpartition("@")[2]
+            hint = "Write http(s)://host/folder; credentials go into headers, not into the address."
+            raise UsageError(f"{shown} is not a web address that can be used", hint=hint)
+        for name, value in options.headers:
+            if not is_header(name, value):
+                raise UsageError(f"the header {name!r} cannot be sent", key="headers")
+        parts = urlsplit(url)
+        self._origin = origin
+        self._folder = safe_target(parts.path).rstrip("/")
+        self._query = f"?{safe_target(parts.query)}" if parts.query else ""
+        self._headers = options.headers
+        self._client = HttpClient(self, options)
+
+    @property
+    def url(self) -> str:
+        return f"{self._origin}{self._folder}"
+
+    @property
+    def follows_redirects(self) -> bool:
+        return True
+
+    def stat(self, name: str) -> ObjectInfo:
+        return self._client.stat(name)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        return self._client.read(name, max_bytes=max_bytes)
+
+    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+        self._client.read_into(name, start, buffer, version)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        raise UsageError(
+            f"{self.url} cannot be listed: the web has no way to ask for that",
+            hint="Use the folder's s3:// address, or a copy on disk.",
+        )
+
+    def close(self) -> None:
+        self._client.close()
+
+    def statistics(self) -> HttpStatistics:
+        return self._client.statistics()
+
+    def request(self, name: str, extra: Headers) -> Request:
+        """As `Door.request`."""
+        target = f"{self._folder}/{quote(name)}{self._query}"
+        return Request("GET", self._origin, target, extra, self._headers)
+
+    def refusal(self, name: str, head: Head, body: bytes) -> TeneralError:
+        """As `Door.refusal`; a web server's words are not looked at, its status is enough."""
+        return status_error(self.url, name, head)
+
+
+def status_error(source: str, name: str, head: Head) -> SourceError:
+    """What a status other than success says about an object."""
+    answer = f"{source} answers {head.status} for {name}"
+    match head.status:
+        case 401 | 403:
+            hint = "Give the credentials that the server asks for, or check that they may read this object."
+            return AccessDeniedError(answer, source=source, name=name, hint=hint)
+        case 404 | 410:
+            return NotFoundError(f"there is no {name} in {source}", source=source, name=name)
+        case 412:
+            return checks.changed(source, name, "it has another version than expected")
+        case 416:
+            return checks.changed(source, name, "it is shorter than expected")
+        case status if status in RETRYABLE:
+            return UnavailableError(answer, source=source, name=name, retry_after_s=head.retry_after_s)
+    return SourceError(answer, source=source, name=name, hint="Check the address.")

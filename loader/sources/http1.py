@@ -1,0 +1,216 @@
+"""HTTP/1.1 over one kept connection: a request goes out, its answer's head is parsed, its body lands in place.
+
+The body of a known length goes straight into the caller's memory; only what came along with the head is copied. Lengths
+are never guessed. A connection knows nothing of retries, ranges or objects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .base import SourceOptions
+from .http_head import Head, HeadError, Origin, Request, parse_head
+from .wire import Wire, WireError, WireTimeoutError
+
+if TYPE_CHECKING:
+    import ssl
+
+MAX_HEAD_BYTES = 32 * 1024
+MAX_INFORMATIONAL = 8  # heads of status 1xx before the answer's own
+MAX_TRAILERS = 32
+_RECEIVE_BYTES = 16 * 1024  # at a time, where the length is not known yet: heads and chunks
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
+
+
+class StaleConnectionError(WireError):
+    """The server had closed a kept connection before this request: a new one may do, and nothing has failed."""
+
+
+class BodyTooLargeError(Exception):
+    """A body is longer than its reader allows."""
+
+
+class Connection:
+    """Connects at its first request. For one thread at a time; `interrupt` may be called by any."""
+
+    def __init__(self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None) -> None:
+        self.origin = origin
+        self.idle_since_s = 0.0  # the pool's note
+        self._wire = Wire(origin, options, tls)
+        self._buffer = bytearray()  # received, not yet used
+        self._remaining: int | None = 0  # bytes of the body still to come; None where only its end will tell
+        self._is_chunked = False
+        self._keeps_alive = False
+        self._is_fresh = True  # no answer has come over it yet
+
+    @property
+    def is_connected(self) -> bool:
+        return self._wire.is_connected
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the last answer was read to its end, nothing came behind it, and the server keeps on."""
+        return self._keeps_alive and self._remaining == 0 and not self._buffer
+
+    @property
+    def body_length(self) -> int | None:
+        """Bytes of the body that are still to come; None where only its end will tell."""
+        return self._remaining
+
+    def exchange(self, request: Request) -> Head:
+        """Send the request; the head of the answer, whose body is unread then. Raises `WireError`.
+
+        `StaleConnectionError` says that this connection was kept for too long.
+        """
+        self._keeps_alive = False
+        self._ask(request)
+        try:
+            head = self._receive_head()
+        except HeadError as error:
+            raise WireError(f"{self.origin} sent a malformed answer: {error}") from error
+        has_body = request.method != "HEAD" and head.status not in (204, 304)
+        self._keeps_alive = head.keeps_alive
+        self._is_chunked = has_body and head.is_chunked
+        self._remaining = head.content_length if has_body else 0
+        self._is_fresh = False
+        return head
+
+    def _ask(self, request: Request) -> None:
+        """Send the request and wait for the first byte of an answer."""
+        if not self._wire.is_connected:
+            self._wire.connect()
+        try:
+            self._wire.send(request.encode())
+            self._receive_more()
+        except WireTimeoutError:
+            raise
+        except WireError as error:
+            if self._is_fresh:
+                raise
+            raise StaleConnectionError(str(error)) from error
+
+    def read_some(self, view: memoryview) -> int:
+        """Put more of a body of known length at the start of `view`; the number of bytes, 0 at its end.
+
+        Raises `WireError`.
+        """
+        if not self._remaining or not view:
+            return 0
+        view = view[: self._remaining]
+        if self._buffer:
+            count = min(len(view), len(self._buffer))
+            view[:count] = self._buffer[:count]
+            del self._buffer[:count]
+        else:
+            count = self._wire.receive(view, wait_all=True)
+        self._remaining -= count
+        return count
+
+    def read_all(self, max_bytes: int) -> bytes:
+        """The whole body. Raises `WireError` where its end is not marked, and `BodyTooLargeError`."""
+        if self._remaining is None and not self._is_chunked:
+            raise WireError(f"{self.origin} does not say how long its answer is")
+        if self._remaining is not None and self._remaining > max_bytes:
+            raise BodyTooLargeError
+        body = bytearray()
+        for piece in self._pieces():
+            body += piece
+            if len(body) > max_bytes:
+                raise BodyTooLargeError
+        return bytes(body)
+
+    def read_excerpt(self, max_bytes: int) -> bytes:
+        """The beginning of a body that explains an error; what there is of it, whatever happens meanwhile."""
+        body = bytearray()
+        try:
+            for piece in self._pieces():
+                body += piece
+                if len(body) >= max_bytes:
+                    break
+        except WireError:
+            self._keeps_alive = False
+        return bytes(body[:max_bytes])
+
+    def looks_alive(self) -> bool:
+        """Whether an idle connection is still open, as far as this side can tell. Does not block."""
+        # Anything that arrives while nothing was asked for is the end, or an answer to nobody.
+        return self.is_reusable and self._wire.is_connected and not self._wire.has_arrivals()
+
+    def interrupt(self) -> None:
+        """Make whoever waits on this connection give up with a `WireError`, now and from now on."""
+        self._wire.interrupt()
+
+    def close(self) -> None:
+        self._keeps_alive = False
+        self._wire.close()
+
+    def _receive_head(self) -> Head:
+        for _ in range(MAX_INFORMATIONAL):
+            head = parse_head(self._receive_until(b"\r\n\r\n", MAX_HEAD_BYTES))
+            if head.status >= 200:
+                return head
+        raise HeadError("no answer behind the informational ones")
+
+    def _receive_until(self, mark: bytes, max_bytes: int) -> bytes:
+        """What comes before `mark`; both are taken from the buffer."""
+        searched = 0
+        while (end := self._buffer.find(mark, searched)) < 0:
+            searched = max(0, len(self._buffer) - len(mark) + 1)
+            if len(self._buffer) > max_bytes:
+                raise HeadError(f"more than {max_bytes:,} bytes without an end")
+            self._receive_more()
+        data = bytes(self._buffer[:end])
+        del self._buffer[: end + len(mark)]
+        return data
+
+    def _receive_more(self) -> None:
+        piece = bytearray(_RECEIVE_BYTES)
+        count = self._wire.receive(memoryview(piece))
+        self._buffer += memoryview(piece)[:count]
+
+    def _pieces(self) -> Iterator[bytes | bytearray]:
+        """The rest of the body, however its end is marked."""
+        if self._is_chunked:
+            yield from self._chunks()
+        elif self._remaining is None:
+            yield from self._until_closed()
+        else:
+            while self._remaining:
+                piece = bytearray(min(self._remaining, 1024 * 1024))
+                yield piece[: self.read_some(memoryview(piece))]
+
+    def _chunks(self) -> Iterator[bytes]:
+        try:
+            while size := self._chunk_size():
+                while size:
+                    if not self._buffer:
+                        self._receive_more()
+                    piece = bytes(self._buffer[:size])
+                    del self._buffer[: len(piece)]
+                    size -= len(piece)
+                    yield piece
+                if self._receive_until(b"\r\n", 2):
+                    raise HeadError("a chunk is longer than its size")
+            for _ in range(MAX_TRAILERS):
+                if not self._receive_until(b"\r\n", MAX_HEAD_BYTES):
+                    self._remaining = 0
+                    return
+            raise HeadError("too many trailers")
+        except HeadError as error:
+            raise WireError(f"{self.origin} sent a malformed body: {error}") from error
+
+    def _chunk_size(self) -> int:
+        line = self._receive_until(b"\r\n", 1024)
+        found = _CHUNK_SIZE.fullmatch(line)
+        if not found:
+            raise HeadError(f"{line[:80]!r} is not the size of a chunk")
+        return int(found[1], 16)
+
+    def _until_closed(self) -> Iterator[bytes]:
+        """A body whose end is the connection's: whether it is complete, nobody can tell."""
+        while True:
+            yield bytes(self._buffer)
+            self._buffer.clear()
+            self._receive_more()

@@ -1,0 +1,187 @@
+"""HTTP/1.1 heads as values: writing a request's, parsing a response's, and what their fields say of an object.
+
+Pure: no sockets, no clocks. Parsing is strict and bounded by its caller; what is ambiguous (two lengths, folded lines, a
+length beside chunks) is refused, because two readers could disagree on where the next answer begins.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, urljoin, urlsplit
+
+Headers = tuple[tuple[str, str], ...]
+
+_STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+_STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e\x80-\xff]*"')
+_NUMBER = re.compile(r"\d{1,19}")
+
+
+class HeadError(ValueError):
+    """A response's head that is not HTTP/1.1, or that could be read in two ways."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whom a connection is made to. `host` carries no brackets, also for an IPv6 address."""
+
+    scheme: str  # http | https
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """The Host field: without the port where it is the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _default_port(self.scheme) else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request without a body. `private_headers` are for this origin alone: a redirect elsewhere drops them."""
+
+    method: str
+    origin: Origin
+    target: str  # path and query, percent-encoded
+    headers: Headers = ()
+    private_headers: Headers = ()
+
+    def encode(self) -> bytes:
+        lines = [
+            f"{self.method} {self.target} HTTP/1.1",
+            f"Host: {self.origin.authority}",
+            "User-Agent: teneral",
+            "Accept: */*",
+            "Accept-Encoding: identity",  # a compressed answer would have other offsets than the object
+            *(f"{name}: {value}" for name, value in (*self.headers, *self.private_headers)),
+        ]
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A response's head. Field names are in lower case; repeated fields are joined by ', '."""
+
+    status: int
+    headers: dict[str, str]
+    keeps_alive: bool
+
+    @property
+    def content_length(self) -> int | None:
+        value = self.headers.get("content-length")
+        return None if value is None else int(value)
+
+    @property
+    def is_chunked(self) -> bool:
+        return "transfer-encoding" in self.headers
+
+    @property
+    def content_range(self) -> ContentRange | None:
+        return parse_content_range(self.headers.get("content-range", ""))
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """The server's wish, where it is given in seconds; as a date it would need clocks that agree."""
+        value = self.headers.get("retry-after", "")
+        return float(value) if _NUMBER.fullmatch(value) else None
+
+    def version(self, size_bytes: int | None) -> str:
+        """What tells this object from the one that may replace it: a strong ETag, or the best of what is given."""
+        etag, modified = self.headers.get("etag", ""), self.headers.get("last-modified", "")
+        return etag if is_strong_etag(etag) else f"{size_bytes}/{etag or modified}"
+
+
+@dataclass(frozen=True, slots=True)
+class ContentRange:
+    """The bytes [start, end) of an object of `total` bytes; None is what the server did not say."""
+
+    start: int
+    end: int
+    total: int | None
+
+
+def parse_head(data: bytes) -> Head:
+    """The head in `data`, which ends before the empty line. Raises `HeadError`."""
+    first, *lines = data.decode("latin-1").split("\r\n")
+    status_line = _STATUS_LINE.fullmatch(first)
+    if not status_line:
+        raise HeadError(f"not an HTTP/1.1 answer: {first[:80]!r}")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        if not colon or not _TOKEN.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise HeadError(f"malformed header field {line[:80]!r}")
+        if name in headers and not (name == "content-length" and headers[name] == value):
+            value = f"{headers[name]}, {value}"
+        headers[name] = value
+    length, coding = headers.get("content-length"), headers.get("transfer-encoding")
+    if length is not None and not _NUMBER.fullmatch(length):
+        raise HeadError(f"unusable Content-Length {length[:80]!r}")
+    if coding is not None and (coding.lower() != "chunked" or length is not None):
+        raise HeadError(f"unusable Transfer-Encoding {coding[:80]!r}")
+    options = headers.get("connection", "").lower()
+    keeps_alive = "close" not in options and (status_line[1] == "1" or "keep-alive" in options)
+    return Head(int(status_line[2]), headers, keeps_alive)
+
+
+def parse_content_range(value: str) -> ContentRange | None:
+    """None for anything that is not a single byte range."""
+    found = _CONTENT_RANGE.fullmatch(value)
+    if not found:
+        return None
+    return ContentRange(int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3]))
+
+
+def is_strong_etag(value: str) -> bool:
+    """Whether a server can be asked to compare this byte for byte (If-Match)."""
+    return _STRONG_ETAG.fullmatch(value) is not None
+
+
+def is_header(name: str, value: str) -> bool:
+    """Whether a user's header can be sent without breaking out of its line."""
+    return bool(_TOKEN.fullmatch(name) and _VALUE.fullmatch(value))
+
+
+def parse_origin(url: str) -> Origin | None:
+    """Whom an http(s) address names; None where it is not one, or carries a user and password."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    scheme = parts.scheme.lower()
+    if scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        return None
+    return Origin(scheme, parts.hostname, port or _default_port(scheme))
+
+
+def safe_target(path_or_query: str) -> str:
+    """A path or query as a user or server wrote it, fit for a request line: what is encoded already stays so."""
+    return quote(path_or_query, safe="/?:@-._~!$&'()*+,;=%")
+
+
+def redirected(request: Request, location: str) -> Request | None:
+    """The request that a redirect asks for; None where it leads out of the web, or out of TLS."""
+    try:
+        url = urljoin(f"{request.origin}{request.target}", location)
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    origin = parse_origin(url)
+    if origin is None or (request.origin.scheme == "https" and origin.scheme == "http"):
+        return None
+    query = f"?{safe_target(parts.query)}" if parts.query else ""
+    private_headers = request.private_headers if origin == request.origin else ()
+    target = (safe_target(parts.path) or "/") + query
+    return Request(request.method, origin, target, request.headers, private_headers)
+
+
+def _default_port(scheme: str) -> int:
+    return 443 if scheme == "https" else 80

@@ -1,0 +1,91 @@
+"""Where keys and values lie: one tensor for all layers, cut into blocks of a fixed number of tokens.
+
+A block is the same stretch of slots in every layer: token t of a sequence lies in slot blocks[t // block_size] * block_size +
+t % block_size. Heads come before slots, so a run of consecutive blocks is, for one head, one stretch of memory, and
+reading it costs nothing. Who owns which block is the allocator's business (`blocks.py`), not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..batch import SequenceSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where `count` tokens of one sequence lie.
+
+    Without `blocks`: in consecutive slots from `start`. With them: in those blocks' slots one behind another, of which the
+    first `start` are skipped.
+    """
+
+    start: int
+    count: int
+    blocks: torch.Tensor | None = None  # (num_blocks,) int64
+
+
+class KVStorage:
+    """Keys and values of `num_blocks` blocks. Memory is reserved at once and touched when it is first written."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.data = torch.empty(
+            (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim), dtype=dtype, device=device
+        )
+        # Views made once: indexing a tensor costs more than indexing a list, and each step does it for each layer.
+        self._layers = list(self.data.unbind(0))
+        self._keys = [layer[0] for layer in self._layers]
+        self._values = [layer[1] for layer in self._layers]
+
+    @staticmethod
+    def block_bytes(
+        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> int:
+        """What one block takes, in all layers together."""
+        return num_layers * 2 * num_kv_heads * head_dim * block_size * dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.nbytes
+
+    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
+        self._layers[layer].index_copy_(2, slots, split.permute(1, 2, 0, 3))
+
+    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
+        """Where the tokens [first, span.context_len) of a sequence lie."""
+        count = span.context_len - first
+        first_block, skipped = divmod(first, self.block_size)
+        blocks = span.blocks[first_block : -(-span.context_len // self.block_size)]
+        if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
+            return Extent(blocks[0] * self.block_size + skipped, count)
+        return Extent(skipped, count, torch.tensor(blocks, device=self.data.device))
+
+    def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, (num_kv_heads, extent.count, head_dim) each.
+
+        Of consecutive slots they are views, valid until their blocks are written again; otherwise copies.
+        """
+        if extent.blocks is None:
+            keys, values = self._keys[layer], self._values[layer]
+        else:
+            by_block = self._layers[layer].view(2, self.num_kv_heads, self.num_blocks, -1)
+            gathered = by_block.index_select(2, extent.blocks)
+            keys, values = gathered.view(2, self.num_kv_heads, -1, self.head_dim).unbind(0)
+        return keys.narrow(1, extent.start, extent.count), values.narrow(1, extent.start, extent.count)

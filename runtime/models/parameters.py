@@ -1,0 +1,74 @@
+"""Takes a layer's tensors out of `Weights`, checks them, and remembers them for the layer's gate.
+
+Building a model means taking every tensor that it needs, so a missing or misshapen one is found before any content has
+arrived, and a layer's gate covers exactly what the layer took. Only names, shapes and dtypes are looked at here:
+content may still be missing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ModelError
+from ..weights import Gate, Weights
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Parameters:
+    """The tensors whose names start with `prefix`. Make one for each gate."""
+
+    def __init__(self, weights: Weights, prefix: str, dtype: torch.dtype) -> None:
+        """`dtype` is what the model computes in, and what all its matrices must be stored in."""
+        self._weights = weights
+        self._prefix = prefix
+        self._dtype = dtype
+        self._taken: list[str] = []
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor `prefix + name`, not copied. Raises `ModelError` when it is missing, or not of this shape and dtype."""
+        tensor = self._take(name, shape)
+        if tensor.dtype != self._dtype:
+            raise ModelError(
+                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, but the model's embeddings are "
+                f"{dtype_name(self._dtype)}",
+                hint="Save the model in one dtype (bf16, fp16 or fp32); quantised checkpoints are not supported.",
+            )
+        return tensor
+
+    def take_norm(self, name: str, length: int) -> torch.Tensor:
+        """A norm's vector, which some checkpoints keep in fp32 beside half-precision matrices: any computable dtype."""
+        tensor = self._take(name, (length,))
+        check_computable(self._prefix + name, tensor)
+        return tensor
+
+    def __contains__(self, name: str) -> bool:
+        return self._prefix + name in self._weights
+
+    def gate(self) -> Gate:
+        """Opens when all that has been taken so far holds its exact values."""
+        return self._weights.gate(self._taken)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        full_name = self._prefix + name
+        tensor = self._weights.tensor(full_name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"tensor {full_name} has shape {tuple(tensor.shape)}, but config.json asks for {shape}",
+                hint="Do the config.json and the weights belong to the same model?",
+            )
+        self._taken.append(full_name)
+        return tensor
+
+
+def check_computable(name: str, tensor: torch.Tensor) -> None:
+    """Raises `ModelError` unless the tensor's dtype is one that models are computed in."""
+    if tensor.dtype not in COMPUTE_DTYPES:
+        raise ModelError(
+            f"tensor {name} is {dtype_name(tensor.dtype)}, which models are not computed in",
+            hint="Use the model's bf16, fp16 or fp32 weights; quantised and fp8 checkpoints are not supported.",
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

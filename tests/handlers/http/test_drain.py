@@ -1,0 +1,158 @@
+"""SIGTERM ends a server in good order: it takes nothing new, finishes what runs, and tells whom it must cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from tests.support.http_server import events
+
+BODY = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
+
+
+async def test_what_runs_is_finished_while_what_comes_is_sent_elsewhere(start: Any) -> None:
+    async with start() as server:
+        server.instance.model.hold()
+        async with server.stream("/v1/completions", BODY) as running:
+            await server.eventually(lambda: server.running() == 1)
+            server.stop.set()
+            await server.eventually(lambda: server.service.in_flight.draining)
+
+            ready = await server.get("/readyz")
+            assert (ready.status, ready.json["state"]) == (503, "draining")
+            assert "Retry-After" in ready.headers
+            assert (await server.get("/livez")).status == 200
+            refused = await server.post("/v1/completions", BODY)
+            assert (refused.status, refused.error["code"]) == (503, "draining")
+            assert "Retry-After" in refused.headers
+
+            server.instance.model.release()
+            assert events(await running.read())[-1] == "[DONE]"
+        assert await server.task is None
+
+
+async def test_a_stream_that_takes_too_long_ends_with_an_error_event(start: Any) -> None:
+    async with start(drain_timeout_s=0.05) as server:
+        server.instance.model.step_s = 0.02
+        async with server.stream("/v1/completions", {**BODY, "max_tokens": 400}) as running:
+            await running.content.readuntil(b"\n\n")
+            server.stop.set()
+            last = events(await running.read())[-1]
+        assert json.loads(last)["error"]["code"] == "draining"
+        await server.task
+        assert server.running() == 0
+
+
+async def test_an_answer_that_takes_too_long_is_a_503(start: Any) -> None:
+    async with start(drain_timeout_s=0.05) as server:
+        server.instance.model.hold()
+        waiting = asyncio.create_task(server.post("/v1/completions", BODY))
+        await server.eventually(lambda: server.running() == 1)
+        server.stop.set()
+        answer = await waiting
+        assert (answer.status, answer.error["code"]) == (503, "draining")
+
+
+async def test_who_still_waits_for_weights_is_told_as_well(start: Any) -> None:
+    async with start(loaded=False, drain_timeout_s=0.05) as server:
+        waiting = asyncio.create_task(server.post("/v1/completions", BODY))
+        await server.eventually(lambda: server.service.admission.num_waiting == 1)
+        server.stop.set()
+        assert (await waiting).status == 503
+
+
+async def test_a_function_that_takes_too_long_is_ended(start: Any) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def forever(event: Any, context: Any) -> Iterator[str]:
+        try:
+            while True:
+                yield "more"
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    async with start(handler=forever, drain_timeout_s=0.05) as server:
+        async with server.client.post("/invoke", json={}) as response:
+            await response.content.readline()
+            server.stop.set()
+            *_, last = (await response.read()).splitlines()
+        assert json.loads(last)["error"]["code"] == "draining"
+        await ended.wait()
+
+
+# A process of its own, since a signal is the process's. No model is needed: a function does the work.
+PROGRAM = """
+import asyncio, socket, sys, time
+from teneral.handlers.function import Handler
+from teneral.handlers.http.app import create_app, serve
+from teneral.runtime.config import ServeConfig
+from teneral.runtime.instance import Instance
+
+def count(event, context):
+    for number in range(event):
+        time.sleep(0.01)
+        yield number
+
+instance = Instance(ServeConfig(model="unused"))
+handler = Handler(count)
+with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    print(sock.getsockname()[1], flush=True)
+    asyncio.run(serve(create_app(instance, handler=handler), sock, drain_timeout_s=float(sys.argv[1])))
+print("drained", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def process(drain_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(drain_timeout_s)], stdout=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None
+            yield running, f"http://127.0.0.1:{int(running.stdout.readline())}"
+        finally:
+            running.kill()
+
+
+def invoke(url: str, count: int) -> Any:
+    return urlopen(Request(f"{url}/invoke", data=str(count).encode(), method="POST"), timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_what_runs_finish_and_then_ends_the_process(number: int) -> None:
+    with process(drain_timeout_s=60) as (server, url), invoke(url, 30) as response:
+        assert response.readline() == b"0\n"
+        server.send_signal(number)
+        assert response.read().splitlines()[-1] == b"29"
+        assert server.wait(timeout=60) == 0
+        assert server.stdout is not None
+        assert server.stdout.read() == "drained\n"
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    with process(drain_timeout_s=600) as (server, url), invoke(url, 1_000_000) as response:
+        response.readline()
+        server.send_signal(signal.SIGTERM)
+        while True:  # until the first one has been taken: two that come together are one
+            try:
+                with urlopen(f"{url}/readyz", timeout=60):
+                    pass
+            except OSError as error:
+                assert getattr(error, "code", 0) == 503
+                if b"draining" in error.read():  # type: ignore[attr-defined]
+                    error.close()  # type: ignore[attr-defined]
+                    break
+                error.close()  # type: ignore[attr-defined]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == -signal.SIGTERM

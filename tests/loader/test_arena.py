@@ -1,0 +1,52 @@
+"""Slabs: where they lie, and that they outlive whoever made them."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teneral.loader.arena import Arena, map_bytes
+from teneral.loader.manifest import SLAB_ALIGNMENT_BYTES
+from teneral.loader.memory import InsufficientMemoryError
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 10_000), max_size=8))
+def test_slabs_have_their_sizes_are_aligned_and_do_not_overlap(sizes_bytes: list[int]) -> None:
+    arena = Arena(sizes_bytes)
+    assert [slab.size for slab in arena.slabs] == sizes_bytes
+    assert all(slab.ctypes.data % SLAB_ALIGNMENT_BYTES == 0 for slab in arena.slabs if slab.size)
+    for number, slab in enumerate(arena.slabs):
+        slab[:] = number + 1
+    assert all(np.all(slab == number + 1) for number, slab in enumerate(arena.slabs))
+
+
+def test_memory_is_zero_until_it_is_written() -> None:
+    assert not map_bytes(100_000, what="a test").any()
+
+
+def test_a_view_keeps_the_memory_when_the_arena_is_gone() -> None:
+    arena = Arena([4096, 4096])
+    view = arena.slabs[1][100:200]
+    view[:] = 7
+    del arena
+    gc.collect()
+    assert np.all(view == 7)
+
+
+def test_slabs_can_be_written_through_other_libraries_views() -> None:
+    slab = Arena([64]).slabs[0]
+    memoryview(slab)[3] = 5
+    assert slab[3] == 5
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 60, 1 << 70])
+def test_memory_that_the_system_refuses_is_named(size_bytes: int) -> None:
+    with pytest.raises(InsufficientMemoryError, match="the model's weights needs") as caught:
+        Arena([size_bytes])
+    assert caught.value.needed_bytes == size_bytes
+    assert "MiB" in str(caught.value)

@@ -1,0 +1,455 @@
+"""Whole loads: what is in the slabs when a gate opens, in whatever order bytes arrive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.paced import WAIT_S, PacedSource, reads_of
+
+from teneral.loader.errors import UsageError
+from teneral.loader.load import LoadOptions, WeightLoad
+from teneral.loader.manifest import Tier
+from teneral.loader.memory import InsufficientMemoryError
+from teneral.loader.plan import Order
+from teneral.loader.progress import LoadState
+from teneral.loader.timeline import Timeline
+
+LAYERS = [
+    ("embed", {"embed": ("BF16", (300, 64))}),
+    ("layers.0", {"a": ("BF16", (200, 64)), "norm": ("F32", (64,)), "b": ("BF16", (96, 128))}),
+    ("layers.1", {"c": ("BF16", (200, 64)), "d": ("F16", (100, 64))}),
+    ("head", {"norm_f": ("BF16", (64,))}),
+]
+
+
+def poisoned(load: WeightLoad) -> WeightLoad:
+    """Fill the slabs with ones, so that what is not written shows."""
+    for group in load.manifest.groups:
+        load.slab(group.index)[:] = 0xFF
+    return load
+
+
+def assert_group_holds(load: WeightLoad, built: BuiltArtifact, group: int, tier: Tier) -> None:
+    for index in built.manifest.groups[group].tensors:
+        tensor = built.manifest.tensors[index]
+        held = load.slab(group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+        assert np.array_equal(held, built.expected(tensor.name, tier)), (
+            f"{tensor.name} is not its {tier.name} value"
+        )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+dtypes = st.sampled_from(["BF16", "BF16", "BF16", "F16", "F32", "U8", "I64", "BOOL", "F8_E4M3", "F4"])
+shapes = st.one_of(
+    st.tuples(st.integers(0, 60), st.integers(1, 50).map(lambda half: 2 * half)),
+    st.tuples(st.integers(0, 300).map(lambda half: 2 * half)),
+    st.just((2,)),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[tuple[str, dict[str, tuple[str, tuple[int, ...]]]]]:
+    groups = []
+    for group in range(draw(st.integers(1, 5))):
+        tensors = draw(st.lists(st.tuples(dtypes, shapes), max_size=5))
+        groups.append(
+            (f"group.{group}", {f"g{group}.t{number}": entry for number, entry in enumerate(tensors)})
+        )
+    return groups
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    layout=layouts(),
+    seed=st.integers(0, 2**32 - 1),
+    packed=st.booleans(),
+    cuts=st.tuples(st.integers(500, 9_000), st.integers(500, 9_000)),
+    order=st.sampled_from(Order),
+    connections=st.integers(1, 6),
+    decode_threads=st.integers(1, 3),
+    staging_bytes=st.sampled_from([0, 8192, 1 << 20]),
+    range_bytes=st.integers(700, 20_000),
+    data=st.data(),
+)
+def test_gates_open_over_exact_values_however_bytes_arrive(
+    layout: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]]]],
+    seed: int,
+    packed: bool,
+    cuts: tuple[int, int],
+    order: Order,
+    connections: int,
+    decode_threads: int,
+    staging_bytes: int,
+    range_bytes: int,
+    data: st.DataObject,
+) -> None:
+    built = build_artifact(layout, seed=seed, packed=packed, draft_elements=cuts[0], refine_elements=cuts[1])
+    source = PacedSource(built.store)
+    source.delay(seed=seed, max_s=0.001)
+    options = LoadOptions(
+        connections=connections,
+        decode_threads=decode_threads,
+        staging_bytes=staging_bytes,
+        range_bytes=range_bytes,
+        order=order,
+    )
+    with poisoned(WeightLoad(source, built.manifest, options=options)) as load:
+        load.start()
+        for group in data.draw(st.permutations(range(len(layout)))):
+            load.wait(group, Tier.REFINE, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+        assert load.join(WAIT_S)
+        load.check_integrity()
+        assert load.progress().state is LoadState.EXACT
+        assert load.statistics().staging_peak_bytes <= load.statistics().staging_capacity_bytes
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    layout=layouts(),
+    seed=st.integers(0, 2**32 - 1),
+    cuts=st.tuples(st.integers(500, 9_000), st.integers(500, 9_000)),
+)
+def test_the_draft_is_whole_while_no_refinement_has_come(
+    layout: list[tuple[str, dict[str, tuple[str, tuple[int, ...]]]]], seed: int, cuts: tuple[int, int]
+) -> None:
+    built = build_artifact(layout, seed=seed, draft_elements=cuts[0], refine_elements=cuts[1])
+    source = PacedSource(built.store)
+    source.delay(seed=seed, max_s=0.001)
+    refinements = [part for part in built.manifest.parts if part.tier is Tier.REFINE]
+    held = source.hold(reads_of(built.manifest, *refinements))
+    options = LoadOptions(order=Order.DRAFT_FIRST, connections=3, range_bytes=5_000)
+    with poisoned(WeightLoad(source, built.manifest, options=options)) as load:
+        load.start()
+        for group in range(len(layout)):
+            load.wait(group, Tier.DRAFT, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.DRAFT)
+            assert load.is_ready(group, Tier.REFINE) == (built.manifest.parts_of(group, Tier.REFINE) == ())
+        held.release()
+        for group in range(len(layout)):
+            load.wait(group, Tier.REFINE, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+
+
+def test_a_refinement_that_arrives_before_its_draft_waits_for_it() -> None:
+    built = build_artifact(
+        [("only", {"w": ("BF16", (100, 100))})], draft_elements=10_000, refine_elements=5_000
+    )
+    source = PacedSource(built.store)
+    (draft,) = built.parts_of("only", Tier.DRAFT)
+    held = source.hold(reads_of(built.manifest, draft))
+    refine_bytes = built.manifest.stored_bytes(Tier.REFINE)
+    with poisoned(WeightLoad(source, built.manifest)) as load:
+        load.start()
+        wait_until(lambda: load.progress().fetched_bytes == refine_bytes)
+        assert load.progress().parts_decoded == 0
+        held.release()
+        load.wait(0, timeout_s=WAIT_S)
+        assert_group_holds(load, built, 0, Tier.REFINE)
+
+
+def test_staging_for_a_single_part_feeds_many_connections_without_a_deadlock() -> None:
+    built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=2_000)
+    source = PacedSource(built.store)
+    source.delay(seed=5, max_s=0.002)
+    options = LoadOptions(connections=16, staging_bytes=0, range_bytes=512, decode_threads=4)
+    with poisoned(WeightLoad(source, built.manifest, options=options)) as load:
+        load.start()
+        for group in reversed(range(len(LAYERS))):
+            load.wait(group, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+        largest = max(part.size_bytes for part in built.manifest.parts)
+        assert load.statistics().staging_capacity_bytes < 2 * largest + 4096
+        load.check_integrity()
+
+
+def test_the_first_layer_can_be_used_before_the_last_one_was_asked_for() -> None:
+    built = build_artifact(LAYERS)
+    source = PacedSource(built.store)
+    last_group = reads_of(built.manifest, *built.manifest.parts_of(3, Tier.DRAFT))
+    held = source.hold(reads_of(built.manifest, *built.manifest.parts_of(2, Tier.DRAFT)))
+    with poisoned(WeightLoad(source, built.manifest, options=LoadOptions(connections=1))) as load:
+        load.start()
+        load.wait(0, timeout_s=WAIT_S)
+        load.wait(1, timeout_s=WAIT_S)
+        assert_group_holds(load, built, 1, Tier.REFINE)
+        assert not any(last_group(call) for call in source.calls)
+        assert not load.is_ready(3)
+        held.release()
+        load.wait(3, timeout_s=WAIT_S)
+        assert any(last_group(call) for call in source.calls)
+
+
+def test_a_refinement_that_is_decoded_twice_changes_nothing() -> None:
+    built = build_artifact(LAYERS)
+    with WeightLoad(built.store, built.manifest) as load:
+        load.start()
+        load.wait(1, timeout_s=WAIT_S)
+    with WeightLoad(built.store.reopen(), built.manifest) as again:
+        again.start()
+        again.wait(1, timeout_s=WAIT_S)
+        assert np.array_equal(load.slab(1), again.slab(1))
+
+
+def test_groups_with_nothing_to_load_are_ready_before_the_start() -> None:
+    built = build_artifact([("empty", {}), ("hollow", {"w": ("BF16", (0, 8))})])
+    load = WeightLoad(built.store, built.manifest)
+    assert load.is_ready(0)
+    load.wait(1, Tier.REFINE, timeout_s=0)
+    assert load.progress().state is LoadState.IDLE
+    load.start()
+    assert load.progress().state is LoadState.EXACT
+    assert load.array("w").shape == (0, 8)
+    assert load.join(0)
+
+
+def test_arrays_have_the_dtype_and_shape_of_their_tensors() -> None:
+    expected = {  # stored dtype and shape, and what numpy shows of it
+        "bf16": ("BF16", (2, 3), "uint16", (2, 3)),
+        "f16": ("F16", (4,), "float16", (4,)),
+        "f32": ("F32", (), "float32", ()),
+        "bool": ("BOOL", (5,), "bool", (5,)),
+        "i64": ("I64", (1, 2), "int64", (1, 2)),
+        "c64": ("C64", (3,), "complex64", (3,)),
+        "f8": ("F8_E5M2", (2, 2), "uint8", (2, 2)),
+        "f4": ("F4", (3, 4), "uint8", (6,)),
+    }
+    built = build_artifact(
+        [("only", {name: (dtype, shape) for name, (dtype, shape, *_) in expected.items()})]
+    )
+    with WeightLoad(built.store, built.manifest) as load:
+        load.start()
+        load.wait(0, timeout_s=WAIT_S)
+        shown = {name: (str(load.array(name).dtype), load.array(name).shape) for name in expected}
+        assert shown == {name: (dtype, shape) for name, (_, _, dtype, shape) in expected.items()}
+        assert all(load.array(name).tobytes() == built.originals[name].tobytes() for name in expected)
+        with pytest.raises(KeyError):
+            load.array("other")
+
+
+def test_an_alias_is_the_same_memory() -> None:
+    built = build_artifact([("only", {"embed": ("BF16", (8, 8))})])
+    built.manifest.aliases["head"] = "embed"
+    load = WeightLoad(built.store, built.manifest)
+    assert np.shares_memory(load.array("head"), load.array("embed"))
+
+
+def test_weights_stay_when_the_load_is_closed_and_forgotten() -> None:
+    built = build_artifact(LAYERS)
+    load = WeightLoad(built.store, built.manifest)
+    view = load.array("a")
+    load.start()
+    load.wait(1, timeout_s=WAIT_S)
+    load.close()
+    del load
+    gc.collect()
+    assert view.tobytes() == built.originals["a"].tobytes()
+
+
+def test_slabs_are_the_same_memory_before_and_after_the_load() -> None:
+    built = build_artifact(LAYERS)
+    with WeightLoad(built.store, built.manifest) as load:
+        before = [load.slab(group).ctypes.data for group in range(4)]
+        load.start()
+        load.wait(3, timeout_s=WAIT_S)
+        assert [load.slab(group).ctypes.data for group in range(4)] == before
+
+
+def test_waiting_before_the_start_is_allowed() -> None:
+    built = build_artifact(LAYERS)
+    with WeightLoad(built.store, built.manifest) as load:
+        waiter = threading.Thread(target=load.wait, args=(3,))
+        waiter.start()
+        load.start()
+        waiter.join(WAIT_S)
+        assert not waiter.is_alive()
+        assert load.is_ready(3)
+
+
+def test_a_wait_that_takes_too_long_times_out_and_the_load_goes_on() -> None:
+    built = build_artifact(LAYERS)
+    source = PacedSource(built.store)
+    held = source.hold()
+    with WeightLoad(source, built.manifest) as load:
+        load.start()
+        with pytest.raises(TimeoutError):
+            load.wait(0, timeout_s=0.01)
+        held.release()
+        load.wait(0, timeout_s=WAIT_S)
+        assert load.is_ready(0)
+
+
+def test_a_load_starts_once() -> None:
+    built = build_artifact(LAYERS)
+    with WeightLoad(built.store, built.manifest) as load:
+        load.start()
+        with pytest.raises(RuntimeError, match="once"):
+            load.start()
+
+
+def test_plain_weights_are_read_straight_into_place_and_counted_as_unverified() -> None:
+    layout = [
+        ("a", {"w": ("F32", (100, 16))}),
+        ("b", {"v": ("BF16", (64, 10)), "odd": ("U8", (7,)), "last": ("U8", (3,))}),
+    ]
+    built = build_artifact(layout, packed=False)
+    with poisoned(WeightLoad(built.store, built.manifest)) as load:
+        load.start()
+        for group in range(2):
+            load.wait(group, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+        load.join(WAIT_S)
+        statistics = load.statistics()
+        assert statistics.unverified_bytes == statistics.stored_bytes == 6400 + 1290
+        assert statistics.direct_bytes == 6400
+        assert statistics.verify.size_bytes == 0
+
+
+def test_progress_counts_up_to_everything() -> None:
+    built = build_artifact(LAYERS, draft_elements=5_000, refine_elements=4_000)
+    source = PacedSource(built.store)
+    held = source.hold(reads_of(built.manifest, *built.parts_of("layers.1", Tier.DRAFT)))
+    with WeightLoad(source, built.manifest, options=LoadOptions(connections=1)) as load:
+        idle = load.progress()
+        assert (idle.state, idle.fetched_bytes, idle.parts_decoded) == (LoadState.IDLE, 0, 0)
+        assert idle.num_parts == len(built.manifest.parts)
+        load.start()
+        load.wait(1, timeout_s=WAIT_S)
+        held.wait_reached()
+        halfway = load.progress()
+        assert halfway.state is LoadState.LOADING
+        assert (halfway.groups_ready_draft, halfway.groups_exact, halfway.num_groups) == (2, 2, 4)
+        expected = [
+            part.size_bytes
+            for group in (0, 1)
+            for tier in Tier
+            for part in built.manifest.parts_of(group, tier)
+        ]
+        assert halfway.fetched_bytes == sum(expected)
+        assert halfway.parts_decoded == len(expected)
+        held.release()
+        load.join(WAIT_S)
+        done = load.progress()
+        assert done.state is LoadState.EXACT
+        assert (
+            done.fetched_bytes
+            == done.stored_bytes_total
+            == sum(part.size_bytes for part in built.manifest.parts)
+        )
+        assert done.parts_decoded == done.num_parts
+        assert done.groups_exact == done.groups_ready_draft == 4
+
+
+def test_statistics_account_for_every_byte_and_read() -> None:
+    built = build_artifact(LAYERS)
+    source = PacedSource(built.store)
+    with WeightLoad(source, built.manifest, options=LoadOptions(range_bytes=10_000)) as load:
+        assert load.statistics().elapsed_s == 0
+        load.start()
+        load.join(WAIT_S)
+        statistics = load.statistics()
+        stored = sum(part.size_bytes for part in built.manifest.parts)
+        assert statistics.stored_bytes == stored
+        assert (
+            statistics.fetch.size_bytes
+            == statistics.verify.size_bytes
+            == statistics.decode.size_bytes
+            == stored
+        )
+        assert statistics.num_reads == len(source.calls)
+        assert statistics.unverified_bytes == statistics.direct_bytes == statistics.num_refetched_parts == 0
+        assert statistics.weight_bytes == sum(group.slab_bytes for group in built.manifest.groups)
+        assert 0 < statistics.staging_peak_bytes <= statistics.staging_capacity_bytes
+        assert statistics.elapsed_s > 0
+
+
+def test_the_timeline_tells_the_way_of_every_part() -> None:
+    built = build_artifact(LAYERS, draft_elements=5_000, refine_elements=4_000)
+    timeline = Timeline()
+    with WeightLoad(built.store, built.manifest, timeline=timeline) as load:
+        load.start()
+        load.join(WAIT_S)
+    by_part: dict[int, dict[str, tuple[float, float]]] = {}
+    for span in timeline.spans():
+        if "part" in span.attributes:
+            by_part.setdefault(span.attributes["part"], {})[span.lane] = (span.start_s, span.end_s)
+    assert sorted(by_part) == [part.index for part in built.manifest.parts]
+    for lanes in by_part.values():
+        times = [*lanes["fetch"], *lanes["verify"], *lanes["decode"]]
+        assert times == sorted(times)
+    marks = [span.name for span in timeline.spans() if span.lane == "ready"]
+    assert sorted(marks) == sorted(
+        f"{name} {reached}" for name, _ in LAYERS for reached in ("draft", "exact")
+    )
+    whole = timeline.first("fetch", "load")
+    assert whole is not None
+    assert whole.attributes["state"] == "exact"
+    assert all(whole.start_s <= start for lanes in by_part.values() for start, _ in lanes.values())
+    one = next(span for span in timeline.spans() if span.lane == "decode" and span.attributes["part"] == 0)
+    assert one.name == "embed draft"
+    assert one.attributes == {
+        "group": "embed",
+        "tier": "draft",
+        "part": 0,
+        "bytes": built.manifest.parts[0].size_bytes,
+    }
+
+
+def test_a_group_is_marked_ready_before_those_who_wait_go_on() -> None:
+    built = build_artifact(LAYERS)
+    timeline = Timeline()
+    with WeightLoad(built.store, built.manifest, timeline=timeline) as load:
+        load.start()
+        for group, (name, _) in enumerate(LAYERS):
+            load.wait(group, timeout_s=WAIT_S)
+            assert timeline.first("ready", f"{name} exact") is not None
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:
+    built = build_artifact(LAYERS)
+    source = PacedSource(built.store)
+    with pytest.raises(InsufficientMemoryError, match="memory://objects") as caught:
+        WeightLoad(source, built.manifest, options=LoadOptions(available_bytes=1000))
+    assert caught.value.available_bytes == 1000
+    assert caught.value.needed_bytes >= built.manifest.weight_bytes
+    assert source.calls == []
+
+
+def test_staging_counts_towards_the_memory_that_is_needed() -> None:
+    built = build_artifact(LAYERS)
+    enough = LoadOptions(available_bytes=built.manifest.weight_bytes + 10 * 1024 * 1024)
+    assert WeightLoad(built.store, built.manifest, options=enough).progress().state is LoadState.IDLE
+    with pytest.raises(InsufficientMemoryError):
+        WeightLoad(
+            built.store, built.manifest, options=LoadOptions(available_bytes=built.manifest.weight_bytes)
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("connections", 0),
+        ("connections", 1000),
+        ("range_bytes", 0),
+        ("staging_bytes", -1),
+        ("decode_threads", 0),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(UsageError, match=field) as caught:
+        LoadOptions(**{field: value})
+    assert caught.value.key == field

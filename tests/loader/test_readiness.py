@@ -1,0 +1,119 @@
+"""Gates: when they open, and what those who wait are told."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teneral.loader.errors import IntegrityError, LoadCancelledError
+from teneral.loader.manifest import Tier
+from teneral.loader.readiness import Readiness
+
+
+def settle(readiness: Readiness, group: int, tier: Tier) -> bool:
+    gates, was_last = readiness.settle(group, tier)
+    readiness.open(gates)
+    return was_last
+
+
+def test_a_group_without_parts_is_exact_at_once() -> None:
+    readiness = Readiness(2, [(1, Tier.DRAFT)])
+    readiness.wait(0, Tier.REFINE, timeout_s=0)
+    assert readiness.is_open(0, Tier.DRAFT)
+    assert not readiness.is_open(1, Tier.DRAFT)
+
+
+def test_a_group_without_refinement_is_exact_with_its_draft() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)])
+    gates, was_last = readiness.settle(0, Tier.DRAFT)
+    assert gates == [(0, Tier.DRAFT), (0, Tier.REFINE)]
+    assert was_last
+
+
+def test_a_gate_is_closed_until_it_is_opened() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)])
+    gates, _ = readiness.settle(0, Tier.DRAFT)
+    assert not readiness.is_open(0, Tier.DRAFT)
+    readiness.open(gates)
+    assert readiness.is_open(0, Tier.DRAFT)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_gates_open_with_their_last_part_in_any_order(data: st.DataObject) -> None:
+    num_groups = data.draw(st.integers(1, 4))
+    parts = data.draw(st.lists(st.tuples(st.integers(0, num_groups - 1), st.sampled_from(Tier)), max_size=12))
+    order = data.draw(st.permutations(parts))
+    readiness = Readiness(num_groups, parts)
+    for done, (group, tier) in enumerate(order, start=1):
+        was_last = settle(readiness, group, tier)
+        assert was_last == (done == len(parts))
+        left = order[done:]
+        for other in range(num_groups):
+            draft_left, refine_left = (other, Tier.DRAFT) in left, (other, Tier.REFINE) in left
+            assert readiness.is_open(other, Tier.DRAFT) == (not draft_left)
+            assert readiness.is_open(other, Tier.REFINE) == (not draft_left and not refine_left)
+    assert readiness.num_open(Tier.REFINE) == num_groups
+
+
+def test_everybody_who_waits_is_let_go() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT), (0, Tier.REFINE)])
+    waiting = threading.Barrier(5)
+
+    def wait(tier: Tier) -> bool:
+        waiting.wait()
+        readiness.wait(0, tier, timeout_s=30)
+        return readiness.is_open(0, tier)
+
+    with ThreadPoolExecutor(4) as pool:
+        waits = [pool.submit(wait, tier) for tier in (Tier.DRAFT, Tier.REFINE) * 2]
+        waiting.wait()
+        settle(readiness, 0, Tier.DRAFT)
+        settle(readiness, 0, Tier.REFINE)
+        assert [each.result() for each in waits] == [True] * 4
+
+
+def test_waiting_in_vain_ends_in_a_timeout_that_names_the_gate() -> None:
+    readiness = Readiness(3, [(2, Tier.REFINE)])
+    with pytest.raises(TimeoutError, match="group 2 did not hold its refine values"):
+        readiness.wait(2, Tier.REFINE, timeout_s=0.01)
+
+
+def test_a_failure_reaches_closed_gates_only() -> None:
+    readiness = Readiness(2, [(0, Tier.DRAFT), (1, Tier.DRAFT)])
+    settle(readiness, 0, Tier.DRAFT)
+    assert readiness.fail(IntegrityError("part 1 is bad", where="part 1", hint="Pack again."))
+    readiness.wait(0, Tier.REFINE, None)
+    with pytest.raises(IntegrityError, match="part 1 is bad") as caught:
+        readiness.wait(1, Tier.REFINE, None)
+    assert caught.value.where == "part 1"
+    assert caught.value.hint == "Pack again."
+
+
+def test_each_waiting_thread_raises_its_own_copy() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)])
+    cause = ValueError("the reason")
+    error = LoadCancelledError("stop")
+    error.__cause__ = cause
+    readiness.fail(error)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(LoadCancelledError) as raised:
+            readiness.wait(0, Tier.DRAFT, None)
+        caught.append(raised.value)
+    assert caught[0] is not caught[1]
+    assert all(each.__cause__ is cause for each in caught)
+
+
+def test_the_first_failure_counts_and_a_finished_load_cannot_fail() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)])
+    assert readiness.fail(LoadCancelledError("first"))
+    assert not readiness.fail(LoadCancelledError("second"))
+    assert str(readiness.error) == "first"
+    done = Readiness(1, [])
+    assert not done.fail(LoadCancelledError("too late"))
+    done.wait(0, Tier.REFINE, None)

@@ -1,0 +1,88 @@
+"""The staging allocator, alone and under arbitrary sequences of loans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from teneral.loader.staging import ALIGNMENT_BYTES, Buffer, Staging
+
+PAGE = ALIGNMENT_BYTES
+
+
+class Loans(RuleBasedStateMachine):
+    """Whatever is lent and returned in whatever order, loans keep their content and the books agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.staging = Staging(16 * PAGE)
+        self.loans: list[tuple[Buffer, int]] = []
+        self.stamp = 0
+
+    @rule(size_bytes=st.integers(1, 17 * PAGE))
+    def acquire(self, size_bytes: int) -> None:
+        if size_bytes > self.staging.capacity_bytes:
+            with pytest.raises(ValueError, match="never fit"):
+                self.staging.acquire(size_bytes)
+            return
+        loan = self.staging.acquire(size_bytes)
+        if loan is None:
+            assert self.loans, "an empty staging fits everything up to its capacity"
+            return
+        self.stamp = self.stamp % 255 + 1
+        loan.data[:] = self.stamp
+        assert loan.data.size == size_bytes
+        self.loans.append((loan, self.stamp))
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        loan, stamp = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
+        assert np.all(loan.data == stamp)
+        self.staging.release(loan)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.staging.check_integrity()
+        held = sum(-(-loan.data.size // PAGE) * PAGE for loan, _ in self.loans)
+        assert self.staging.used_bytes == held
+        assert held <= self.staging.peak_bytes <= self.staging.capacity_bytes
+
+
+TestLoans = Loans.TestCase
+TestLoans.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_lowest_hole_is_lent_again_first() -> None:
+    staging = Staging(8 * PAGE)
+    first, second = staging.acquire(2 * PAGE), staging.acquire(PAGE)
+    assert first is not None
+    assert second is not None
+    staging.release(first)
+    third = staging.acquire(PAGE)
+    assert third is not None
+    assert third.offset_bytes == 0
+    assert staging.touched_bytes == 3 * PAGE
+
+
+def test_returning_a_loan_twice_is_refused() -> None:
+    staging = Staging(PAGE)
+    loan = staging.acquire(10)
+    assert loan is not None
+    staging.release(loan)
+    with pytest.raises(ValueError, match="not in list"):
+        staging.release(loan)
+
+
+def test_an_unmapped_staging_lends_nothing_but_loans_stay_readable() -> None:
+    staging = Staging(2 * PAGE)
+    loan = staging.acquire(PAGE)
+    assert loan is not None
+    loan.data[:] = 9
+    staging.unmap()
+    assert np.all(loan.data == 9)
+    with pytest.raises(ValueError, match="never fit"):
+        staging.acquire(1)

@@ -1,0 +1,168 @@
+"""The work queue: who gets what next, and when somebody has to wait."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+
+import numpy as np
+import pytest
+from tests.support.artifacts import BuiltArtifact, build_artifact
+
+from teneral.loader.arena import Arena, ByteArray
+from teneral.loader.manifest import Tier
+from teneral.loader.plan import Order, Plan, Read, Step, plan_load
+from teneral.loader.staging import Staging
+from teneral.loader.work import WorkQueue
+
+WAIT_S = 30
+
+
+def queue_of(
+    built: BuiltArtifact, *, staging_bytes: int = 1 << 20, range_bytes: int = 1 << 20
+) -> tuple[WorkQueue, Plan]:
+    plan = plan_load(built.manifest, Order.EXACT, range_bytes=range_bytes, connections=4)
+    arena = Arena([group.slab_bytes for group in built.manifest.groups])
+    return WorkQueue(plan, Staging(staging_bytes), arena.slabs), plan
+
+
+def two_layers() -> BuiltArtifact:
+    """Steps: layer 0 draft, refine, layer 1 draft, refine; one part each."""
+    return build_artifact([(f"layers.{number}", {f"w{number}": ("BF16", (64, 64))}) for number in range(2)])
+
+
+def take_all_reads(work: WorkQueue, plan: Plan) -> list[tuple[Read, ByteArray]]:
+    taken = [work.next_read() for reads in plan.reads for _ in reads]
+    return [task for task in taken if task is not None]
+
+
+def must_wait(waiting: Future[object]) -> None:
+    with pytest.raises(NotYet):
+        waiting.result(0.05)
+
+
+def test_reads_come_in_plan_order_and_fill_their_part_from_end_to_end() -> None:
+    work, plan = queue_of(two_layers(), range_bytes=1000)
+    taken = take_all_reads(work, plan)
+    assert [read for read, _ in taken] == [read for reads in plan.reads for read in reads]
+    for step in plan.steps:
+        places = [memory.ctypes.data for read, memory in taken if read.step == step.number]
+        starts = [read.start_bytes for read in plan.reads[step.number]]
+        assert [place - places[0] for place in places] == starts
+
+
+def test_a_part_has_arrived_with_its_last_range_whichever_that_is() -> None:
+    work, plan = queue_of(two_layers(), range_bytes=1000)
+    taken = take_all_reads(work, plan)
+    first_part = [read for read, _ in taken if read.step == 0]
+    assert len(first_part) > 2
+    assert [work.finish_read(read) is None for read in reversed(first_part)] == [True] * (
+        len(first_part) - 1
+    ) + [False]
+
+
+def test_of_the_parts_that_have_arrived_the_earliest_is_decoded_first() -> None:
+    work, plan = queue_of(two_layers())
+    for read, _ in reversed(take_all_reads(work, plan)):
+        work.finish_read(read)
+    order = []
+    for _ in plan.steps:
+        task = work.next_step()
+        assert task is not None
+        order.append(task[0].number)
+        work.finish_step(task[0])
+    assert order == [0, 1, 2, 3]
+    assert work.next_step() is None
+    assert work.next_read() is None
+
+
+def test_a_refinement_is_not_handed_out_while_its_draft_is_being_decoded() -> None:
+    work, plan = queue_of(two_layers())
+    for read, _ in take_all_reads(work, plan)[:2]:
+        work.finish_read(read)
+    with ThreadPoolExecutor(1) as pool:
+        draft = work.next_step()
+        assert draft is not None
+        waiting = pool.submit(work.next_step)
+        must_wait(waiting)
+        work.finish_step(draft[0])
+        refinement = waiting.result(WAIT_S)
+    assert refinement is not None
+    assert refinement[0].part.tier is Tier.REFINE
+
+
+def test_reading_waits_for_staging_and_goes_on_when_a_part_is_done() -> None:
+    built = two_layers()
+    work, _ = queue_of(built, staging_bytes=max(part.size_bytes for part in built.manifest.parts))
+    first = work.next_read()
+    assert first is not None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(work.next_read)
+        must_wait(waiting)
+        work.finish_read(first[0])
+        task = work.next_step()
+        assert task is not None
+        work.finish_step(task[0])
+        second = waiting.result(WAIT_S)
+    assert second is not None
+    assert second[0].step == 1
+    assert work.memory_wait_s > 0
+    work.check_integrity()
+
+
+def test_a_part_to_be_fetched_again_comes_before_all_others_and_keeps_its_memory() -> None:
+    work, _ = queue_of(two_layers())
+    first = work.next_read()
+    assert first is not None
+    read, memory = first
+    work.finish_read(read)
+    task = work.next_step()
+    assert task is not None
+    work.fetch_again(task[0])
+    again = work.next_read()
+    assert again is not None
+    assert again[0] == read
+    assert again[1].ctypes.data == memory.ctypes.data
+    assert work.finish_read(read) is not None
+    assert work.next_step() is not None
+
+
+def test_parts_without_a_digest_are_read_into_their_slab() -> None:
+    built = build_artifact([("only", {"w": ("F32", (64, 4))})], packed=False)
+    plan = plan_load(built.manifest, Order.EXACT, range_bytes=1 << 20, connections=1)
+    arena = Arena([group.slab_bytes for group in built.manifest.groups])
+    work = WorkQueue(plan, Staging(0), arena.slabs)
+    task = work.next_read()
+    assert task is not None
+    assert np.shares_memory(task[1], arena.slabs[0])
+    assert work.finish_read(task[0]) is not None
+    work.finish_step(plan.steps[0])
+    assert work.next_step() is None
+
+
+def test_stopping_wakes_everybody() -> None:
+    work, plan = queue_of(two_layers())
+    take_all_reads(work, plan)
+    with ThreadPoolExecutor(4) as pool:
+        waiting: list[Future[object]] = [pool.submit(work.next_read) for _ in range(2)]
+        waiting += [pool.submit(work.next_step) for _ in range(2)]
+        must_wait(waiting[0])
+        work.stop()
+        assert [each.result(WAIT_S) for each in waiting] == [None] * 4
+
+
+def test_the_end_wakes_those_who_hoped_for_more() -> None:
+    work, plan = queue_of(two_layers())
+    steps: list[Step] = []
+    for read, _ in take_all_reads(work, plan):
+        work.finish_read(read)
+    with ThreadPoolExecutor(2) as pool:
+        reader = pool.submit(work.next_read)
+        while len(steps) < len(plan.steps):
+            task = work.next_step()
+            assert task is not None
+            steps.append(task[0])
+            must_wait(reader)
+            work.finish_step(task[0])
+        assert reader.result(WAIT_S) is None
+    work.check_integrity()

@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.small_host import small_backend
+from transformers import PreTrainedTokenizerFast
+
+from teneral.runtime.chat import DEFAULT_TEMPLATE, MAX_MESSAGES, MAX_TEMPLATE_CHARS, ChatTemplate
+from teneral.runtime.errors import ModelError, RequestError
+
+USER = [{"role": "user", "content": "hi"}]
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+# In the manner of the families that are served, each with the features its family's templates use.
+
+HEADERS = """
+{{- bos_token }}
+{%- set ns = namespace(system='You are helpful.') %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set ns.system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools is not none %}
+    {{- 'Environment: ipython\\n' }}
+    {%- for t in tools %}
+        {{- t | tojson(indent=4) }}
+        {{- '\\n\\n' }}
+    {%- endfor %}
+{%- endif %}
+{{- ns.system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception('only one tool call at a time') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' ~ call.arguments | tojson ~ '}<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}
+        {%- if message.content is mapping or message.content is iterable and message.content is not string %}
+            {{- message.content | tojson }}
+        {%- else %}
+            {{- message.content }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+CHATML = """{%- macro describe(tool, depth=0) -%}
+{{ tool.function.name }}(
+{%- for name, kind in tool.function.get('parameters', {}).items() | sort -%}
+{{ name }}: {{ kind }}{{ ", " if not loop.last }}
+{%- endfor %})
+{%- endmacro %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+        {{- describe(tool) }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages[::-1] %}
+    {%- if message.role == "tool" %}{%- continue %}{%- endif %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if loop.index0 > 50 %}{% break %}{%- endif %}
+    {{- index }}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content | default('', true) %}
+        {%- if '</think>' in content %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {% generation %}{{ content }}{% endgeneration %}
+        {%- for tool_call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{ tool_call.function.name }}{{- '", "arguments": ' }}
+            {%- if tool_call.function.arguments is string %}
+                {{- tool_call.function.arguments }}
+            {%- else %}
+                {{- tool_call.function.arguments | tojson }}
+            {%- endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+
+INST = """{{ bos_token }}{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}
+{% if message['role'] == 'user' %}
+{{ '[INST] ' + message['content'] + ' [/INST]' }}
+{% elif message['role'] == 'assistant' %}
+{{ ' ' + message['content'] | trim + ' ' + eos_token -}}
+{% else %}
+{{ raise_exception('only user and assistant roles are supported') }}
+{% endif %}
+{% endfor %}
+"""
+
+TEMPLATES = {"headers": HEADERS, "chatml": CHATML, "inst": INST, "default": DEFAULT_TEMPLATE}
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Où? <b>", "parameters": {"b": "x", "a": "y"}},
+    },
+    {"type": "function", "function": {"name": "none"}},
+]
+
+CALL = {"function": {"name": "weather", "arguments": {"where": "Zürich", "deep": [1, 2.5, None, True]}}}
+CONVERSATIONS = {
+    "one": USER,
+    "system": [{"role": "system", "content": "  Be brief.\n"}, *USER],
+    "turns": [
+        *USER,
+        {"role": "assistant", "content": " <think>x</think>\n\nhello "},
+        {"role": "user", "content": "é🐉"},
+    ],
+    "none": [{"role": "user", "content": "x", "name": None, "tool_calls": None}],
+    "call": [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "sun"},
+        {"role": "tool", "content": "rain"},
+        {"role": "user", "content": "thanks"},
+    ],
+    "wrong": [{"role": "assistant", "content": "I begin"}],
+}
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return PreTrainedTokenizerFast(tokenizer_object=small_backend(), **SPECIAL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    templates = {name: ChatTemplate({"default": text}, SPECIAL_TOKENS) for name, text in TEMPLATES.items()}
+    yield templates
+    for template in templates.values():
+        template.close()
+
+
+@pytest.fixture
+def template():
+    """Makes templates with short limits, closed at the end."""
+    made = []
+
+    def make(text, **limits):
+        made.append(ChatTemplate({"default": text}, SPECIAL_TOKENS, **limits))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def both(ours, oracle, name, messages, **options):
+    """What we and transformers make of it: a text each, or False for a refusal."""
+    variables = options.pop("variables", {})
+    outcomes = []
+    for render in (
+        lambda: ours[name].render(messages, variables=variables, **options),
+        lambda: oracle.apply_chat_template(
+            messages, chat_template=TEMPLATES[name], tokenize=False, **options, **variables
+        ),
+    ):
+        try:
+            outcomes.append(render())
+        except (RequestError, Exception):
+            outcomes.append(False)
+    return outcomes
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_what_transformers_makes(ours, oracle, name, conversation, tools, add_generation_prompt):
+    messages = CONVERSATIONS[conversation]
+    got, expected = both(
+        ours, oracle, name, messages, tools=tools, add_generation_prompt=add_generation_prompt
+    )
+    assert got == expected
+
+
+def test_the_comparison_is_not_one_of_refusals_alone(ours, oracle):
+    results = [both(ours, oracle, name, CONVERSATIONS["turns"], tools=None)[0] for name in TEMPLATES]
+    assert all(results)
+    assert len(set(results)) == len(results)
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_variables_of_the_caller_reach_the_template(ours, oracle, thinking):
+    got, expected = both(
+        ours, oracle, "chatml", USER, add_generation_prompt=True, variables={"enable_thinking": thinking}
+    )
+    assert got == expected
+    assert ("<think>" in got) is not thinking
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.text(max_size=20)}
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(name=st.sampled_from(sorted(TEMPLATES)), messages=MESSAGES)
+def test_any_conversation_is_rendered_as_transformers_renders_it(ours, oracle, name, messages):
+    got, expected = both(ours, oracle, name, messages, add_generation_prompt=True)
+    assert got == expected
+
+
+def test_the_date_is_told_as_it_is_here(template):
+    year = time.strftime("%Y")
+    assert template("{{ strftime_now('%Y') }}").render(USER) in (year, time.strftime("%Y"))
+
+
+def test_text_in_parts_becomes_one_text(ours):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert ours["inst"].render([{"role": "user", "content": parts}]) == ours["inst"].render(USER)
+
+
+def test_the_default_is_a_transcript(ours):
+    messages = [{"role": "system", "content": "Be kind. "}, *USER]
+    assert ours["default"].render(messages) == "System: Be kind.\n\nUser: hi\n\nAssistant:"
+    assert ours["default"].render(messages, add_generation_prompt=False) == "System: Be kind.\n\nUser: hi\n\n"
+
+
+# Messages that cannot be meant.
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ({"role": "user"}, "messages"),
+        (USER * (MAX_MESSAGES + 1), "messages"),
+        ([*USER, "hi"], "messages[1]"),
+        ([{"content": "hi"}], "messages[0]"),
+        ([{"role": 1, "content": "hi"}], "messages[0]"),
+        ([{"role": "user", "content": 1}], "messages[0].content"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+        ([{"role": "user", "content": "hi", "more": object()}], "messages"),
+        ([{"role": "user", "content": "x" * (9 << 20)}], "messages"),
+    ],
+)
+def test_messages_that_cannot_be_meant_are_refused_where_they_are_wrong(ours, messages, param):
+    with pytest.raises(RequestError) as caught:
+        ours["default"].render(messages)
+    assert caught.value.param == param
+
+
+def test_what_the_template_says_is_told_to_the_caller(ours):
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        ours["inst"].render(CONVERSATIONS["wrong"])
+    assert caught.value.param == "messages"
+
+
+def test_a_template_that_fails_on_the_messages_says_how(template):
+    with pytest.raises(RequestError, match="no attribute 'nothing'"):
+        template("{{ messages[0].nothing.more }}").render(USER)
+
+
+def test_half_a_surrogate_pair_passes_through(ours):
+    assert "\ud83d" in ours["inst"].render([{"role": "user", "content": "\ud83d"}])
+
+
+# Templates that mean harm.
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+GRAPH = """{% set ns = namespace(a=[1]) %}
+{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}
+{{ ns.a == ns.a[0] }}{{ ns.a }}"""
+TOO_SLOW = {
+    "loops": ENDLESS,
+    "graph": GRAPH,
+    "power": "{{ (messages | length + 2) ** (9 ** 9) }}",
+    "constant power": "{{ 7 ** (9 ** 9) }}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "generators": ENDLESS.replace("range(99999)", "range(99999) | map('string') | list"),
+    "product": "{{ range(99999) | map('string') | join('x' * 999) | replace('x', 'y' * 999) | urlize }}",
+}
+TOO_LARGE = {
+    "text": "{{ 'x' * 10 ** 9 }}",
+    "range": "{{ range(10 ** 9) | list }}",
+    "list": "{{ ([0] * 10 ** 9) | length }}",
+    "width": "{{ '%1000000000d' % 3 }}",
+    "format": "{{ '{:>1000000000}'.format(3) }}",
+    "center": "{{ 'x' | center(10 ** 9) }}",
+    "indent": "{{ 'x\\n\\nx' | indent(10 ** 9) }}",
+    "doubling": "{% set ns = namespace(a='x') %}{% for i in range(99) %}{% set ns.a = ns.a * 2 %}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "nesting": "{{ " + "[" * 500 + "]" * 500 + " }}",
+    "lipsum": "{{ lipsum(n=10 ** 7) }}",
+}
+UNSAFE = {
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "attr": "{{ ('' | attr('__class__')).mro() }}",
+    "item": "{{ messages['__class__']['__init__'] }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "globals": "{{ strftime_now.__globals__.os.system('true') }}",
+    "cycler": "{{ cycler.__init__.__globals__.os.popen('true').read() }}",
+    "namespace": "{% set ns = namespace(__class__=1) %}",
+    "namespace set": "{% set ns = namespace() %}{% set ns.__init__ = 1 %}",
+    "mutation": "{{ messages.append(1) }}",
+    "self": "{{ self.__init__.__globals__ }}",
+    "import": "{% import 'os' as os %}{{ os }}",
+    "include": "{% include '/etc/passwd' %}",
+    "file": "{{ open('/etc/passwd').read() }}",
+}
+
+
+@pytest.mark.parametrize("name", TOO_SLOW)
+def test_a_template_that_takes_too_long_is_given_up(template, name):
+    threads = threading.active_count()
+    hostile = template(TOO_SLOW[name], max_render_s=0.4)
+    hostile.start()
+    process_id = hostile.process_id
+    with pytest.raises((ModelError, RequestError)):
+        hostile.render(USER)
+    assert threading.active_count() == threads
+    assert hostile.process_id is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_template_that_takes_too_much_memory_is_given_up(template, name):
+    with pytest.raises((ModelError, RequestError)):
+        template(TOO_LARGE[name], max_render_s=1.0).render(USER)
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_a_template_cannot_leave_its_sandbox(template, name):
+    with pytest.raises((ModelError, RequestError)):
+        template(UNSAFE[name]).render(USER)
+
+
+def test_a_prompt_that_grows_too_long_is_refused(template):
+    growing = template(
+        "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}", max_prompt_chars=5000
+    )
+    assert len(growing.render([{"role": "user", "content": "x" * 5}])) == 5000
+    with pytest.raises(RequestError, match="longer than 5000 characters"):
+        growing.render([{"role": "user", "content": "x" * 6}])
+
+
+def test_after_giving_up_the_next_prompt_is_rendered(template):
+    mixed = template("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine", max_render_s=0.4)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="given up"):
+            mixed.render(USER * 2)
+        assert mixed.render(USER) == "fine"
+
+
+@pytest.mark.parametrize("text", ["{% for %}", "{{ 1 | no_such_filter }}", "{% nonsense %}", "{{"])
+def test_a_template_with_a_wrong_syntax_is_refused_every_time(template, text):
+    broken = template(text)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot be used"):
+            broken.render(USER)
+
+
+def test_a_template_that_is_too_long_is_refused_unread():
+    with pytest.raises(ModelError, match="longer than"):
+        ChatTemplate({"default": "x" * (MAX_TEMPLATE_CHARS + 1)}, {})
+
+
+# The process.
+
+
+def test_the_process_has_no_environment_and_may_write_no_file(template, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    one = template("x")
+    one.render(USER)
+    with open(f"/proc/{one.process_id}/environ", "rb") as file:
+        assert b"secret" not in file.read()
+    with open(f"/proc/{one.process_id}/limits") as file:
+        limits = {line[:26].strip(): line[26:].split()[0] for line in file}
+    assert limits["Max file size"] == "0"
+    assert limits["Max address space"] != "unlimited"
+    assert limits["Max cpu time"] != "unlimited"
+
+
+def test_a_process_that_was_killed_is_replaced(template):
+    one = template("fine")
+    one.render(USER)
+    first = one.process_id
+    os.kill(first, 9)
+    with pytest.raises(ModelError, match="ended"):
+        one.render(USER)
+    assert one.render(USER) == "fine"
+    assert one.process_id != first
+
+
+def test_closing_ends_the_process_and_rendering_starts_another(template):
+    one = template("fine")
+    one.start()
+    first = one.process_id
+    one.close()
+    assert one.process_id is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert one.render(USER) == "fine"
+
+
+def test_a_template_that_nobody_holds_ends_its_process():
+    one = ChatTemplate({"default": "fine"}, {})
+    one.render(USER)
+    process_id = one.process_id
+    del one
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
+
+
+def test_many_threads_share_one_process(template):
+    echo = template("{{ messages[0].content }}")
+    echo.start()
+    texts = [f"text {number} " * 500 for number in range(24)]
+    answers = {}
+
+    def ask(text):
+        answers[text] = echo.render([{"role": "user", "content": text}])
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {text: text for text in texts}
+
+
+def test_a_python_that_cannot_be_started_is_told(template, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    one = template("fine")
+    one.start()  # says nothing: perhaps nobody will chat
+    with pytest.raises(ModelError, match="could not be started"):
+        one.render(USER)

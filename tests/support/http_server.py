@@ -1,0 +1,125 @@
+"""A server on loopback, in the test's own event loop, in front of an instance that the test steers; and a
+client for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from teneral.handlers.function import Handler
+from teneral.handlers.http.app import Limits, create_app, serve
+from teneral.handlers.http.service import SERVICE, Service
+from teneral.loader.errors import TeneralError
+
+from .instances import StagedInstance
+
+
+class Server:
+    """A running server and a client for it."""
+
+    def __init__(
+        self,
+        instance: StagedInstance,
+        service: Service,
+        client: aiohttp.ClientSession,
+        address: tuple[str, int],
+        stop: asyncio.Event,
+        task: asyncio.Task[TeneralError | None],
+    ) -> None:
+        self.instance = instance
+        self.service = service
+        self.client = client
+        self.address = address
+        self.stop = stop
+        self.task = task
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address[0]}:{self.address[1]}"
+
+    async def get(self, path: str, **kwargs: Any) -> Answer:
+        return await self.request("GET", path, **kwargs)
+
+    async def post(self, path: str, body: Any = None, **kwargs: Any) -> Answer:
+        return await self.request("POST", path, json=body, **kwargs)
+
+    async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
+        async with self.client.request(method, path, **kwargs) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    def stream(self, path: str, body: dict[str, Any], **kwargs: Any) -> Any:
+        """The response while it comes, as a context manager; `stream` is set in the body."""
+        return self.client.post(path, json={**body, "stream": True}, **kwargs)
+
+    async def eventually(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds; the test's own time limit is the limit."""
+        while not condition():
+            await asyncio.sleep(0.005)
+
+    def running(self) -> int:
+        return int(self.instance.engine.result().statistics().running)
+
+    def queued(self) -> int:
+        return int(self.instance.engine.result().statistics().queued)
+
+
+class Answer:
+    def __init__(self, status: int, headers: Any, body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> Any:
+        """The error object, once its shape is right."""
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+
+def events(body: bytes) -> list[str]:
+    """The data of each server-sent event; comments are left out."""
+    return [
+        line.removeprefix("data: ")
+        for block in body.decode().split("\n\n")
+        for line in block.split("\n")
+        if line.startswith("data: ")
+    ]
+
+
+@asynccontextmanager
+async def running_server(
+    instance: StagedInstance,
+    *,
+    handler: Handler | None = None,
+    limits: Limits | None = None,
+    drain_timeout_s: float = 5.0,
+    send_buffer_bytes: int | None = None,
+) -> AsyncIterator[Server]:
+    """`send_buffer_bytes` is what the system may hold back for a client that does not read."""
+    app = create_app(instance, handler=handler, limits=limits)
+    stop = asyncio.Event()
+    with instance, socket.socket() as sock:
+        if send_buffer_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        address = sock.getsockname()
+        task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
+        async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
+            yield Server(instance, app[SERVICE], client, address, stop, task)
+        stop.set()
+        await task
+    if handler is not None:
+        handler.close()

@@ -1,0 +1,131 @@
+"""Instances for tests of what stands in front of them: real parts around a tiny model, arriving when the test
+says so.
+
+`TinyParts` is a tiny decoder with its tokenizer, loaded once; `StagedInstance` is a real `Instance` without
+its threads, into which a test lets the parts; `SteeredModel` is the real model, held, slowed or broken at its
+next step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from teneral.loader.errors import TeneralError
+from teneral.runtime.config import ServeConfig
+from teneral.runtime.embedder import Embedder
+from teneral.runtime.engine import Engine, EngineOptions
+from teneral.runtime.errors import ModelError
+from teneral.runtime.instance import Instance
+from teneral.runtime.models.build import build_model
+from teneral.runtime.tokenizer import TextTokenizer
+from teneral.runtime.weights import DictWeights
+
+from .tiny_models import config_json, save_tiny, tiny_model
+
+MODEL_NAME = "tiny/model"
+
+
+@dataclass(frozen=True)
+class TinyParts:
+    model: Any
+    tokenizer: TextTokenizer
+
+    @classmethod
+    def make(cls, family: str, directory: Path) -> TinyParts:
+        save_tiny(family, directory)
+        model = tiny_model(family)
+        return cls(
+            model=build_model(config_json(model), DictWeights(load_file(directory / "model.safetensors"))),
+            tokenizer=TextTokenizer.from_files(
+                lambda name: path.read_bytes() if (path := directory / name).exists() else None
+            ),
+        )
+
+
+class SteeredModel:
+    """The model, with `hold` to stop it before its next step, `step_s` to slow it down, and `failure` to
+    break it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._open = threading.Event()
+        self._open.set()
+        self.step_s = 0.0
+        self.failure: Exception | None = None
+
+    def hold(self) -> None:
+        self._open.clear()
+
+    def release(self) -> None:
+        self._open.set()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._open.wait()
+        time.sleep(self.step_s)
+        if self.failure is not None:
+            raise self.failure
+        return self._model.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class StagedInstance(Instance):
+    """An instance that loads nothing by itself: `let_in` or `fail` says how its load ended."""
+
+    def __init__(self, parts: TinyParts, **settings: Any) -> None:
+        super().__init__(ServeConfig(model="unused", name=MODEL_NAME, **settings))
+        self._parts = parts
+        self.model = SteeredModel(parts.model)
+        self.fraction = 0.0
+
+    def start(self) -> StagedInstance:
+        return self
+
+    def progress(self) -> dict[str, Any]:
+        return {"stored_bytes": 1000, "fetched_bytes": int(1000 * self.fraction), "fraction": self.fraction}
+
+    def let_in(self) -> StagedInstance:
+        """The load ends well: the tokenizer is there, and the engine or the embedder."""
+        self.fraction = 1.0
+        self.tokenizer.set_result(self._parts.tokenizer)
+        if hasattr(self._parts.model, "embed"):
+            self.engine.set_exception(ModelError(f"{self.model_name} generates no text"))
+            embedder = Embedder(self._parts.model)
+            embedder.start()
+            self.embedder.set_result(embedder)
+        else:
+            self.embedder.set_exception(ModelError(f"{self.model_name} makes no embeddings"))
+            engine = self._make_engine()
+            engine.start()
+            self.engine.set_result(engine)
+        return self
+
+    def _make_engine(self) -> Engine:
+        return Engine(
+            self.model,
+            self._parts.tokenizer,
+            options=EngineOptions(
+                kv_bytes=4 << 20, max_running=self.config.max_running, max_queued=self.config.max_queued
+            ),
+            timeline=self.timeline,
+            eos_token_ids=self._parts.tokenizer.eos_token_ids,
+        )
+
+    def fail(self, error: TeneralError) -> None:
+        """The load ends with this error."""
+        self._fail(error)
+
+    def _all_exact(self) -> bool:
+        return self.fraction >= 1.0
+
+    def close(self) -> None:
+        self.model.release()
+        super().close()

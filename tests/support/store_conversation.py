@@ -1,0 +1,162 @@
+"""One client's connection to the store server: its requests are answered, paced, spoiled and logged."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from tests.support import store_routes
+from tests.support.store_faults import Fault, FaultHook
+from tests.support.store_http import Answer, FileBody, Request, RequestStream, answer_head
+from tests.support.store_objects import Objects
+from tests.support.store_pacing import SLICE_BYTES, Pacer
+
+MAX_LOG_ENTRIES = 100_000
+UNPACED_SLICE_BYTES = 8 * 1024 * 1024
+TLS_SLICE_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """One answered request. `start` and `end` are the range it asked for, half-open. Times: monotonic."""
+
+    method: str
+    bucket: str
+    key: str
+    start: int | None
+    end: int | None
+    status: int
+    received_s: float
+    done_s: float
+    sent_bytes: int
+    connection: int
+
+
+@dataclass
+class Service:
+    """What all conversations of one server share."""
+
+    objects: Objects
+    pacer: Pacer | None
+    connection_rate_mb_s: float | None
+    latency_s: float
+    fault: FaultHook | None
+    stopping: threading.Event = field(default_factory=threading.Event)
+    log: deque[LogEntry] = field(default_factory=lambda: deque(maxlen=MAX_LOG_ENTRIES))
+    serials: Iterator[int] = field(default_factory=count)
+
+
+class Conversation:
+    """Runs until the client closes, a fault cuts it, or the server stops. `number` counts the connections."""
+
+    def __init__(self, service: Service, connection: socket.socket, number: int) -> None:
+        self._service = service
+        self._connection = connection
+        self._number = number
+        rate_mb_s = service.connection_rate_mb_s
+        own = Pacer(rate_mb_s) if rate_mb_s else None
+        self._pacers = [pacer for pacer in (service.pacer, own) if pacer]
+
+    def run(self) -> None:
+        stream = RequestStream(self._connection)
+        while not self._service.stopping.is_set():
+            request = stream.next_head(next(self._service.serials))
+            if request is None or not self._answer(request, stream):
+                return
+
+    def _answer(self, request: Request, stream: RequestStream) -> bool:
+        """Whether the connection can be used again."""
+        fault = (self._service.fault(request) if self._service.fault else None) or Fault()
+        if fault.drop:
+            return False
+        if fault.status is None:
+            answer = store_routes.answer(self._service.objects, request, stream)
+        else:
+            answer = store_routes.error_answer(fault.status, fault.code, request)
+        answer = self._spoiled(request, answer, fault)
+        if self._service.latency_s:
+            time.sleep(self._service.latency_s)
+        return self._send(request, answer, fault)
+
+    def _spoiled(self, request: Request, answer: Answer, fault: Fault) -> Answer:
+        """The answer as the fault wants it, where that is about what is said, not about how it is sent."""
+        headers, body, status = dict(answer.headers), answer.body, answer.status
+        if isinstance(body, FileBody) and status == 206 and (fault.ignore_range or fault.shift_range_bytes):
+            size_bytes = self._service.objects.find(request.bucket, request.key).size_bytes
+            if fault.ignore_range:
+                del headers["Content-Range"]
+                status, body = 200, FileBody(body.path, 0, size_bytes)
+            else:
+                body = replace(body, start=body.start + fault.shift_range_bytes)
+                last = body.start + body.count - 1
+                headers["Content-Range"] = f"bytes {body.start}-{last}/{size_bytes}"
+        return Answer(status, {**headers, **fault.headers}, body)
+
+    def _send(self, request: Request, answer: Answer, fault: Fault) -> bool:
+        sent = 0
+        length = 0 if request.method == "HEAD" else answer.length
+        stops = {stop for stop in (fault.cut_after_bytes, fault.stall_after_bytes) if stop is not None}
+        try:
+            self._connection.sendall(answer_head(answer))
+            for stop in [*sorted(stop for stop in stops if stop < length), length]:
+                self._send_body(answer.body, sent, stop, fault.flip_byte)
+                sent = stop
+                if stop == fault.stall_after_bytes:
+                    self._service.stopping.wait(fault.stall_s)
+                if stop == fault.cut_after_bytes:
+                    return False
+        finally:
+            self._note(request, answer.status, sent)
+        return True
+
+    def _send_body(self, body: bytes | FileBody, start: int, end: int, flip: int | None) -> None:
+        """Send the body's bytes [start, end), one slice at a time, each when its time has come."""
+        if isinstance(body, bytes):
+            self._connection.sendall(body[start:end])
+            return
+        with open(body.path, "rb") as file:
+            while start < end:
+                size = min(end - start, SLICE_BYTES if self._pacers else UNPACED_SLICE_BYTES)
+                for pacer in self._pacers:
+                    pacer.wait(size)
+                start += self._send_slice(file.fileno(), body.start + start, size, flip, body.start)
+
+    def _send_slice(self, fd: int, offset: int, size: int, flip: int | None, body_start: int) -> int:
+        """The number of bytes sent, at least one."""
+        flip_at = None if flip is None else body_start + flip
+        if flip_at is not None and offset <= flip_at < offset + size:
+            data = bytearray(os.pread(fd, size, offset))
+            data[flip_at - offset] ^= 0xFF
+            self._connection.sendall(data)
+        elif isinstance(self._connection, ssl.SSLSocket):
+            data = bytearray(os.pread(fd, min(size, TLS_SLICE_BYTES), offset))
+            self._connection.sendall(data)
+        else:
+            sent = os.sendfile(self._connection.fileno(), fd, offset, size)
+            if sent == 0:
+                raise ConnectionError("the file became shorter")
+            return sent
+        return len(data)
+
+    def _note(self, request: Request, status: int, sent_bytes: int) -> None:
+        start, end = request.range or (None, None)
+        entry = LogEntry(
+            method=request.method,
+            bucket=request.bucket,
+            key=request.key,
+            start=start,
+            end=end,
+            status=status,
+            received_s=request.received_s,
+            done_s=time.monotonic(),
+            sent_bytes=sent_bytes,
+            connection=self._number,
+        )
+        self._service.log.append(entry)

@@ -1,0 +1,33 @@
+"""What a test can make the store server do wrong, one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tests.support.store_http import Request
+
+
+@dataclass(frozen=True)
+class Fault:
+    """How one request is treated. Byte counts are within the answer's body."""
+
+    drop: bool = False  # close the connection without an answer
+    status: int | None = None  # answer with this, and with an S3 error document of `code`
+    code: str = "InternalError"
+    headers: Mapping[str, str] = field(default_factory=dict)  # added to the answer, or replacing its own
+    cut_after_bytes: int | None = None  # then close the connection
+    stall_after_bytes: int | None = None  # then send nothing for `stall_s`
+    stall_s: float = 60.0
+    shift_range_bytes: int = 0  # answer, honestly labelled, with another range than was asked for
+    ignore_range: bool = False  # answer 200 with the whole object
+    flip_byte: int | None = None  # invert the body's byte of this offset
+
+
+FaultHook = Callable[[Request], Fault | None]
+
+
+def on_requests(faults: Mapping[int, Fault]) -> FaultHook:
+    """A hook that treats the n-th object GET (from 0) as given, and leaves all others alone."""
+    seen = iter(range(1_000_000))
+    return lambda request: faults.get(next(seen)) if request.method == "GET" and request.key else None

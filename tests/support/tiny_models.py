@@ -1,0 +1,154 @@
+"""Tiny models of every family with random weights, as transformers makes them: the oracle's side of a comparison.
+
+`save_tiny` writes a directory as Hugging Face does, with a byte-level tokenizer; `tiny_model` gives the model object. All random
+numbers come from a fixed seed. Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    # transformers' own deprecations while it is imported are not ours to answer for
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import transformers
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+FAMILIES = DECODERS + ENCODERS
+
+SPECIAL_TOKENS = ("<|end|>", "<|start|>", "<|user|>", "<|assistant|>")  # ids 256 to 259 of a decoder's tokenizer
+ENCODER_SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")  # ids 0 to 4 of an encoder's
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCAB_SIZE = 320
+
+_DECODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 257,
+    "eos_token_id": 256,
+    "pad_token_id": None,
+}
+_ENCODER = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+}
+_OF_FAMILY: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "mistral": {"sliding_window": None}}
+
+
+def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
+    """transformers' config of a model of a few thousand weights; `overrides` are keys of its config.json."""
+    base = _DECODER if family in DECODERS else _ENCODER
+    settings = {**base, **_OF_FAMILY.get(family, {}), **overrides}
+    return transformers.AutoConfig.for_model(family, **settings)
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """A transformers model, in evaluation mode. Nothing is left at 0 or 1, so that no weight can be forgotten unseen."""
+    config = tiny_config(family, **overrides)
+    factory = transformers.AutoModelForCausalLM if family in DECODERS else transformers.AutoModel
+    model = factory.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_scale = "norm" in name.lower() and name.endswith("weight")
+            # Wide enough that logits differ clearly, so that equal greedy tokens say something.
+            parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
+    return model.to(dtype).eval()
+
+
+def save_tiny(
+    family: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Writes config.json, model.safetensors and tokenizer files into `directory` (made if missing), and returns it.
+
+    A decoder's tokenizer is byte-level, a byte a token, with a chat template; its end-of-sequence token is 256.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tiny_model(family, seed=seed, dtype=dtype, **overrides).save_pretrained(directory)
+    if family in DECODERS:
+        _save_decoder_tokenizer(directory)
+    else:
+        _save_encoder_tokenizer(directory)
+    return directory
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """The model's weights by their names in a checkpoint: a tied head appears under its embedding's name only."""
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    if tied:
+        state.pop("lm_head.weight", None)
+    return state
+
+
+def config_json(model: Any) -> dict[str, Any]:
+    """The model's config as its config.json says it."""
+    return {**json.loads(model.config.to_json_string(use_diff=True)), "architectures": [type(model).__name__]}
+
+
+def _save_decoder_tokenizer(directory: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|start|>",
+            "eos_token": "<|end|>",
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def _save_encoder_tokenizer(directory: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*ENCODER_SPECIAL_TOKENS, *alphabet]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ENCODER_SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "[PAD]",
+            "cls_token": "[CLS]",
+            "sep_token": "[SEP]",
+            "unk_token": "[UNK]",
+        },
+    )
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2))

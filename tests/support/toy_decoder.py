@@ -1,0 +1,114 @@
+"""A decoder small enough to know its every answer, and that notices when its KV pool was mishandled.
+
+The pool stores each token and its position. A forward pass reads a sequence's whole history back through its block
+table and refuses to go on unless it is what the engine said; the logits are a function of that history alone. So a
+wrong slot, a block given to two sequences, or a lost recomputation either raises or changes the tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from teneral.runtime.batch import StepBatch
+
+NUM_CONTEXTS = 509  # rows of the table of logits; a history picks one
+UNWRITTEN = -1
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    max_context: int = 128
+    vocab_size: int = 64
+
+
+class ToyDecoder:
+    """`gate` is waited for like weights. `before_forward` is called with the number of the pass and may raise."""
+
+    def __init__(self, *, max_context: int = 128, vocab_size: int = 64, seed: int = 0) -> None:
+        self.config = ToyConfig(max_context, vocab_size)
+        generator = torch.Generator().manual_seed(seed)
+        self._table = torch.randn((NUM_CONTEXTS, vocab_size), generator=generator) * 2.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()  # a pass has begun, and may be waiting at the gate
+        self.before_forward: Callable[[int], None] = lambda number: None
+        self.num_passes = 0
+        self.batch_sizes: list[int] = []  # sequences of each pass
+        self.batch_tokens: list[int] = []
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        return block_size * 2 * 8
+
+    def new_kv(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        return torch.full((2, num_blocks, block_size), UNWRITTEN)
+
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: torch.Tensor,
+        *,
+        on_layer: Callable[[int, str, float, float], None] | None = None,
+    ) -> torch.Tensor:
+        number, self.num_passes = self.num_passes, self.num_passes + 1
+        self.batch_sizes.append(len(batch.spans))
+        self.batch_tokens.append(len(batch.tokens))
+        self.entered.set()
+        self.gate.wait()
+        self.before_forward(number)
+        if on_layer is not None:
+            on_layer(0, "layers.0", 1.0, 2.0)
+        flat = kv.view(2, -1)
+        assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens go to one slot"
+        flat[0, batch.slots] = batch.tokens
+        flat[1, batch.slots] = batch.positions
+        logits = {}
+        held: set[int] = set()
+        for span in batch.spans:
+            assert not held & set(span.blocks), "two sequences hold one block"
+            held |= set(span.blocks)
+            self._check_span(span, batch, kv)
+            history = kv[0, list(span.blocks)].flatten()[: span.context_len]
+            for row in batch.logit_rows.tolist():
+                if span.start <= row < span.start + span.length:
+                    logits[row] = self.logits_after(history[: int(batch.positions[row]) + 1].tolist())
+        rows = [logits[row] for row in batch.logit_rows.tolist()]
+        return torch.stack(rows) if rows else torch.empty((0, self.config.vocab_size))
+
+    def logits_after(self, history: Sequence[int]) -> torch.Tensor:
+        """What the model says (vocab,) after these tokens, without any KV pool."""
+        key = 7
+        for token in history:
+            key = (key * 131 + token + 1) % 1_000_003
+        return self._table[key % NUM_CONTEXTS]
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """The greedy continuation, as it has to be."""
+        history = list(prompt)
+        for _ in range(num_tokens):
+            history.append(int(self.logits_after(history).argmax()))
+        return tuple(history[len(prompt) :])
+
+    def _check_span(self, span: object, batch: StepBatch, kv: torch.Tensor) -> None:
+        block_size = kv.shape[2]
+        assert span.context_len <= len(span.blocks) * block_size, "too few blocks"
+        positions = kv[1, list(span.blocks)].flatten()[: span.context_len]
+        assert positions.tolist() == list(range(span.context_len)), "the pool does not hold the sequence"
+        rows = slice(span.start, span.start + span.length)
+        first = span.context_len - span.length
+        assert batch.positions[rows].tolist() == list(range(first, span.context_len))
+        written = [
+            span.blocks[position // block_size] * block_size + position % block_size
+            for position in range(first, span.context_len)
+        ]
+        assert batch.slots[rows].tolist() == written, "a token goes to a slot that is not its own"
+
+
+class ToyTokenizer:
+    """A letter a token."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in tokens)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runtime.errors import RequestError
-from .context import Context
+from teneral.handlers.context import Context
+from teneral.runtime.errors import RequestError
 
 
 async def handler(event: Any, context: Context) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..runtime.errors import RequestError
-from .context import Context
+from teneral.handlers.context import Context
+from teneral.runtime.errors import RequestError
 
 
 def handler(event: Any, context: Context) -> dict[str, Any] | Iterator[dict[str, Any]]:

@@ -22,8 +22,9 @@ _HINT = "Name it as package.module:function or path/file.py:function."
 def find_function(spec: str) -> Callable[..., Any]:
     """The object that `spec` names. Raises `HandlerError`.
 
-    As Python does for a script, the file's folder (or the working directory, for a module) is put first on
-    `sys.path`, so that the modules beside it can be imported.
+    The file's folder (or the working directory, for a module) is put on `sys.path`, so that the modules beside it
+    can be imported: last, not first as Python does for a script, because a file called `http.py` there must not
+    replace the standard library's for a server that is still importing.
     """
     place, separator, attribute = spec.rpartition(":")
     if not (separator and place and attribute):
@@ -50,7 +51,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise HandlerError(f"{path} is not a Python file", hint="Its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
-    _put_first_on_path(path.parent)
+    _put_on_path(path.parent)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up there
     try:
         spec.loader.exec_module(module)
@@ -61,7 +62,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    _put_first_on_path(Path.cwd())
+    _put_on_path(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -76,9 +77,9 @@ def _import_failed(place: str, error: BaseException) -> HandlerError:
     return HandlerError(f"{place} could not be imported: {type(error).__name__}: {error}")
 
 
-def _put_first_on_path(folder: Path) -> None:
+def _put_on_path(folder: Path) -> None:
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        sys.path.append(str(folder))
 
 
 def _functions_in(module: ModuleType) -> str:

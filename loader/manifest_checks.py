@@ -165,7 +165,7 @@ class _Cursor:
         if end == tensor.num_elements:
             self._current, self._start = next(self._remaining, None), 0
         elif end % FRAME_ELEMENTS:
-            refuse(f"it cuts tensor {tensor.index} at {end}, no multiple of {FRAME_ELEMENTS}", where)
+            refuse(f"it cuts a tensor at {end}, no multiple of {FRAME_ELEMENTS}", where)
         else:
             self._start = end
         return tensor

@@ -73,7 +73,7 @@ class HttpSource:
         target = f"{self._folder}/{quote(name)}{self._query}"
         return Request("GET", self._origin, target, extra, self._headers)
 
-    def refusal(self, name: str, head: Head, body: bytes) -> TeneralError:
+    def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:
         """As `Door.refusal`; a web server's words are not looked at, its status is enough."""
         return status_error(self.url, name, head)
 

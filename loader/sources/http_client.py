@@ -46,7 +46,7 @@ class Door(Protocol):
     def request(self, name: str, extra: Headers) -> Request:
         """A GET request for an object, signed where need be, that carries the `extra` headers too."""
 
-    def refusal(self, name: str, head: Head, body: bytes) -> TeneralError | None:
+    def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
         """What an answer without the object means; `UnavailableError` for what is worth another try.
 
         None says that the door has put right what was wrong: the request should be made anew, at once.
@@ -183,7 +183,7 @@ class HttpClient:
                 self._pool.give_back(connection)
             location = head.headers.get("location", "")
             if head.status not in _REDIRECTS or not location or not self._door.follows_redirects:
-                error = self._door.refusal(name, head, excerpt)
+                error = self._door.refusal(name, request, head, excerpt)
                 raise _MendedError if error is None else error
             request = self._redirected(name, request, location)
         raise self._unavailable(name, f"{self._door.url} redirects {name} more than {MAX_REDIRECTS} times")

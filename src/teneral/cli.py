@@ -147,7 +147,13 @@ def _invoke(options: argparse.Namespace) -> int:
 def _timeline(options: argparse.Namespace) -> int:
     from .runtime.timeline_command import show_timeline
 
-    return show_timeline(options.snapshot, output=options.output, width=options.width, color=options.color)
+    return show_timeline(
+        options.snapshot,
+        output=options.output,
+        width=options.width,
+        color=options.color,
+        api_key=os.environ.get("TENERAL_API_KEY"),
+    )
 
 
 def _synth(options: argparse.Namespace) -> int:

@@ -217,6 +217,6 @@ def test_pickles_are_noticed_where_nothing_can_be_listed() -> None:
 
 
 def test_a_folder_without_weights_says_what_was_expected() -> None:
-    with pytest.raises(CheckpointError, match="neither manifest.json nor safetensors") as caught:
+    with pytest.raises(CheckpointError, match=r"neither manifest\.json nor") as caught:
         open_checkpoint(MemoryStore({"README.md": b"hello"}))
     assert "model.safetensors" in caught.value.hint

@@ -125,7 +125,7 @@ def test_the_logits_are_left_as_they_are():
 )
 def test_draws_are_distributed_as_transformers_filters_them(params):
     logits = random_logits(seed=3)[0]
-    assert_distributed(draw(logits, 4_000, **params), transformers_distribution(logits, **params))
+    assert_distributed(draw(logits, 2_000, **params), transformers_distribution(logits, **params))
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.999999])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,19 +15,28 @@ from tests.support.http_server import Server
 from teneral.handlers.http.limits import Limits
 
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+# Log-probabilities make events large, so that the buffers on the way fill soon.
+TALKATIVE = {**LONG, "logprobs": 20, "n": 2, "stream": True}
 
 
-async def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """A request on a plain socket whose receive buffer is as small as the system allows."""
+@asynccontextmanager
+async def sent(
+    server: Server, body: dict[str, Any], path: str = "/v1/completions"
+) -> AsyncIterator[socket.socket]:
+    """A request on a plain socket whose receive buffer is as small as the system allows; leaving disconnects."""
     data = json.dumps(body).encode()
-    sock = socket.socket()
+    with socket.socket() as sock:
+        await connect_and_send(sock, server, path, data)
+        yield sock
+
+
+async def connect_and_send(sock: socket.socket, server: Server, path: str, data: bytes) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, server.address)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
     await loop.sock_sendall(sock, head.encode() + data)
-    return sock
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -34,9 +45,9 @@ async def test_a_disconnect_ends_all_of_a_requests_sequences(start: Any, path: s
     prompt = {"prompt": "x"} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
     async with start() as server:
         server.instance.model.step_s = 0.01
-        client = await send(server, {**prompt, "n": 3, "max_tokens": 400, "ignore_eos": True, "stream": stream}, path)
-        await server.eventually(lambda: server.running() == 3)
-        client.close()
+        body = {**prompt, "n": 3, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+        async with sent(server, body, path):
+            await server.eventually(lambda: server.running() == 3)
         await server.eventually(lambda: server.running() == 0)
         assert server.queued() == 0
         statistics = server.instance.engine.result().statistics()
@@ -48,9 +59,8 @@ async def test_a_disconnect_ends_all_of_a_requests_sequences(start: Any, path: s
 async def test_a_disconnect_frees_its_place_even_while_the_model_waits_for_weights(start: Any) -> None:
     async with start() as server:
         server.instance.model.hold()
-        client = await send(server, {**LONG, "stream": True})
-        await server.eventually(lambda: server.running() == 1)
-        client.close()
+        async with sent(server, {**LONG, "stream": True}):
+            await server.eventually(lambda: server.running() == 1)
         await server.eventually(lambda: len(server.service.in_flight) == 0)
         answer = asyncio.create_task(server.post("/v1/completions", {**LONG, "max_tokens": 1}))
         server.instance.model.release()
@@ -60,9 +70,8 @@ async def test_a_disconnect_frees_its_place_even_while_the_model_waits_for_weigh
 async def test_a_disconnect_is_counted_as_such(start: Any) -> None:
     async with start() as server:
         server.instance.model.hold()
-        client = await send(server, LONG)
-        await server.eventually(lambda: server.running() == 1)
-        client.close()
+        async with sent(server, LONG):
+            await server.eventually(lambda: server.running() == 1)
         await server.eventually(lambda: len(server.service.in_flight) == 0)
         text = (await server.get("/metrics")).body.decode()
         assert 'teneral_requests_total{route="/v1/completions",status="499"} 1.0' in text
@@ -70,29 +79,24 @@ async def test_a_disconnect_is_counted_as_such(start: Any) -> None:
 
 async def test_a_client_that_takes_nothing_is_cut_off_by_what_piles_up(start: Any) -> None:
     limits = Limits(max_pending_events=50, write_stall_s=600)
-    async with start(limits=limits, send_buffer_bytes=4096) as server:
-        # Log-probabilities make events large, so that buffers on the way fill soon.
-        body = {**LONG, "logprobs": 20, "n": 2, "stream": True}
-        client = await send(server, body)
-        await server.eventually(lambda: server.running() > 0)
+    async with start(limits=limits, send_buffer_bytes=4096) as server, sent(server, TALKATIVE):
+        ended = server.instance.engine.result().statistics
+        await server.eventually(lambda: ended().ended_total.get("cancelled", 0) > 0)
         await server.eventually(lambda: len(server.service.in_flight) == 0)
-        ended = server.instance.engine.result().statistics().ended_total
-        assert ended.get("cancelled", 0) > 0
-        assert server.running() == 0
-        client.close()
+        await server.eventually(lambda: server.running() == 0)
+        assert server.queued() == 0
 
 
 async def test_a_client_that_takes_nothing_for_too_long_is_cut_off(start: Any) -> None:
     limits = Limits(max_pending_events=100_000, write_stall_s=0.2)
-    async with start(limits=limits, send_buffer_bytes=4096) as server:
-        client = await send(server, {**LONG, "logprobs": 20, "n": 2, "stream": True})
+    async with start(limits=limits, send_buffer_bytes=4096) as server, sent(server, TALKATIVE) as client:
         await server.eventually(lambda: server.running() > 0)
         await server.eventually(lambda: len(server.service.in_flight) == 0)
         assert server.running() == 0
-        assert b"[DONE]" not in await drained(client)
+        assert b"[DONE]" not in await received(client)
 
 
-async def drained(sock: socket.socket) -> bytes:
+async def received(sock: socket.socket) -> bytes:
     """What is still to be read, until the other side's end or reset."""
     data = b""
     try:
@@ -100,5 +104,4 @@ async def drained(sock: socket.socket) -> bytes:
             data += chunk
     except ConnectionError:
         pass
-    sock.close()
     return data

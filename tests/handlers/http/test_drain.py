@@ -48,7 +48,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(start: Any)
             last = events(await running.read())[-1]
         assert json.loads(last)["error"]["code"] == "draining"
         await server.task
-        assert server.running() == 0
+        await server.eventually(lambda: server.running() == 0)
 
 
 async def test_an_answer_that_takes_too_long_is_a_503(start: Any) -> None:

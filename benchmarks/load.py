@@ -1,0 +1,235 @@
+"""Loading alone: GB/s of weights and CPU seconds a GB, without a model, torch or a server.
+
+    python -m benchmarks.load [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 3] [--save]
+
+Compared are the packed artifact and the plain safetensors, loaded by `WeightLoad` over HTTP, each beside a bare
+read of the same bytes with as many connections into reused buffers, which is the floor for the network's share.
+The store is a process of its own (its CPU is not counted), every run is one too, and runs take turns, since
+machines are noisy: trust the ratios. Rate 0 means unthrottled. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+GB = 1e9
+MODELS = ("packed", "plain")
+WORK = ("load", "read")
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    options = _options()
+    if options.child:
+        run = _load if options.child == "load" else _read
+        print(json.dumps(run(options.url, options.connections)))
+        return
+    root = Path(options.work) / options.like / "store"
+    _prepare(options.like, root)
+    results = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
+    report = {
+        "benchmark": "load",
+        "command": " ".join(["python -m benchmarks.load", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {"name": f"{os.cpu_count()}-core-{platform.machine()}", "python": platform.python_version()},
+        "load_average": os.getloadavg()[0],
+        "model": options.like,
+        "latency_ms": options.latency_ms,
+        "connections": options.connections,
+        "rounds": options.rounds,
+        "results": results,
+    }
+    print(render(report))
+    if options.json:
+        print(json.dumps(report, indent=2))
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        stem = f"load-{options.like}-{report['date'][:10]}-{os.cpu_count()}-core-{platform.machine()}"
+        (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    lines = [
+        f"{report['model']}, {report['connections']} connections, {report['latency_ms']:g} ms to the first byte; "
+        f"medians of {report['rounds']} rounds; {report['machine']['name']}, {report['date']}, "
+        f"load average {report['load_average']:.1f}",
+        "",
+        "| store | | s | weights GB/s | CPU-s a GB of weights | beside a bare read: time, CPU | beside the wire | extra MB |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in report["results"]:
+        rate_mb_s = result["rate_mb_s"]
+        for model in MODELS:
+            load, read = result[model]["load"], result[model]["read"]
+            wire_s = load["stored_bytes"] / (rate_mb_s * 1e6) if rate_mb_s else 0.0
+            weights_gb = load["weight_bytes"] / GB
+            cells = [
+                f"{rate_mb_s:g} MB/s" if rate_mb_s else "unthrottled",
+                model,
+                f"{load['elapsed_s']:.2f}",
+                f"{weights_gb / load['elapsed_s']:.2f}",
+                f"{load['cpu_s'] / weights_gb:.2f}",
+                f"{load['elapsed_s'] / read['elapsed_s']:.2f}x, {load['cpu_s'] / read['cpu_s']:.1f}x",
+                f"{load['elapsed_s'] / wire_s:.3f} x {wire_s:.2f} s" if wire_s else "–",
+                f"{(load['peak_bytes'] - load['weight_bytes']) / 1e6:.0f}",
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
+    parser.add_argument("--latency-ms", type=float, default=5.0)
+    parser.add_argument("--connections", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON too")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    parser.add_argument("--work", default=os.path.join(tempfile.gettempdir(), "teneral-bench"))
+    parser.add_argument("--child", choices=WORK, help=argparse.SUPPRESS)
+    parser.add_argument("--url", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _prepare(like: str, root: Path) -> None:
+    """Write and pack the model once."""
+    plain, packed = root / "models" / "plain", root / "models" / "packed"
+    if not plain.exists():
+        subprocess.run([sys.executable, "-m", "teneral", "synth", str(plain), "--like", like], check=True)
+    if not (packed / "manifest.json").exists():
+        subprocess.run([sys.executable, "-m", "teneral", "pack", str(plain), str(packed)], check=True)
+
+
+def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds, by model and kind of work."""
+    command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
+    command += ["--latency-ms", str(options.latency_ms)]
+    command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
+    store = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert store.stdout is not None
+    try:
+        url = store.stdout.readline().strip()
+        samples: dict[tuple[str, str], list[dict[str, Any]]] = {(model, work): [] for model in MODELS for work in WORK}
+        for _ in range(options.rounds):
+            for (model, work), rows in samples.items():
+                rows.append(_run_child(work, f"{url}/models/{model}", options.connections))
+    finally:
+        store.terminate()
+        store.wait()
+    return {
+        "rate_mb_s": rate_mb_s,
+        **{model: {work: _median(samples[model, work]) for work in WORK} for model in MODELS},
+    }
+
+
+def _run_child(work: str, url: str, connections: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.load", "--child", work, "--url", url]
+    output = subprocess.run(
+        [*command, "--connections", str(connections)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    sample: dict[str, Any] = json.loads(output)
+    return sample
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of median time, with everybody's times."""
+    rows = sorted(rows, key=lambda row: row["elapsed_s"])
+    middle = dict(rows[len(rows) // 2])
+    middle["cpu_s"] = statistics.median(row["cpu_s"] for row in rows)
+    return middle | {"all_s": [round(row["elapsed_s"], 3) for row in rows]}
+
+
+def _load(url: str, connections: int) -> dict[str, Any]:
+    """Load everything, as a server would."""
+    from dataclasses import asdict
+
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.load import LoadOptions, WeightLoad
+    from teneral.loader.sources.open import open_source
+
+    source = open_source(url)
+    manifest = open_artifact(source)
+    before_bytes = _resident_bytes("VmRSS")
+    cpu_s, start_s = time.process_time(), time.monotonic()
+    with WeightLoad(source, manifest, options=LoadOptions(connections=connections)) as load:
+        load.start()
+        load.wait(0)
+        first_s = time.monotonic() - start_s
+        for group in range(len(manifest.groups)):
+            load.wait(group)
+        elapsed_s = time.monotonic() - start_s
+        spent_s = time.process_time() - cpu_s
+        load.join()
+    source.close()
+    return {
+        "elapsed_s": elapsed_s,
+        "first_group_s": first_s,
+        "cpu_s": spent_s,
+        "peak_bytes": _resident_bytes("VmHWM") - before_bytes,
+        "weight_bytes": manifest.weight_bytes,
+        "stored_bytes": sum(part.size_bytes for part in manifest.parts),
+        "statistics": asdict(load.statistics()),
+    }
+
+
+def _read(url: str, connections: int) -> dict[str, Any]:
+    """Read the same bytes in the same ranges, and do nothing with them."""
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.load import LoadOptions
+    from teneral.loader.plan import Order, plan_load
+    from teneral.loader.sources.open import open_source
+
+    source = open_source(url)
+    manifest = open_artifact(source)
+    range_bytes = LoadOptions().range_bytes
+    plan = plan_load(manifest, Order.EXACT, range_bytes=range_bytes, connections=connections)
+    reads = deque(read for reads in plan.reads for read in reads)
+
+    def work() -> None:
+        buffer = memoryview(bytearray(range_bytes))
+        while True:
+            try:
+                read = reads.popleft()
+            except IndexError:
+                return
+            part = plan.steps[read.step].part
+            place = part.offset_bytes + read.start_bytes
+            source.read_into(
+                manifest.blobs[part.blob].name, place, buffer[: read.end_bytes - read.start_bytes]
+            )
+
+    threads = [threading.Thread(target=work) for _ in range(connections)]
+    cpu_s, start_s = time.process_time(), time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    elapsed_s = time.monotonic() - start_s
+    source.close()
+    return {"elapsed_s": elapsed_s, "cpu_s": time.process_time() - cpu_s, "stored_bytes": plan.stored_bytes}
+
+
+def _resident_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(rf"{field}:\s+(\d+) kB", status)
+    return int(found[1]) * 1024 if found else 0
+
+
+if __name__ == "__main__":
+    main()

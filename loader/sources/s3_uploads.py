@@ -1,0 +1,143 @@
+"""The writing side of an S3 store: single puts, multipart uploads and deletions through boto3, errors translated.
+
+Importing this module does not import boto3; making an `S3Uploads` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import AccessDeniedError, UnavailableError
+from .base import ObjectInfo, SourceOptions
+from .credentials import WAYS_TO_GIVE
+from .s3_address import S3Settings
+from .s3_errors import explain, lost
+
+MAX_THREADS = 8  # that send parts, over all objects being written
+
+
+class S3Uploads:
+    """Thread-safe. Names are relative to the prefix."""
+
+    def __init__(
+        self, bucket: str, prefix: str, *, region: str, settings: S3Settings, options: SourceOptions
+    ) -> None:
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        self._prefix = prefix
+        self._client = _make_client(region, settings, options)
+        self._common = {"RequestPayer": "requester"} if options.requester_pays else {}
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="s3-upload")
+
+    def put(
+        self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold."""
+        condition: dict[str, str] = {}
+        if if_absent:
+            condition["IfNoneMatch"] = "*"
+        if if_version is not None:
+            condition["IfMatch"] = if_version
+        with self._translated(name, is_conditional=bool(condition)):
+            answer = self._client.put_object(Body=data, **self._address(name), **condition)
+        return ObjectInfo(name, len(data), answer["ETag"])
+
+    def delete(self, name: str) -> None:
+        with self._translated(name):
+            self._client.delete_object(**self._address(name))
+
+    def begin(self, name: str) -> str:
+        """The new multipart upload's id."""
+        with self._translated(name):
+            answer = self._client.create_multipart_upload(**self._address(name))
+        return str(answer["UploadId"])
+
+    def send_part(self, name: str, upload_id: str, number: int, data: bytes) -> Future[str]:
+        """Begin to send a part, counted from 1; its ETag in the end."""
+
+        def send() -> str:
+            with self._translated(name):
+                answer = self._client.upload_part(
+                    Body=data, UploadId=upload_id, PartNumber=number, **self._address(name)
+                )
+            return str(answer["ETag"])
+
+        return self._threads.submit(send)
+
+    def finish(self, name: str, upload_id: str, etags: list[str]) -> str:
+        """Make the object of the parts with these ETags, in order; its ETag."""
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+        with self._translated(name):
+            answer = self._client.complete_multipart_upload(
+                UploadId=upload_id, MultipartUpload={"Parts": parts}, **self._address(name)
+            )
+        return str(answer["ETag"])
+
+    def abort(self, name: str, upload_id: str) -> None:
+        """Remove the parts of an unfinished upload."""
+        with self._translated(name):
+            self._client.abort_multipart_upload(UploadId=upload_id, **self._address(name))
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _address(self, name: str) -> dict[str, str]:
+        key = f"{self._prefix}/{name}" if self._prefix else name
+        return {"Bucket": self._bucket, "Key": key, **self._common}
+
+    @contextmanager
+    def _translated(self, name: str, *, is_conditional: bool = False) -> Iterator[None]:
+        """Turns boto3's errors into the loader's."""
+        from botocore.exceptions import (
+            BotoCoreError,
+            ClientError,
+            NoCredentialsError,
+            PartialCredentialsError,
+        )
+
+        try:
+            yield
+        except ClientError as error:
+            said: Any = error.response
+            status = int(said["ResponseMetadata"].get("HTTPStatusCode", 0))
+            code, message = said["Error"].get("Code", ""), said["Error"].get("Message", "")
+            if is_conditional and (status == 412 or code == "NoSuchKey"):
+                raise lost(self.url, name, "it exists already, or is another version by now") from error
+            region = said["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
+            raise explain(code, status, message, source=self.url, name=name, region=region) from error
+        except (NoCredentialsError, PartialCredentialsError) as error:
+            raise AccessDeniedError(
+                "there are no credentials for S3", source=self.url, name=name, hint=WAYS_TO_GIVE
+            ) from error
+        except BotoCoreError as error:
+            hint = "Check the endpoint and the network."
+            message = f"{name} could not be written to {self.url}: {error}"
+            raise UnavailableError(message, source=self.url, name=name, hint=hint) from error
+
+
+def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> Any:
+    import boto3  # 0.3 s, see the module's docstring
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    config = Config(
+        s3={"addressing_style": settings.addressing_style},
+        connect_timeout=options.connect_timeout_s,
+        read_timeout=options.read_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": max(1, options.max_attempts)},
+        max_pool_connections=MAX_THREADS + 2,
+        # Not every store that speaks S3 knows the checksums that boto3 adds by default; Amazon's does.
+        request_checksum_calculation="when_required" if settings.endpoint_url else "when_supported",
+        response_checksum_validation="when_required",
+        signature_version=UNSIGNED if options.anonymous else "s3v4",
+    )
+    try:
+        session = boto3.session.Session(profile_name=settings.profile, region_name=region)
+        return session.client("s3", endpoint_url=settings.endpoint_url, config=config)
+    except BotoCoreError as error:
+        raise AccessDeniedError(f"S3 cannot be written to: {error}", hint=WAYS_TO_GIVE) from error

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NoReturn
 
 from .codec import decoded_plane_bytes
-from .errors import ManifestError
+from .json_object import refuse
 from .manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -36,8 +35,6 @@ MAX_TENSOR_ELEMENTS = 2**48
 MAX_WEIGHT_BYTES = 16 * 2**40
 RESERVED_TENSOR_NAME = "__metadata__"  # a safetensors file could not hold a tensor of that name
 
-DAMAGED = "The file is damaged, or `teneral pack` did not write it. Pack the model again."
-
 
 def check_manifest(manifest: Manifest) -> None:
     """Raises `ManifestError`, whose `where` names the place, when something does not fit."""
@@ -46,11 +43,6 @@ def check_manifest(manifest: Manifest) -> None:
     _check_object_names(manifest)
     _check_blobs(manifest)
     _check_parts(manifest)
-
-
-def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
-    place = where if where == MANIFEST_NAME else f"{MANIFEST_NAME}, {where}"
-    raise ManifestError(f"{place}: {message}", where=where, hint=hint)
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -73,7 +65,7 @@ def _check_tensor_names(manifest: Manifest) -> None:
     if RESERVED_TENSOR_NAME in names or RESERVED_TENSOR_NAME in manifest.aliases:
         refuse(f"no tensor can be called {RESERVED_TENSOR_NAME!r}", "groups")
     for alias, target in manifest.aliases.items():
-        if not alias or target not in names:
+        if target not in names:
             refuse(f"{alias!r} stands for {target!r}, which is not a tensor", "aliases")
     _check_unique((group.name for group in manifest.groups), "groups")
 
@@ -155,8 +147,8 @@ class _Cursor:
         expected = expected_tier, tensor.group, tensor.index, self._start
         if (tier, group, segment.tensor, segment.start) != expected:
             refuse(
-                f"what comes next is the {expected_tier.name.lower()} tier of tensor {tensor.index}, in group "
-                f"{tensor.group}, from element {self._start} on",
+                f"what comes next is the {expected_tier.name.lower()} tier of tensor {tensor.index}, "
+                f"in group {tensor.group}, from element {self._start} on",
                 where,
             )
         end = segment.start + segment.count
@@ -165,7 +157,7 @@ class _Cursor:
         if end == tensor.num_elements:
             self._current, self._start = next(self._remaining, None), 0
         elif end % FRAME_ELEMENTS:
-            refuse(f"it cuts a tensor at {end}, no multiple of {FRAME_ELEMENTS}", where)
+            refuse(f"its cut at {end} is no multiple of {FRAME_ELEMENTS}", where)
         else:
             self._start = end
         return tensor

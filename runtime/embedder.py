@@ -1,8 +1,8 @@
 """Batches what several callers want embedded, and runs the encoder over it in one thread.
 
 Texts are taken in the order in which they came, of one call the longest first so that a batch holds texts of
-similar length; a long call is spread over batches. Invariant: a call is resolved by whoever takes it out of the
-queue, and never with a lock held. Nothing is known here of text or tokenizers.
+similar length; a long call is spread over batches. Invariant: a call is resolved by whoever takes it out of
+the queue, and never with a lock held. Nothing is known here of text or tokenizers.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Generation:
         self.request = request
         self._on_event = on_event
         self._on_end = on_end
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # an event was added
+        self._finished = threading.Condition(lock)  # the last one was; so `result` does not wake for each
         self._events: list[GenerationEvent] = []
         self._num_delivered = 0  # events that `on_event` has been called with
         self._is_delivering = False
@@ -109,7 +111,7 @@ class Generation:
         TimeoutError after `timeout_s` altogether.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout_s):
+            if not self._finished.wait_for(lambda: self.finish_reason is not None, timeout_s):
                 raise TimeoutError(f"request {self.request.request_id} has not ended within {timeout_s:g} s")
             events = list(self._events)
         last = events[-1]
@@ -154,6 +156,8 @@ class Generation:
     def _append(self, event: GenerationEvent) -> None:
         self._events.append(event)
         self._changed.notify_all()
+        if event.finish_reason is not None:
+            self._finished.notify_all()
 
     def _deliver(self) -> None:
         """Calls `on_event` with what it has not seen yet, unless a thread is about that already: then it

@@ -35,9 +35,7 @@ def choose_tokens(logits: torch.Tensor, states: Sequence[SamplingState]) -> list
     A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice.
     """
     if all(state.is_plain_greedy for state in states):
-        values, tokens = logits.max(dim=-1)  # one pass for all rows
-        best = zip(values.tolist(), tokens.tolist(), strict=True)
-        return [Choice(token) if math.isfinite(value) else _not_finite() for value, token in best]
+        return [Choice(token) if math.isfinite(score) else _not_finite() for score, token in _best(logits)]
     return [_choose(row, state) for row, state in zip(logits.unbind(0), states, strict=True)]
 
 
@@ -49,13 +47,23 @@ def uniform(seed: int, index: int) -> float:
 
 def _choose(logits: torch.Tensor, state: SamplingState) -> Choice | ModelError:
     scores = _adjust(logits, state)  # (vocab,)
-    value, index = scores.max(dim=0)
-    if not math.isfinite(value.item()):
+    ((score, token),) = _best(scores.unsqueeze(0))
+    if not math.isfinite(score):
         return _not_finite()
-    token = int(index) if state.params.temperature == 0 else _draw(scores - value, state)
+    if state.params.temperature != 0:
+        token = _draw(scores - score, state)
     if state.num_top_logprobs is None:
         return Choice(token)
     return Choice(token, _logprob(scores, token, state.num_top_logprobs))
+
+
+def _best(scores: torch.Tensor) -> list[tuple[float, int]]:
+    """The highest score of each row of (R, vocab), NaN counting as the highest, and its token."""
+    if scores.is_cpu:
+        array = scores.numpy()  # numpy's argmax takes a ninth of the time of torch's on the CPU
+        return [(array.item(row, token), token) for row, token in enumerate(array.argmax(axis=-1).tolist())]
+    values, tokens = scores.max(dim=-1)
+    return list(zip(values.tolist(), tokens.tolist(), strict=True))
 
 
 def _adjust(logits: torch.Tensor, state: SamplingState) -> torch.Tensor:
@@ -101,8 +109,8 @@ def _draw(relative_scores: torch.Tensor, state: SamplingState) -> int:
 def _reaches_mass(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     """Which are the fewest best tokens that together have `top_p` of the probability, at least one; bool.
 
-    `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in which `top_p` is
-    reached is sorted: sorting a whole vocabulary costs 20 times as much.
+    `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in which `top_p`
+    is reached is sorted: sorting a whole vocabulary costs ten times as much.
     """
     depth = scores.neg().clamp_(max=MAX_BUCKET_DEPTH)
     buckets = (depth * (NUM_BUCKETS / (depth.max() + TINY))).long()

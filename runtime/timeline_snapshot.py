@@ -1,12 +1,12 @@
-"""A timeline's snapshot, read back: from JSON that came from a file or an address, and may be anything, to values.
+"""A timeline's snapshot, read back: from JSON that came from a file or an address, and may be anything, to
+values.
 
-`docs/timeline.md` is the norm. What has the wrong type, is out of bounds or too much is refused, naming the place; attributes
-that are not understood are left alone. It does not know what spans mean.
+`docs/timeline.md` is the norm. What has the wrong type, is out of bounds or too much is refused, naming the
+place; attributes that are not understood are left alone. It does not know what spans mean.
 """
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from ..loader.errors import FormatError
 from ..loader.timeline import MAX_SPANS, Span
 
 SCHEMA = 1
-MAX_SNAPSHOT_BYTES = 64 << 20
 MAX_NAME_CHARS = 120
 MAX_TIME_S = 1e9  # thirty years
 MAX_ATTRIBUTES = 32
@@ -34,7 +33,9 @@ class Snapshot:
 def parse_snapshot(value: Any) -> Snapshot:
     """`value` is what `Timeline.snapshot` gave, or what JSON made of it. Raises `FormatError`."""
     if not isinstance(value, dict) or not isinstance(value.get("spans"), list):
-        raise FormatError("this is no timeline", hint="Give what a server's /timeline answers, or a file with it.")
+        raise FormatError(
+            "this is no timeline", hint="Give what a server's /timeline answers, or a file with it."
+        )
     if value.get("schema") != SCHEMA:
         raise FormatError(
             f"the timeline has schema {_shown(value.get('schema'))}, but {SCHEMA} is understood here",
@@ -84,7 +85,8 @@ def _number(owner: dict[str, Any], key: str, largest: float, where: str) -> floa
     number = owner.get(key)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise FormatError(f"{where}{key} is not a number", where=f"{where}{key}")
-    # Comparing a huge integer is fine; making a float of it first is not. NaN fails the comparison.
+    # A process's start is known to 10 ms, so something may seem to come a little before it. NaN fails as
+    # well.
     if not -1.0 <= number <= largest:
         raise FormatError(f"{where}{key} is {_shown(number)}, out of bounds", where=f"{where}{key}")
     return max(0.0, float(number))
@@ -93,7 +95,9 @@ def _number(owner: dict[str, Any], key: str, largest: float, where: str) -> floa
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**18:
         return "a huge number"
-    return clean_text(repr(value), 40) if isinstance(value, int | float | str | None) else type(value).__name__
+    return (
+        clean_text(repr(value), 40) if isinstance(value, int | float | str | None) else type(value).__name__
+    )
 
 
 def _is_one_column(character: str) -> bool:
@@ -108,7 +112,3 @@ def whole_number(value: Any) -> int | None:
     """An attribute that counts something; None when it does not."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
     return value if is_count else None
-
-
-def finite(value: float) -> bool:
-    return math.isfinite(value)

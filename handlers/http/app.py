@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiohttp import web
+from aiohttp.typedefs import Handler as RouteHandler
 
 from ...runtime.metrics import Metrics
 from .chat import ChatRoute
 from .completions import CompletionRoute
 from .edge import edge, stamp
 from .embeddings import EmbeddingRoute
+from .errors import ApiError
 from .health import HealthRoutes
-from .invoke import InvokeRoute
 from .limits import Limits
 from .models import ModelRoutes
 from .server import serve
@@ -50,7 +51,21 @@ def create_app(
             web.post("/v1/completions", CompletionRoute(service).post),
             web.post("/v1/chat/completions", ChatRoute(service).post),
             web.post("/v1/embeddings", EmbeddingRoute(service).post),
-            web.post("/invoke", InvokeRoute(service, handler).post),
+            web.post("/invoke", _invoke_route(service, handler)),
         ]
     )
     return app
+
+
+def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
+    if handler is None:
+        return _no_function
+    from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
+
+    return InvokeRoute(service, handler).post
+
+
+async def _no_function(request: web.Request) -> web.StreamResponse:
+    raise ApiError(
+        404, "no function is served here: start the server with --handler module:function", code="no_handler"
+    )

@@ -8,6 +8,7 @@ here.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 
@@ -24,6 +25,8 @@ def run_server(config: ServeConfig) -> int:
 
     Blocks. Changes the process: logging, and the OpenMP policy (below).
     """
+    # Until the server has its own handlers, which drain: there is nothing to drain yet, so end, and clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     with listen(config.host, config.port) as sock:

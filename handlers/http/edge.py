@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from .errors import ApiError
-from .service import CALL, Call, Service
+from .service import CALL, SERVICE, Call, Service
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # a platform's probes carry no key
 CLIENT_GONE = 499  # nobody receives it: for the count only
@@ -33,7 +33,7 @@ def edge(service: Service, api_key: str | None) -> Middleware:
         status = CLIENT_GONE
         try:
             response = await _guarded(service, key, request, handler, call)
-            status = response.status
+            status = call.error_status or response.status
             return response
         finally:
             service.metrics.request_ended(_route_of(request), status, call.age_s())
@@ -43,6 +43,9 @@ def edge(service: Service, api_key: str | None) -> Middleware:
 
 async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     """Signal `on_response_prepare`: the headers that every response carries."""
+    if request.app[SERVICE].in_flight.draining:
+        response.headers["Connection"] = "close"  # so that a load balancer's next request goes elsewhere
+        response.force_close()
     call = CALL.get(None)
     if call is not None:
         response.headers["x-request-id"] = call.request_id

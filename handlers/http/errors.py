@@ -91,7 +91,7 @@ def _translated(error: TeneralError) -> ApiError:
     _, status, wire_type, code = next((row for row in _TABLE if isinstance(error, row[0])), unknown)
     # A hint tells the caller what to do; of a server's own trouble it would tell the operator, who has the
     # log.
-    message = f"{error.message} {error.hint}".rstrip() if status < 500 else error.message
+    message = f"{error.message}. {error.hint}" if error.hint and status < 500 else error.message
     return ApiError(
         status,
         message,

@@ -15,7 +15,7 @@ from ...loader.errors import TeneralError
 from ...runtime.errors import CapacityError, DrainingError
 from .errors import SERVER_ERROR, ApiError
 
-CUT_GRACE_S = 2.0  # for the requests that were ended to tell their clients
+CUT_GRACE_S = 0.5  # for the requests that were ended to tell their clients
 
 
 class Work:

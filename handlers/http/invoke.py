@@ -26,18 +26,12 @@ from .sse import NDJSON, SSE, EventStream, Framing
 
 
 class InvokeRoute:
-    def __init__(self, service: Service, handler: Handler | None) -> None:
+    def __init__(self, service: Service, handler: Handler) -> None:
         self._service = service
         self._handler = handler
         self._decoder: Decoder[Any] = Decoder(Any)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        if self._handler is None:
-            raise ApiError(
-                404,
-                "no function is served here: start the server with --handler module:function",
-                code="no_handler",
-            )
         service, call = self._service, CALL.get()
         async with service.admission.body(request) as data:
             event = self._decoder.decode(data) if data else None

@@ -52,7 +52,7 @@ async def serve(
         max_line_size=MAX_REQUEST_LINE_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
-        shutdown_timeout=1.0,  # after the drain only answers on their way out are left
+        shutdown_timeout=0.5,  # after the drain only answers on their way out are left
     )
     await runner.setup()
     try:

@@ -39,6 +39,9 @@ class Call:
     request_id: str
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
+    error_status: int | None = (
+        None  # of the error that was told last; a stream that began well keeps its own status
+    )
 
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
@@ -56,6 +59,7 @@ class Call:
     def explain(self, error: Exception) -> ApiError:
         """What the client is told of an exception; the log is told the rest."""
         told = as_api_error(error)
+        self.error_status = told.status
         if not isinstance(error, TeneralError | web.HTTPException | web.RequestPayloadError):
             logger.error("request %s failed", self.request_id, exc_info=error)
         elif told.status >= 500:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..errors import ChangedError, FormatError, SourceError, TeneralError, UnavailableError
+from ..errors import ChangedError, FormatError, SourceError, TeneralError, UnavailableError, UsageError
 from . import checks
 from .base import ObjectInfo, SourceOptions, check_name
 from .http1 import BodyTooLargeError, Connection, StaleConnectionError
@@ -67,8 +67,12 @@ class HttpClient:
     """Thread-safe. Blocks without the GIL. Raises what `Source` promises."""
 
     def __init__(self, door: Door, options: SourceOptions, *, ca_file: str | None = None) -> None:
+        """Raises `UsageError` for time limits and numbers of attempts that are not positive."""
+        for key in ("connect_timeout_s", "read_timeout_s", "max_attempts"):
+            if not getattr(options, key) > 0:
+                raise UsageError(f"{key} must be more than 0, not {getattr(options, key)}", key=key)
         self._door = door
-        self._max_attempts = max(1, options.max_attempts)
+        self._max_attempts = options.max_attempts
         self._pool = ConnectionPool(options, ca_file=ca_file)
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -105,6 +109,9 @@ class HttpClient:
 
         def attempt() -> tuple[bytes, Head]:
             with self._answer(name, build()) as (connection, head):
+                if head.status != 200:
+                    message = f"{self._door.url} answers {head.status} where the whole of {name} was asked for"
+                    raise self._unavailable(name, message)
                 size_bytes = connection.body_length
                 try:
                     body = connection.read_all(max_bytes)
@@ -225,12 +232,13 @@ class HttpClient:
         if error.is_final:
             hint = "Set SSL_CERT_FILE to the certificates to trust, or correct the address."
             raise SourceError(message, source=self._door.url, name=name, hint=hint) from error
-        failure = self._unavailable(name, message)
+        hint = "Check the address and the network; proxies (HTTPS_PROXY) are not used."
+        failure = self._unavailable(name, message, hint=hint)
         failure.__cause__ = error
         return failure
 
-    def _unavailable(self, name: str, message: str) -> UnavailableError:
-        return UnavailableError(message, source=self._door.url, name=name)
+    def _unavailable(self, name: str, message: str, *, hint: str = "") -> UnavailableError:
+        return UnavailableError(message, source=self._door.url, name=name, hint=hint)
 
     def _count(self, *, requests: int = 0, retries: int = 0, received_bytes: int = 0) -> None:
         with self._lock:
@@ -249,7 +257,7 @@ def pause_s(failed: int, retry_after_s: float | None, chance: float) -> float:
     Full jitter: many containers that started together must not come back together. The server's own wish is
     honoured within a bound, and not undercut.
     """
-    pause = chance * min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**failed)
+    pause = chance * min(MAX_PAUSE_S, FIRST_PAUSE_S * (1 << failed))
     return pause if retry_after_s is None else min(max(0.0, retry_after_s), MAX_RETRY_AFTER_S) + pause
 
 
@@ -264,6 +272,6 @@ def _given_up(failure: UnavailableError, attempts: int) -> UnavailableError:
         f"{failure.message} (after {attempts} attempts)",
         source=failure.source,
         name=failure.name,
-        hint=failure.hint or "Check the address and the network; proxies (HTTPS_PROXY) are not used.",
+        hint=failure.hint,
         retry_after_s=failure.retry_after_s,
     )

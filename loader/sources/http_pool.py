@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .base import SourceOptions
 from .http1 import Connection
 from .http_head import Origin
+from .wire import WireError
 
 if TYPE_CHECKING:
     import ssl
@@ -44,7 +45,10 @@ class ConnectionPool:
         return self._closed
 
     def take(self, origin: Origin) -> Connection:
-        """The warmest idle connection, or a new one that is not connected yet."""
+        """The warmest idle connection, or a new one that is not connected yet.
+
+        Raises `WireError` where the certificates for TLS cannot be read.
+        """
         with self._lock:
             idle = self._idle.get(origin, [])
             while idle:
@@ -91,6 +95,10 @@ class ConnectionPool:
         if self._tls is None:
             import ssl  # 10 ms that a plain store need not pay
 
-            self._tls = ssl.create_default_context(cafile=self._ca_file)
+            try:
+                self._tls = ssl.create_default_context(cafile=self._ca_file)
+            except OSError as error:
+                message = f"the certificates to trust cannot be read from {self._ca_file}: {error}"
+                raise WireError(message, is_final=True) from error
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls

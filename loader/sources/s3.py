@@ -77,7 +77,7 @@ class S3Store:
             page = self._page(query)
             for found in page.objects:
                 name = found.key.removeprefix(folder)
-                if checks.is_name(name):  # not a folder's own marker
+                if checks.is_name(name):  # else a folder's own marker
                     yield ObjectInfo(name, found.size_bytes, found.etag)
             token = page.next_token
             if token is None:

@@ -125,8 +125,12 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
+    is_path = (
+        settings.endpoint_url is not None and settings.addressing_style == "auto"
+    )  # as `address_of` has it
+    style: Any = {"addressing_style": "path" if is_path else settings.addressing_style}
     config = Config(
-        s3={"addressing_style": settings.addressing_style},
+        s3=style,
         connect_timeout=options.connect_timeout_s,
         read_timeout=options.read_timeout_s,
         retries={"mode": "standard", "total_max_attempts": max(1, options.max_attempts)},

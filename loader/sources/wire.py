@@ -145,7 +145,7 @@ class Wire:
             return
         # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use the kernel's.
         plain.settimeout(None)
-        tick_s = min(_TICK_S, self._read_timeout_s)
+        tick_s = max(0.001, min(_TICK_S, self._read_timeout_s))  # 0 would mean for ever
         timeval = struct.pack("@ll", int(tick_s), int(tick_s % 1 * 1e6))
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)

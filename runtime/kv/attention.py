@@ -1,10 +1,10 @@
 """Attention of a step's rows over cached keys and values, one sequence at a time, without padding.
 
-What does not differ between layers (where each sequence's keys lie, what each row may see) is planned once a step:
-`plan_attention` is pure bookkeeping, `paged_attention` does the work of one layer. Keys and values are never repeated for
-the query heads that share them: with few rows these heads become further rows of one product; with many, where
-the mask would grow with them, they stay heads, and the keys are shared by a stride of 0.
-It does not know rotary embeddings, projections, or who owns a block.
+What does not differ between layers (where each sequence's keys lie, what each row may see) is planned
+once a step: `plan_attention` is pure bookkeeping, `paged_attention` does the work of one layer. Keys and
+values are never repeated for the query heads that share them: with few rows these heads become further
+rows of one product; with many, where the mask would grow with them, they stay heads, and the keys are
+shared by a stride of 0. It does not know rotary embeddings, projections, or who owns a block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FOLDED_ROWS = 16  # where folding stops being faster on CPU, measured with 7
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """How one sequence's rows attend. Row r of `length` sees the extent's keys that `mask` or causality leaves it."""
+    """How the rows [start, start + length) of one sequence attend to the keys of its extent."""
 
     start: int
     length: int
@@ -36,53 +36,42 @@ class SpanPlan:
 
 
 def plan_attention(
-    spans: Sequence[SequenceSpan],
-    kv: KVStorage,
-    *,
-    num_heads: int,
-    window: int | None,
-    dtype: torch.dtype,
+    spans: Sequence[SequenceSpan], kv: KVStorage, *, num_heads: int, window: int | None
 ) -> tuple[SpanPlan, ...]:
     """Plans for all layers whose tokens see `window` tokens back, themselves included (None: all)."""
     heads_a_key_head = num_heads // kv.num_kv_heads
-    return tuple(_plan_span(span, kv, heads_a_key_head, window, dtype) for span in spans)
+    return tuple(_plan_span(span, kv, heads_a_key_head, window) for span in spans)
 
 
-def _plan_span(
-    span: SequenceSpan, kv: KVStorage, heads_a_key_head: int, window: int | None, dtype: torch.dtype
-) -> SpanPlan:
+def _plan_span(span: SequenceSpan, kv: KVStorage, heads_a_key_head: int, window: int | None) -> SpanPlan:
     num_past = span.context_len - span.length
     # Keys before the first row's window are seen by no row, and so are not read.
     first = 0 if window is None else max(0, num_past + 1 - window)
-    cut_by_window = window is not None and span.context_len > window
+    if window is not None and span.context_len <= window:
+        window = None
     folded = span.length <= MAX_FOLDED_ROWS
-    is_causal = not folded and num_past == 0 and not cut_by_window
+    is_causal = not folded and num_past == 0 and window is None
     mask = None
     if span.length > 1 and not is_causal:
-        mask = _mask(
-            num_past, span.context_len, first, window if cut_by_window else None, dtype, kv.data.device
-        )
+        hidden = _hidden(range(num_past, span.context_len), range(first, span.context_len), window)
         if folded:
-            mask = mask.repeat_interleave(heads_a_key_head, dim=0)
+            hidden = hidden.repeat_interleave(heads_a_key_head, dim=0)
+        mask = torch.zeros(hidden.shape, dtype=kv.data.dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.to(kv.data.device)
     return SpanPlan(span.start, span.length, kv.extent(span, first), folded, is_causal, mask)
 
 
-def _mask(
-    num_past: int, end: int, first: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """What rows at positions [num_past, end) see of the keys at [first, end): (rows, keys), 0 where they do, else -inf."""
-    rows = torch.arange(num_past, end, device=device).unsqueeze(1)
-    keys = torch.arange(first, end, device=device)
-    hidden = keys > rows
-    if window is not None:
-        hidden |= keys <= rows - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:
+    """Which keys each row must not see, both given by position: (rows, keys) bool."""
+    row = torch.arange(rows.start, rows.stop).unsqueeze(1)
+    key = torch.arange(keys.start, keys.stop)
+    return key > row if window is None else (key > row) | (key <= row - window)
 
 
 def paged_attention(
     queries: torch.Tensor, kv: KVStorage, layer: int, plans: Sequence[SpanPlan], scale: float
 ) -> torch.Tensor:
-    """queries (T, heads, head_dim) → (T, heads * head_dim). The rows' own keys and values must have been written."""
+    """queries (T, heads, head_dim) → (T, heads * head_dim). Keys and values must have been written."""
     outputs = [
         _attend(queries[plan.start : plan.start + plan.length], *kv.read(layer, plan.extent), plan, scale)
         for plan in plans

@@ -1,8 +1,9 @@
 """Where keys and values lie: one tensor for all layers, cut into blocks of a fixed number of tokens.
 
-A block is the same stretch of slots in every layer: token t of a sequence lies in slot blocks[t // block_size] * block_size +
-t % block_size. Heads come before slots, so a run of consecutive blocks is, for one head, one stretch of memory, and
-reading it costs nothing. Who owns which block is the allocator's business (`blocks.py`), not known here.
+A block is the same stretch of slots in every layer. Token t of a sequence lies in number t // block_size of
+its blocks, in slot t % block_size of that block. Heads come before slots, so a run of consecutive blocks is,
+for one head, one stretch of memory, and reading it costs nothing. Who owns which block is the allocator's
+business (`blocks.py`), not known here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from ..batch import SequenceSpan
 class Extent:
     """Where `count` tokens of one sequence lie.
 
-    Without `blocks`: in consecutive slots from `start`. With them: in those blocks' slots one behind another, of which the
-    first `start` are skipped.
+    Without `blocks`: in consecutive slots from `start`. With them: in those blocks' slots one behind
+    another, of which the first `start` are skipped.
     """
 
     start: int
@@ -28,13 +29,14 @@ class Extent:
 
 
 class KVStorage:
-    """Keys and values of `num_blocks` blocks. Memory is reserved at once and touched when it is first written."""
+    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is written."""
 
     def __init__(
         self,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
+        *,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -47,7 +49,7 @@ class KVStorage:
         self.data = torch.empty(
             (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim), dtype=dtype, device=device
         )
-        # Views made once: indexing a tensor costs more than indexing a list, and each step does it for each layer.
+        # Views made once: every layer of every step wants its own, and indexing a list is cheaper.
         self._layers = list(self.data.unbind(0))
         self._keys = [layer[0] for layer in self._layers]
         self._values = [layer[1] for layer in self._layers]

@@ -21,9 +21,10 @@ def build_model(
 ) -> Decoder | Encoder:
     """The model that a parsed config.json describes, over weights that may still be empty.
 
-    Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where they are there.
-    Every tensor that the model needs is looked up and checked; none is copied, and no content is read.
-    Raises `ModelError` when the config is not supported, or a tensor is missing or does not fit.
+    Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where
+    they are there. Every tensor that the model needs is looked up and checked; none is copied, and no
+    content is read. Raises `ModelError` when the config is not supported, or a tensor is missing or does
+    not fit.
     """
     if is_encoder(config):
         encoder_config = EncoderConfig.from_json(

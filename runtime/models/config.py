@@ -1,8 +1,9 @@
-"""A model's config.json as validated values: `DecoderConfig`, `EncoderConfig`, and which of the two a file asks for.
+"""A model's config.json as validated values: `DecoderConfig` or `EncoderConfig`.
 
-What is read is bounded and checked against itself, so that the model code can rely on it; whether the tensors agree
-is checked when the model is built. Options that would change the result and are not implemented are refused by
-name, never ignored. Nothing here imports torch: a file can be judged while torch is still importing.
+What is read is bounded and checked against itself, so that the model code can rely on it; whether the
+tensors agree is checked when the model is built. Options that would change the result and are not
+implemented are refused by name, never ignored. Nothing here imports torch: a file can be judged while
+torch is still importing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ MAX_VOCABULARY = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A decoder of the Llama family. All counts are at least 1, and `num_heads` is a multiple of `num_kv_heads`."""
+    """A decoder of the Llama family. Counts are at least 1; `num_kv_heads` divides `num_heads`."""
 
     family: str  # a key of DECODER_FAMILIES
     vocab_size: int
@@ -170,12 +171,12 @@ class EncoderConfig:
 
 
 def is_encoder(data: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an encoder. Raises `ModelError` when it is of no family that is supported."""
+    """Whether a config.json describes an encoder. Raises `ModelError` for families not supported."""
     return _family(Fields(data), DECODER_FAMILIES | ENCODER_FAMILIES) in ENCODER_FAMILIES
 
 
 def _family(config: Fields, families: Mapping[str, tuple[str, ...]]) -> str:
-    """The model's family: `model_type` says it, or else `architectures`; where both are there, they must agree."""
+    """The model's family, by `model_type` or else `architectures`; where both are there, they must agree."""
     supported = [name for names in families.values() for name in names]
     hint = f"Supported architectures: {', '.join(supported)}."
     architectures = config.texts("architectures") or []

@@ -1,10 +1,12 @@
 """Decoders of the Llama family: Llama, Mistral, Qwen2 and Qwen3 in one.
 
-They differ in details that `DecoderConfig` states: biases, norms of queries and keys, sliding windows, rotary variants. Rows of
-several sequences come back to back, without padding; keys and values live in a paged `KVStorage`.
+They differ in details that `DecoderConfig` states: biases, norms of queries and keys, sliding windows,
+rotary variants. Rows of several sequences come back to back, without padding; keys and values live in a
+paged `KVStorage`.
 
-Building reads no tensor's content, and neither does a forward pass before it needs it: each layer first waits at its own gate,
-so computing follows the weights as they arrive. It does not know where weights come from, nor what a request is.
+Building reads no tensor's content, and neither does a forward pass before it needs it: each layer first
+waits at its own gate, so computing follows the weights as they arrive. It does not know where weights
+come from, nor what a request is.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from .norm import HeadRMSNorm, RMSNorm
 from .parameters import Parameters, check_computable
 from .rope import RopeTable, rotate_
 
-# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for weights left out.
-# The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
+# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
+# weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
 OnLayer = Callable[[int, str, float, float], None]
 
 
@@ -48,7 +50,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         """Raises `ModelError` when a tensor is missing or does not fit `config`."""
-        root = "model." if "model.embed_tokens.weight" in weights else ""
+        root = "" if "embed_tokens.weight" in weights else "model."
         embeddings = weights.tensor(f"{root}embed_tokens.weight")
         check_computable(f"{root}embed_tokens.weight", embeddings)
         self.config = config
@@ -79,10 +81,10 @@ class Decoder:
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
-            num_blocks,
-            block_size,
-            self.dtype,
-            self._embeddings.device,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=self.dtype,
+            device=self._embeddings.device,
         )
 
     def kv_block_bytes(self, block_size: int) -> int:
@@ -93,10 +95,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, kv: KVStorage, *, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """One step: writes the rows' keys and values into `kv`, and returns logits (R, vocab_size) fp32, a new tensor.
+        """One step: writes the rows' keys and values into `kv`; returns logits (R, vocab_size) fp32.
 
-        Blocks until the weights are there, layer by layer, and raises the load's error if they will not be; `kv` then
-        holds the keys and values of the layers that did run. Token ids must be below vocab_size.
+        Blocks until the weights are there, layer by layer, and raises the load's error if they will not
+        be; `kv` then holds the keys and values of the layers that did run. Token ids must be below
+        vocab_size.
         """
         report = on_layer or _ignore
         self._entry_gate()
@@ -109,7 +112,7 @@ class Decoder:
             layer.gate()
             started_s = time.monotonic()
             x = layer(x, step)
-            report(layer.index, f"layers.{layer.index}", started_s, time.monotonic())
+            report(layer.index, layer.name, started_s, time.monotonic())
 
         self._exit_gate()
         started_s = time.monotonic()
@@ -120,9 +123,7 @@ class Decoder:
     def _plan(self, batch: StepBatch, kv: KVStorage) -> Step:
         cos, sin = self._rope.rows(batch.positions, max(span.context_len for span in batch.spans))
         plans = {
-            window: plan_attention(
-                batch.spans, kv, num_heads=self.config.num_heads, window=window, dtype=self.dtype
-            )
+            window: plan_attention(batch.spans, kv, num_heads=self.config.num_heads, window=window)
             for window in set(self.config.windows)
         }
         return Step(kv, batch.slots, cos, sin, plans)
@@ -133,6 +134,7 @@ class DecoderLayer:
 
     def __init__(self, config: DecoderConfig, index: int, parameters: Parameters) -> None:
         self.index = index
+        self.name = f"layers.{index}"
         self.attention_norm = RMSNorm(
             parameters.take_norm("input_layernorm.weight", config.hidden_size), config.norm_eps
         )

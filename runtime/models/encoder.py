@@ -1,7 +1,8 @@
 """BERT-type encoders (BERT, RoBERTa, XLM-RoBERTa): texts as tokens in, one embedding a text out.
 
-Texts of about the same length share a padded batch, whose padding is masked away. As with decoders, building reads no
-tensor's content, and each layer of a forward pass first waits at its own gate. It knows no text and no tokenizer.
+Texts of about the same length share a padded batch, whose padding is masked away. As with decoders,
+building reads no tensor's content, and each layer of a forward pass first waits at its own gate. It knows
+no text and no tokenizer.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
-        """One embedding a text, (N, hidden_size) fp32, in the order of the texts. Tokens include the special ones.
+        """One embedding a text, (N, hidden_size) fp32, in the order of the texts.
 
-        Blocks until the weights are there, layer by layer, and raises the load's error if they will not be.
-        Raises `ContextLengthError` or `RequestError` for a text that is too long, is empty, or has an unknown token.
+        Tokens include the special ones. Blocks until the weights are there, layer by layer, and raises the
+        load's error if they will not be. Raises `ContextLengthError` or `RequestError` for a text that is
+        too long, is empty, or has an unknown token.
         """
         for position, tokens in enumerate(token_lists):
             self._check(tokens, position)
@@ -66,7 +68,7 @@ class Encoder:
         length = int(lengths.max())
         padded = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in token_lists])  # (N, L)
         mask = torch.arange(length) < lengths.unsqueeze(1)  # (N, L)
-        # One form of mask for all heads and rows; none when nothing is padded, for which the kernel is faster.
+        # None when nothing is padded: the kernel is faster without a mask.
         visible = None if bool(mask.all()) else mask[:, None, None, :]
 
         self._entry_gate()
@@ -124,7 +126,10 @@ class EncoderLayer:
 
 
 def batches_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the texts in batches of similar length, none with more than MAX_BATCH_TOKENS padded tokens (or one text)."""
+    """Indices of the texts in batches of similar length.
+
+    A batch has at most MAX_BATCH_TOKENS tokens, padding included, or is a single text.
+    """
     batches: list[list[int]] = []
     # Longest first: the first of a batch is then the length that the others are padded to.
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

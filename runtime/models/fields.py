@@ -1,8 +1,8 @@
 """Values out of a model's JSON files, each with a type and bounds.
 
-These files come from anywhere, so a value is taken only as what it claims to be: no text for a number, no NaN, no true for
-1. Every complaint names the key, says what was found, and what is allowed. `null` counts as absent, as it does for
-the libraries that write these files. It does not know what the values are for.
+These files come from anywhere, so a value is taken only as what it claims to be: no text for a number, no
+NaN, no true for 1. Every complaint names the key, says what was found, and what is allowed. `null` counts
+as absent, as it does for the libraries that write these files. It does not know what the values are for.
 """
 
 from __future__ import annotations

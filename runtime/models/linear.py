@@ -1,7 +1,8 @@
 """Matrix products: one `Linear`, and several over the same input as one where their weights lie back to back.
 
-A loader that puts q, k and v (or gate and up) next to each other makes the stacked matrix a view of what arrived: nothing
-is copied, and nothing can be, since the content may not be there yet. Elsewhere the products are made one by one.
+A loader that puts q, k and v (or gate and up) next to each other makes the stacked matrix a view of what
+arrived: nothing is copied, and nothing can be, since the content may not be there yet. Elsewhere the
+products are made one by one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def take_stacked(
 
 
 def stacked_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors joined along their first dimension as one view, or None unless they lie back to back in one storage."""
+    """The tensors joined along their first dimension, as a view.
+
+    None unless they lie back to back, in this order, in one storage.
+    """
     first = tensors[0]
     storage = first.untyped_storage().data_ptr()
     end = first.storage_offset()

@@ -1,4 +1,4 @@
-"""Normalisation. Statistics are taken in fp32 and rounding happens where transformers rounds, so that tokens agree."""
+"""Normalisation. Statistics are fp32; rounding happens where transformers rounds, so that tokens agree."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Takes a layer's tensors out of `Weights`, checks them, and remembers them for the layer's gate.
 
-Building a model means taking every tensor that it needs, so a missing or misshapen one is found before any content has
-arrived, and a layer's gate covers exactly what the layer took. Only names, shapes and dtypes are looked at here:
-content may still be missing.
+Building a model means taking every tensor that it needs, so a missing or misshapen one is found before
+any content has arrived, and a layer's gate covers exactly what the layer took. Only names, shapes and
+dtypes are looked at here: content may still be missing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Parameters:
         self._taken: list[str] = []
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `prefix + name`, not copied. Raises `ModelError` when it is missing, or not of this shape and dtype."""
+        """The tensor `prefix + name`, not copied. Raises `ModelError` unless it has this shape and dtype."""
         tensor = self._take(name, shape)
         if tensor.dtype != self._dtype:
             raise ModelError(
-                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, but the model's embeddings are "
-                f"{dtype_name(self._dtype)}",
-                hint="Save the model in one dtype (bf16, fp16 or fp32); quantised checkpoints are not supported.",
+                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, "
+                f"but the model's embeddings are {dtype_name(self._dtype)}",
+                hint="Save it all in bf16, fp16 or fp32. Quantised checkpoints are not supported.",
             )
         return tensor
 
     def take_norm(self, name: str, length: int) -> torch.Tensor:
-        """A norm's vector, which some checkpoints keep in fp32 beside half-precision matrices: any computable dtype."""
+        """A norm's vector, of any computable dtype: beside half precision some are kept in fp32."""
         tensor = self._take(name, (length,))
         check_computable(self._prefix + name, tensor)
         return tensor
@@ -66,7 +66,7 @@ def check_computable(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in COMPUTE_DTYPES:
         raise ModelError(
             f"tensor {name} is {dtype_name(tensor.dtype)}, which models are not computed in",
-            hint="Use the model's bf16, fp16 or fp32 weights; quantised and fp8 checkpoints are not supported.",
+            hint="Use its bf16, fp16 or fp32 weights. Quantised and fp8 checkpoints are not supported.",
         )
 
 

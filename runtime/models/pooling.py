@@ -6,7 +6,10 @@ import torch
 
 
 def pool(states: torch.Tensor, mask: torch.Tensor, mode: str) -> torch.Tensor:
-    """states (N, L, hidden), mask (N, L) bool with each row's tokens first → (N, hidden) fp32. `mode` is "mean" or "cls"."""
+    """states (N, L, hidden), mask (N, L) bool → (N, hidden) fp32. `mode` is "mean" or "cls".
+
+    A row's tokens come first, its padding, where `mask` is False, last.
+    """
     if mode == "cls":
         return states[:, 0].float()
     counted = mask.unsqueeze(-1).float()

@@ -1,6 +1,7 @@
-"""How a sentence-transformers directory makes one embedding of many token states: modules.json and 1_Pooling/config.json.
+"""How sentence-transformers makes one embedding of many token states: modules.json, 1_Pooling/config.json.
 
-Both spellings of the pooling file are read: one flag a mode (`pooling_mode_mean_tokens`), and `pooling_mode` by name.
+Both spellings of the latter are read: a flag for each mode (`pooling_mode_mean_tokens`), and `pooling_mode`
+by name.
 """
 
 from __future__ import annotations

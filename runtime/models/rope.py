@@ -1,11 +1,13 @@
 """Rotary position embedding: frequencies by type, tables of cosines and sines, and the rotation itself.
 
-A table grows on demand and is made in fp32, then rounded to what the model computes in, as transformers does. Nothing is
-computed before the first forward pass: torch's thread pool must not have run in a process that may still fork.
+A table grows on demand and is made in fp32, then rounded to what the model computes in, as transformers
+does. Nothing is computed before the first forward pass: torch's thread pool must not have run in a
+process that may still fork.
 
-Dynamic NTK stretches its base with the context. Keys that are already in a cache cannot be turned again, so the base
-is set once, for the longest context that is admitted: up to `max_position_embeddings` that is transformers' own result,
-and beyond it one consistent model, where re-stretching at each step would leave old and new keys on different bases.
+Dynamic NTK stretches its base with the context. Keys that are already in a cache cannot be turned again,
+so the base is set once, for the longest context that is admitted: up to `max_position_embeddings` that is
+transformers' own result, and beyond it one consistent model, where re-stretching at each step would leave
+old and new keys on different bases.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ SMALLEST_TABLE = 512  # positions
 
 
 class RopeTable:
-    """Cosines and sines by position, (positions, rotary_dim) each. Not thread-safe: one forward pass at a time."""
+    """Cosines and sines, (positions, rotary_dim) each. Not thread-safe: one forward pass at a time."""
 
     def __init__(self, rope: RopeConfig, max_context: int, dtype: torch.dtype) -> None:
         self._rope = rope
@@ -51,9 +53,10 @@ class RopeTable:
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turns in place the first rotary_dim dimensions of each head: x (T, heads, head_dim), cos and sin from `RopeTable.rows`.
+    """Turns in place the first rotary_dim dimensions of each head of x (T, heads, head_dim).
 
-    Dimension i pairs with i + rotary_dim / 2, as in the checkpoints that transformers writes.
+    `cos` and `sin` are from `RopeTable.rows`. Dimension i pairs with i + rotary_dim / 2, as in the
+    checkpoints that transformers writes.
     """
     part = x[..., : cos.shape[-1]]
     crossed = part.roll(cos.shape[-1] // 2, -1).mul_(sin)
@@ -83,7 +86,7 @@ def _ntk_theta(rope: RopeConfig, max_context: int) -> float:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Keeps what turns often within the pretraining's context, slows down what turns seldom, blends between."""
+    """Keeps what turns often within the pretraining's context, slows down what turns seldom."""
     turns = rope.original_max_positions * frequencies / (2.0 * math.pi)
     blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1.0 - blend) * frequencies / rope.factor + blend * frequencies

@@ -1,7 +1,7 @@
 """Rotary position embedding as a model's config.json asks for it, and how far it lets a context reach.
 
-It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling` (transformers 4).
-It computes no frequencies: `rope.py` does, once torch is there.
+It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling`
+(transformers 4). It computes no frequencies: `rope.py` does, once torch is there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class RopeConfig:
             high = rope.number("high_freq_factor", low=1e-3, high=1e6)
             if high <= low:
                 raise ModelError(
-                    f"config.json: {key}.high_freq_factor is {high:g}, but must exceed low_freq_factor {low:g}"
+                    f"config.json: {key}.high_freq_factor is {high:g}, "
+                    f"but must exceed low_freq_factor, {low:g}"
                 )
             return cls(*common, low_freq_factor=low, high_freq_factor=high)
         if rope_type is RopeType.YARN:
@@ -85,9 +86,9 @@ class RopeConfig:
     def max_context(self) -> int:
         """Tokens that a sequence may have unless told otherwise.
 
-        Linear stretching multiplies the positions that were trained, YaRN those of the pretraining; Llama 3 files state the
-        stretched number already. Dynamic NTK is exact up to `max_position_embeddings`, and changes the model beyond
-        (see `rope.py`), so going beyond has to be asked for.
+        Linear stretching multiplies the positions that were trained, YaRN those of the pretraining; Llama
+        3 files state the stretched number already. Dynamic NTK is exact up to `max_position_embeddings`,
+        and changes the model beyond (see `rope.py`), so going beyond has to be asked for.
         """
         if self.rope_type is RopeType.LINEAR:
             return min(MAX_POSITIONS, max(self.max_positions, int(self.max_positions * self.factor)))
@@ -112,8 +113,8 @@ def _rotary_dim(fields: Fields, head_dim: int) -> int:
     rotary_dim = int(head_dim * partial)
     if rotary_dim < 4 or rotary_dim % 2:
         raise ModelError(
-            f"config.json: partial_rotary_factor {partial:g} of head_dim {head_dim} turns {rotary_dim} dimensions, "
-            "but it must be an even number of at least 4"
+            f"config.json: partial_rotary_factor {partial:g} of head_dim {head_dim} is {rotary_dim}, "
+            "but must be an even number of at least 4"
         )
     return rotary_dim
 

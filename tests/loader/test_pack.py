@@ -20,7 +20,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.tiny_disk import tiny_disk
 
-from teneral.loader import layout
+from teneral.loader import layout, manifest_json
 from teneral.loader.aliases import find_aliases
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.blob_writer import BlobWriter
@@ -29,6 +29,7 @@ from teneral.loader.errors import (
     AlreadyExistsError,
     ChangedError,
     CheckpointError,
+    ManifestError,
     NoSpaceError,
     NotFoundError,
     UnavailableError,
@@ -317,6 +318,16 @@ def test_a_damaged_model_is_refused_before_anything_is_written() -> None:
     with pytest.raises(CheckpointError):
         pack(MemoryStore({"model.safetensors": b"nonsense"}), store)
     assert names_in(store) == []
+
+
+def test_a_model_that_the_format_cannot_hold_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(manifest_json, "MAX_PARTS", 3)
+    store = Failing(1, control_c)
+    with pytest.raises(ManifestError, match="parts"):
+        pack(model_store(llama_contents()), store)
+    assert store.left == 1
 
 
 def test_packing_without_threads_is_refused() -> None:

@@ -1,6 +1,7 @@
 """The block allocator: runs, references, refusals."""
 
 import pytest
+
 from teneral.runtime.kv.blocks import BlockAllocator
 
 

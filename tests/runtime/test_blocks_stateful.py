@@ -5,6 +5,7 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from teneral.runtime.kv.blocks import BlockAllocator
 
 NUM_BLOCKS = 24

@@ -5,11 +5,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from teneral.runtime.detokenizer import MAX_OPEN_TOKENS, REPLACEMENT, Detokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from teneral.runtime.detokenizer import MAX_OPEN_TOKENS, REPLACEMENT, Detokenizer
+
 TEXT = (
-    "The quick brown fox – naïve café, 東京タワー, 😀👩‍👩‍👧 and Ünïcödé ✓. \n\n  Indented\tcode: x = {1: 'a'}\n"
+    "The quick brown fox – naïve café, 東京タワー, 😀👩‍👩‍👧 and Ünïcödé ✓. \n\n"
+    "  Indented\tcode: x = {1: 'a'}\n"
     "مرحبا بالعالم  Привет 🇩🇪 한국어 "
 )
 

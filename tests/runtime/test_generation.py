@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+
 from teneral.runtime.errors import ModelError
 from teneral.runtime.generation import Generation
 from teneral.runtime.requests import FinishReason, GenerationEvent, GenerationRequest

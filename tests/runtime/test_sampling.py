@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation import logits_process
+
 from teneral.runtime.errors import ModelError
 from teneral.runtime.requests import GenerationRequest, SamplingParams
 from teneral.runtime.sampling import choose_tokens, uniform
 from teneral.runtime.sequence import SamplingState
-from transformers.generation import logits_process
 
 VOCAB = 50
 

@@ -1,10 +1,13 @@
 """What takes part in the next step: plans from plain values, no tensors."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from teneral.runtime.scheduler import SchedulerLimits, plan_step
 
 LIMITS = SchedulerLimits(max_running=4, max_step_tokens=64, max_prefill_tokens=16, block_size=4)
@@ -86,7 +89,7 @@ def test_who_does_not_fit_waits_and_nobody_overtakes():
 
 def test_admission_leaves_the_blocks_that_unfinished_prompts_still_need():
     running = [decoding("a", 9), Job("b", 12, 4, 1)]
-    # Now a needs 1 and b 2; b will need 1 for its next token; c's 6 tokens and the next need 2; 1 each is kept.
+    # a needs 1 now and b 2; b 1 for its next token; c 2 for 6 tokens and the next; a and b keep 1 each.
     assert plan_step(running, [Job("c", 6)], 7, LIMITS).admitted == ()
     assert plan_step(running, [Job("c", 6)], 8, LIMITS).admitted != ()
 
@@ -182,3 +185,11 @@ def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks
     assert [job.name for job in admissions] == [str(number) for number in range(len(jobs))], (
         "first come first"
     )
+
+
+def test_planning_needs_no_torch():
+    modules = "scheduler", "sequence", "generation", "detokenizer", "stop", "kv.blocks"
+    names = ", ".join(f"teneral.runtime.{name}" for name in modules)
+    code = f"import sys, {names}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

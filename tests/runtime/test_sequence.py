@@ -1,11 +1,11 @@
 """One sequence: how it ends, what it gives out, what it keeps when it is preempted."""
 
 import pytest
+from tests.support.toy_decoder import ToyTokenizer
+
 from teneral.runtime.generation import Generation
 from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from teneral.runtime.sequence import Choice, Sequence
-
-from tests.support.toy_decoder import ToyTokenizer
 
 A, B, C, EOS = 0, 1, 2, 9
 

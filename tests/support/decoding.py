@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
 from teneral.runtime.batch import SequenceSpan, StepBatch
 from teneral.runtime.models.decoder import Decoder
 
@@ -31,7 +32,16 @@ class Stepper:
     def step(
         self, work: dict[str, Sequence[int]], *, on_layer: Callable[..., Any] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Runs these new tokens of each sequence in one batch: logits of all their rows, (rows, vocab_size)."""
+        """Runs these new tokens of each sequence in one batch: logits of all their rows."""
+        batch = self.batch(work)
+        logits = self.decoder.forward(batch, self.kv, on_layer=on_layer)
+        return {
+            name: logits[span.start : span.start + span.length]
+            for name, span in zip(work, batch.spans, strict=True)
+        }
+
+    def batch(self, work: dict[str, Sequence[int]]) -> StepBatch:
+        """The batch that appends these tokens to their sequences, and asks for the logits of all rows."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -50,18 +60,13 @@ class Stepper:
                 for at in range(cached, end)
             ]
             self._lengths[name] = end
-        batch = StepBatch(
+        return StepBatch(
             torch.tensor(tokens),
             torch.tensor(positions),
             torch.tensor(slots),
             tuple(spans),
             torch.arange(len(tokens)),
         )
-        logits = self.decoder.forward(batch, self.kv, on_layer=on_layer)
-        return {
-            name: logits[span.start : span.start + span.length]
-            for name, span in zip(work, spans, strict=True)
-        }
 
     def greedy(self, prompts: dict[str, Sequence[int]], num_tokens: int) -> dict[str, list[int]]:
         """Continues all prompts together, each step one batch, by the likeliest token."""

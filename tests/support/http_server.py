@@ -66,6 +66,10 @@ class Server:
     def running(self) -> int:
         return int(self.instance.engine.result().statistics().running)
 
+    def metrics_text(self) -> str:
+        """What /metrics counts, also when the server is gone."""
+        return self.service.metrics.render({}).decode()
+
     def queued(self) -> int:
         return int(self.instance.engine.result().statistics().queued)
 
@@ -117,9 +121,11 @@ async def running_server(
         sock.listen()
         address = sock.getsockname()
         task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
-        async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
-            yield Server(instance, app[SERVICE], client, address, stop, task)
-        stop.set()
-        await task
+        try:
+            async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
+                yield Server(instance, app[SERVICE], client, address, stop, task)
+        finally:
+            stop.set()
+            await task
     if handler is not None:
         handler.close()

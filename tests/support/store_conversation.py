@@ -23,9 +23,9 @@ UNPACED_SLICE_BYTES = 8 * 1024 * 1024
 TLS_SLICE_BYTES = 1024 * 1024
 
 
-@dataclass(frozen=True)
+@dataclass
 class LogEntry:
-    """One answered request. `start` and `end` are the range it asked for, half-open. Times: monotonic."""
+    """One request that is, or was, answered. `start` and `end` are the range it asked for, half-open."""
 
     method: str
     bucket: str
@@ -33,10 +33,10 @@ class LogEntry:
     start: int | None
     end: int | None
     status: int
-    received_s: float
-    done_s: float
-    sent_bytes: int
     connection: int
+    received_s: float  # on time.monotonic()'s clock
+    done_s: float | None = None  # None while the answer is being sent
+    sent_bytes: int = 0
 
 
 @dataclass
@@ -100,20 +100,20 @@ class Conversation:
         return Answer(status, {**headers, **fault.headers}, body)
 
     def _send(self, request: Request, answer: Answer, fault: Fault) -> bool:
-        sent = 0
+        entry = self._note(request, answer.status)
         length = 0 if request.method == "HEAD" else answer.length
         stops = {stop for stop in (fault.cut_after_bytes, fault.stall_after_bytes) if stop is not None}
         try:
             self._connection.sendall(answer_head(answer))
             for stop in [*sorted(stop for stop in stops if stop < length), length]:
-                self._send_body(answer.body, sent, stop, fault.flip_byte)
-                sent = stop
+                self._send_body(answer.body, entry.sent_bytes, stop, fault.flip_byte)
+                entry.sent_bytes = stop
                 if stop == fault.stall_after_bytes:
                     self._service.stopping.wait(fault.stall_s)
                 if stop == fault.cut_after_bytes:
                     return False
         finally:
-            self._note(request, answer.status, sent)
+            entry.done_s = time.monotonic()
         return True
 
     def _send_body(self, body: bytes | FileBody, start: int, end: int, flip: int | None) -> None:
@@ -145,7 +145,7 @@ class Conversation:
             return sent
         return len(data)
 
-    def _note(self, request: Request, status: int, sent_bytes: int) -> None:
+    def _note(self, request: Request, status: int) -> LogEntry:
         start, end = request.range or (None, None)
         entry = LogEntry(
             method=request.method,
@@ -154,9 +154,8 @@ class Conversation:
             start=start,
             end=end,
             status=status,
-            received_s=request.received_s,
-            done_s=time.monotonic(),
-            sent_bytes=sent_bytes,
             connection=self._number,
+            received_s=request.received_s,
         )
         self._service.log.append(entry)
+        return entry

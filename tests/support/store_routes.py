@@ -96,7 +96,8 @@ def list_objects(objects: Objects, request: Request, stream: RequestStream) -> A
     query = request.query
     prefix, limit = query.get("prefix", ""), min(MAX_KEYS, int(query.get("max-keys", MAX_KEYS)))
     after = query.get("continuation-token") or query.get("start-after", "")
-    encode = quote if query.get("encoding-type") == "url" else escape
+    is_encoded = query.get("encoding-type") == "url"
+    encode = quote if is_encoded else escape
     found = (item for item in objects.list(request.bucket, prefix) if item[0] > after)
     page = list(islice(found, limit))
     is_truncated = next(found, None) is not None
@@ -108,7 +109,7 @@ def list_objects(objects: Objects, request: Request, stream: RequestStream) -> A
     token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>" if is_truncated else ""
     body = (
         f"<ListBucketResult><Name>{request.bucket}</Name><Prefix>{encode(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
-        f"<IsTruncated>{str(is_truncated).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
+        f"{'<EncodingType>url</EncodingType>' if is_encoded else ''}<IsTruncated>{str(is_truncated).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
     )
     return Answer(200, {"Content-Type": "application/xml"}, _xml(body))
 

@@ -71,7 +71,7 @@ class StoreServer:
         self._service.fault = fault
 
     def log(self) -> list[LogEntry]:
-        """Every answered request, in the order in which the answers ended."""
+        """Every request, in the order in which the answers began."""
         return list(self._service.log)
 
     def clear_log(self) -> None:

@@ -1,7 +1,7 @@
-"""Tiny models of every family with random weights, as transformers makes them: the oracle's side of a comparison.
+"""Tiny models of every family with random weights, made by transformers: the oracle's side of a comparison.
 
-`save_tiny` writes a directory as Hugging Face does, with a byte-level tokenizer; `tiny_model` gives the model object. All random
-numbers come from a fixed seed. Importing this module imports transformers.
+`save_tiny` writes a directory as Hugging Face does, with a byte-level tokenizer; `tiny_model` gives the
+model object. All random numbers come from a fixed seed. Importing this module imports transformers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for
     warnings.simplefilter("ignore", DeprecationWarning)
     import transformers
+transformers.utils.logging.disable_progress_bar()
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
-SPECIAL_TOKENS = ("<|end|>", "<|start|>", "<|user|>", "<|assistant|>")  # ids 256 to 259 of a decoder's tokenizer
-ENCODER_SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")  # ids 0 to 4 of an encoder's
+# ids 256 to 259 of a decoder's tokenizer
+SPECIAL_TOKENS = ("<|end|>", "<|start|>", "<|user|>", "<|assistant|>")
+# ids 0 to 4 of an encoder's
+ENCODER_SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-VOCAB_SIZE = 320
 
 _DECODER = {
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": 256 + len(SPECIAL_TOKENS),  # so that every token that a model may choose is a text
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -43,7 +45,7 @@ _DECODER = {
     "pad_token_id": None,
 }
 _ENCODER = {
-    "vocab_size": VOCAB_SIZE,
+    "vocab_size": 256 + len(ENCODER_SPECIAL_TOKENS),
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -61,7 +63,7 @@ def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """A transformers model, in evaluation mode. Nothing is left at 0 or 1, so that no weight can be forgotten unseen."""
+    """A transformers model. No weight is left at 0 or 1, so that none can be forgotten unseen."""
     config = tiny_config(family, **overrides)
     factory = transformers.AutoModelForCausalLM if family in DECODERS else transformers.AutoModel
     model = factory.from_config(config, attn_implementation="eager")
@@ -78,9 +80,10 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 def save_tiny(
     family: str, directory: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """Writes config.json, model.safetensors and tokenizer files into `directory` (made if missing), and returns it.
+    """Writes config.json, model.safetensors and tokenizer files into `directory`, and returns it.
 
-    A decoder's tokenizer is byte-level, a byte a token, with a chat template; its end-of-sequence token is 256.
+    The directory is made if missing. A decoder's tokenizer is byte-level, a byte a token, with a chat
+    template; its end-of-sequence token is 256.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tiny_model(family, seed=seed, dtype=dtype, **overrides).save_pretrained(directory)
@@ -92,7 +95,7 @@ def save_tiny(
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
-    """The model's weights by their names in a checkpoint: a tied head appears under its embedding's name only."""
+    """The model's weights by their names in a checkpoint; a tied head is left out, as it is there."""
     tied = getattr(model.config, "tie_word_embeddings", False)
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if tied:
@@ -109,7 +112,9 @@ def _save_decoder_tokenizer(directory: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])

@@ -1,8 +1,8 @@
 """A decoder small enough to know its every answer, and that notices when its KV pool was mishandled.
 
-The pool stores each token and its position. A forward pass reads a sequence's whole history back through its block
-table and refuses to go on unless it is what the engine said; the logits are a function of that history alone. So a
-wrong slot, a block given to two sequences, or a lost recomputation either raises or changes the tokens.
+The pool stores each token and its position. A forward pass reads a sequence's whole history back through its
+block table and refuses to go on unless its positions are whole; the logits are a function of that history
+alone. So a wrong slot, a block given to two sequences, or a lost recomputation raises or changes the tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teneral.runtime.batch import StepBatch
+from teneral.runtime.batch import SequenceSpan, StepBatch
 
 NUM_CONTEXTS = 509  # rows of the table of logits; a history picks one
 UNWRITTEN = -1
@@ -26,7 +26,7 @@ class ToyConfig:
 
 
 class ToyDecoder:
-    """`gate` is waited for like weights. `before_forward` is called with the number of the pass and may raise."""
+    """`gate` is waited for like weights. `before_forward` gets the number of each pass and may raise."""
 
     def __init__(self, *, max_context: int = 128, vocab_size: int = 64, seed: int = 0) -> None:
         self.config = ToyConfig(max_context, vocab_size)
@@ -92,7 +92,7 @@ class ToyDecoder:
             history.append(int(self.logits_after(history).argmax()))
         return tuple(history[len(prompt) :])
 
-    def _check_span(self, span: object, batch: StepBatch, kv: torch.Tensor) -> None:
+    def _check_span(self, span: SequenceSpan, batch: StepBatch, kv: torch.Tensor) -> None:
         block_size = kv.shape[2]
         assert span.context_len <= len(span.blocks) * block_size, "too few blocks"
         positions = kv[1, list(span.blocks)].flatten()[: span.context_len]

@@ -1,4 +1,6 @@
-"""SIGTERM ends a server in good order: it takes nothing new, finishes what runs, and tells whom it must cut off."""
+"""SIGTERM ends a server in good order: it takes nothing new, finishes what runs, and tells whom it must cut
+off.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,22 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 from tests.support.http_server import events
 
+from teneral.handlers.http.limits import Limits
+
 BODY = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
 
 
 async def test_what_runs_is_finished_while_what_comes_is_sent_elsewhere(start: Any) -> None:
-    async with start() as server:
+    async with start(limits=Limits(keepalive_s=0.02)) as server:
         server.instance.model.hold()
         async with server.stream("/v1/completions", BODY) as running:
             await server.eventually(lambda: server.running() == 1)
@@ -29,6 +35,7 @@ async def test_what_runs_is_finished_while_what_comes_is_sent_elsewhere(start: A
             ready = await server.get("/readyz")
             assert (ready.status, ready.json["state"]) == (503, "draining")
             assert "Retry-After" in ready.headers
+            assert ready.headers["Connection"] == "close"
             assert (await server.get("/livez")).status == 200
             refused = await server.post("/v1/completions", BODY)
             assert (refused.status, refused.error["code"]) == (503, "draining")
@@ -48,6 +55,7 @@ async def test_a_stream_that_takes_too_long_ends_with_an_error_event(start: Any)
             last = events(await running.read())[-1]
         assert json.loads(last)["error"]["code"] == "draining"
         await server.task
+        assert 'teneral_requests_total{route="/v1/completions",status="503"} 1.0' in server.metrics_text()
         await server.eventually(lambda: server.running() == 0)
 
 
@@ -140,19 +148,18 @@ def test_a_signal_lets_what_runs_finish_and_then_ends_the_process(number: int) -
         assert server.stdout.read() == "drained\n"
 
 
+def readiness(url: str) -> str:
+    with pytest.raises(HTTPError) as caught:
+        urlopen(f"{url}/readyz", timeout=60)
+    with caught.value as response:
+        return response.read().decode()
+
+
 def test_a_second_signal_ends_the_process_at_once() -> None:
     with process(drain_timeout_s=600) as (server, url), invoke(url, 1_000_000) as response:
         response.readline()
         server.send_signal(signal.SIGTERM)
-        while True:  # until the first one has been taken: two that come together are one
-            try:
-                with urlopen(f"{url}/readyz", timeout=60):
-                    pass
-            except OSError as error:
-                assert getattr(error, "code", 0) == 503
-                if b"draining" in error.read():  # type: ignore[attr-defined]
-                    error.close()  # type: ignore[attr-defined]
-                    break
-                error.close()  # type: ignore[attr-defined]
+        while "draining" not in readiness(url):  # two signals that come together would be one
+            time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == -signal.SIGTERM

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
+
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.weights import DictWeights
-
-from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -81,9 +82,13 @@ def both(variant: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder
     """transformers' model and ours over the same weights."""
     family, overrides = VARIANTS[variant]
     oracle = tiny_model(family, dtype=dtype, **overrides)
-    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    return oracle, decoder_of(oracle, tensors_of(oracle))
+
+
+def decoder_of(oracle: Any, tensors: dict[str, torch.Tensor]) -> Decoder:
+    decoder = build_model(config_json(oracle), DictWeights(tensors))
     assert isinstance(decoder, Decoder)
-    return oracle, decoder
+    return decoder
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -166,39 +171,24 @@ def test_half_precision_is_as_close_to_exact_as_the_oracle_is(variant, dtype):
     assert own_error < 1.25 * oracle_error
 
 
-def test_norms_kept_in_fp32_beside_bf16_matrices_are_used():
-    oracle, _ = both("llama", torch.bfloat16)
-    tensors = tensors_of(oracle)
-    expected = Stepper(Decoder_of(oracle, tensors)).step({"a": prompt_of(9)})["a"]
+def test_norms_kept_in_fp32_beside_bf16_matrices_give_the_same_logits():
+    oracle, decoder = both("llama", torch.bfloat16)
+    mixed = {name: t.float() if "norm" in name else t for name, t in tensors_of(oracle).items()}
+    prompt = prompt_of(9)
 
-    mixed = {name: t.float() if "norm" in name else t for name, t in tensors.items()}
-    ours = Stepper(Decoder_of(oracle, mixed)).step({"a": prompt_of(9)})["a"]
+    ours = Stepper(decoder_of(oracle, mixed)).step({"a": prompt})["a"]
 
-    assert torch.equal(ours, expected)
+    assert torch.equal(ours, Stepper(decoder).step({"a": prompt})["a"])
 
 
-def test_only_the_rows_that_are_asked_for_get_logits():
-    from dataclasses import replace
-
+@pytest.mark.parametrize("rows", [[19, 4], [7], []])
+def test_only_the_rows_that_are_asked_for_get_logits(rows):
     _, decoder = both("llama")
+    whole = Stepper(decoder).step({"a": prompt_of(20)})["a"]
     stepper = Stepper(decoder)
-    seen = {}
-    forward = decoder.forward
-    whole = stepper.step({"a": prompt_of(20)})["a"]
+    batch = replace(stepper.batch({"a": prompt_of(20)}), logit_rows=torch.tensor(rows, dtype=torch.long))
 
-    def keep(batch, kv, **options):
-        seen["batch"] = batch
-        return forward(batch, kv, **options)
+    some = decoder.forward(batch, stepper.kv)
 
-    decoder.forward = keep
-    Stepper(decoder).step({"a": prompt_of(20)})
-    some = forward(replace(seen["batch"], logit_rows=torch.tensor([19, 4])), decoder.new_kv(64, 8))
-
-    torch.testing.assert_close(some, whole[[19, 4]], atol=1e-5, rtol=1e-5)
-    assert some.shape == (2, decoder.config.vocab_size)
-
-
-def Decoder_of(oracle: Any, tensors: dict[str, torch.Tensor]) -> Decoder:
-    decoder = build_model(config_json(oracle), DictWeights(tensors))
-    assert isinstance(decoder, Decoder)
-    return decoder
+    assert some.shape == (len(rows), decoder.config.vocab_size)
+    torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)

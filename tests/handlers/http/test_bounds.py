@@ -1,0 +1,113 @@
+"""Everything that comes from outside has a bound, and whoever meets it is told so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from teneral.handlers.http.limits import MAX_HEADER_BYTES, Limits
+
+BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
+
+
+async def test_a_body_beyond_the_limit_is_refused_before_it_is_read(start: Any) -> None:
+    async with start(limits=Limits(max_body_bytes=1000)) as server:
+        answer = await server.request("POST", "/v1/completions", data=b"x" * 1001)
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert (await server.post("/v1/completions", BODY)).status == 200
+
+
+async def test_a_body_that_does_not_tell_its_length_is_bounded_as_well(start: Any) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with start(limits=Limits(max_body_bytes=1000)) as server:
+        answer = await server.request("POST", "/v1/completions", data=endless())
+        assert answer.status == 413
+        assert server.service.admission.body_bytes == 0
+
+
+async def test_bodies_of_all_requests_together_are_bounded(start: Any) -> None:
+    limits = Limits(max_body_bytes=1000, max_body_bytes_in_flight=1500)
+    large = {**BODY, "user": "u" * 900}
+    async with start(loaded=False, limits=limits) as server:
+        first = asyncio.create_task(server.post("/v1/completions", large))
+        await server.eventually(lambda: server.service.admission.body_bytes > 900)
+        refused = await server.post("/v1/completions", large)
+        assert refused.status == 429
+        server.instance.let_in()
+        assert (await first).status == 200
+        await server.eventually(lambda: server.service.admission.body_bytes == 0)
+        assert (await server.post("/v1/completions", large)).status == 200
+
+
+async def test_a_body_that_does_not_arrive_is_not_waited_for_for_ever(start: Any) -> None:
+    async def stalling() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(60)
+
+    async with start(limits=Limits(body_timeout_s=0.05)) as server:
+        assert (await server.request("POST", "/v1/completions", data=stalling())).status == 408
+
+
+async def test_a_compressed_body_is_refused_not_unpacked(start: Any) -> None:
+    async with start() as server:
+        answer = await server.request(
+            "POST", "/v1/completions", data=b"\x1f\x8b", headers={"Content-Encoding": "gzip"}
+        )
+        assert (answer.status, answer.error["code"]) == (415, "unsupported_encoding")
+
+
+async def test_headers_are_bounded(start: Any) -> None:
+    async with start() as server:
+        assert (await server.get("/livez", headers={"x-large": "x" * (MAX_HEADER_BYTES + 1)})).status == 400
+
+
+async def test_sequences_of_one_request_are_bounded_over_all_prompts(start: Any) -> None:
+    async with start(limits=Limits(max_sequences=8)) as server:
+        refused = await server.post("/v1/completions", {**BODY, "prompt": ["a", "b", "c"], "n": 3})
+        assert (refused.status, refused.error["param"]) == (400, "n")
+        refused = await server.post("/v1/completions", {**BODY, "prompt": ["a"] * 9})
+        assert (refused.status, refused.error["param"]) == (400, "prompt")
+
+
+async def test_requests_in_work_are_bounded(start: Any) -> None:
+    async with start(loaded=False, limits=Limits(max_in_flight=2)) as server:
+        waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(2)]
+        await server.eventually(lambda: len(server.service.in_flight) == 2)
+        assert (await server.post("/v1/completions", BODY)).status == 429
+        assert (await server.get("/livez")).status == 200  # probes are always let in
+        server.instance.let_in()
+        assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_sequences_beyond_what_the_engine_takes_are_refused_at_once(start: Any) -> None:
+    async with start(max_running=2, max_queued=2) as server:
+        server.instance.model.hold()
+        taken = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(4)]
+        await server.eventually(lambda: server.running() + server.queued() == 4)
+        refused = await server.post("/v1/completions", BODY)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["Retry-After"]) >= 1
+        server.instance.model.release()
+        assert [answer.status for answer in await asyncio.gather(*taken)] == [200] * 4
+        assert (await server.post("/v1/completions", BODY)).status == 200
+
+
+async def test_a_request_that_takes_too_long_is_ended(start: Any) -> None:
+    async with start(limits=Limits(request_timeout_s=0.1)) as server:
+        server.instance.model.step_s = 0.02
+        answer = await server.post("/v1/completions", {**BODY, "max_tokens": 400})
+        assert (answer.status, answer.error["code"]) == (504, "request_timeout")
+        await server.eventually(lambda: server.running() == 0)
+
+
+async def test_waiting_for_weights_does_not_count_as_taking_too_long(start: Any) -> None:
+    async with start(loaded=False, limits=Limits(request_timeout_s=1.0)) as server:
+        waiting = asyncio.create_task(server.post("/v1/completions", BODY))
+        await server.eventually(lambda: server.service.admission.num_waiting == 1)
+        await asyncio.sleep(1.2)
+        server.instance.let_in()
+        assert (await waiting).status == 200

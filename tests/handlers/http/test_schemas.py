@@ -1,0 +1,117 @@
+"""Decoding of request bodies: hostile and mistaken ones are refused by name, never with a bug."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from teneral.handlers.http.chat import ChatFormat
+from teneral.handlers.http.completions import CompletionFormat
+from teneral.handlers.http.parameters import for_choice, sampling
+from teneral.handlers.http.prompts import split_prompt
+from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder, EmbeddingBody
+from teneral.runtime.errors import RequestError
+from teneral.runtime.requests import SamplingParams
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def refusal(kind: type, body: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        Decoder(kind).decode(msgspec.json.encode(body))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionBody, {}, "prompt"),
+        (CompletionBody, {"prompt": 5}, "prompt"),
+        (CompletionBody, {"prompt": [1, [2, "x"]]}, "prompt[1][1]"),
+        (CompletionBody, {"prompt": "x", "n": "1"}, "n"),
+        (CompletionBody, {"prompt": "x", "n": True}, "n"),
+        (CompletionBody, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        (CompletionBody, {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias[...]"),
+        (
+            CompletionBody,
+            {"prompt": "x", "stream_options": {"include_usage": "yes"}},
+            "stream_options.include_usage",
+        ),
+        (CompletionBody, {"prompt": "x", "teneral": {"x": 1}}, "teneral.x"),
+        (ChatBody, {"messages": [{"role": "user", "content": "x"}, {"role": 1}]}, "messages[1].role"),
+        (ChatBody, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (EmbeddingBody, {"input": {}}, "input"),
+        (EmbeddingBody, {"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        (CompletionBody, [], ""),
+    ],
+)
+def test_a_wrong_type_is_refused_with_the_way_to_it(kind: type, body: Any, param: str) -> None:
+    error = refusal(kind, body)
+    assert error.param == param
+    assert "$" not in error.message
+
+
+def test_an_error_does_not_repeat_all_of_a_hostile_value() -> None:
+    error = refusal(ChatBody, {"messages": [{"role": "x" * 100_000}]})
+    assert len(error.message) < 1000
+
+
+FIELDS = sorted(
+    {field.name for field in msgspec.structs.fields(ChatBody)} | set(CompletionBody.__struct_fields__)
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=6), JSON)
+def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any], value: Any) -> None:
+    for kind, fmt, required in (
+        (ChatBody, ChatFormat, {"messages": [{"role": "user", "content": "x"}]}),
+        (CompletionBody, CompletionFormat, {"prompt": "x"}),
+    ):
+        for body in ({**required, **fields}, fields, value):
+            try:
+                decoded = Decoder(kind).decode(msgspec.json.encode(body))
+                made = fmt(decoded, model="m", max_sequences=8)
+            except RequestError:
+                continue
+            assert 1 <= made.num_sequences <= 8
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_either_a_request_or_refused(data: bytes) -> None:
+    try:
+        body = Decoder(EmbeddingBody).decode(data)
+    except RequestError:
+        return
+    assert body.input is not None
+
+
+def test_a_prompt_is_sorted_out_by_its_items() -> None:
+    assert split_prompt("a", param="p", max_prompts=3) == ["a"]
+    assert split_prompt(["a", "b"], param="p", max_prompts=3) == ["a", "b"]
+    assert split_prompt([1, 2], param="p", max_prompts=3) == [[1, 2]]
+    assert split_prompt([[1], [2]], param="p", max_prompts=3) == [[1], [2]]
+    assert split_prompt([1] * 100, param="p", max_prompts=3) == [[1] * 100]  # tokens, not prompts
+
+
+@given(st.integers(min_value=-(1 << 63), max_value=(1 << 63) - 1), st.integers(min_value=0, max_value=127))
+def test_every_choice_has_a_seed_of_its_own_within_range(seed: int, choice: int) -> None:
+    params = SamplingParams(seed=seed, temperature=0.5)
+    own = for_choice(params, choice)
+    assert own.temperature == 0.5
+    assert (own.seed == seed) == (choice == 0)
+
+
+def test_what_is_not_said_is_openais_default() -> None:
+    assert sampling(CompletionBody(prompt="x")) == SamplingParams()

@@ -1,0 +1,132 @@
+"""Opening what stands at an address, and pinning it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.checkpoints import SMALL_FILES, llama_contents, model_store
+
+from teneral.loader.artifact import find_file, is_artifact, open_artifact, read_file, split_pin
+from teneral.loader.errors import (
+    ChangedError,
+    FormatError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    UsageError,
+)
+from teneral.loader.pack import pack
+from teneral.loader.sources.memory import MemoryStore
+
+
+@pytest.fixture(scope="module")
+def artifact() -> MemoryStore:
+    store = MemoryStore(label="artifact")
+    pack(model_store(llama_contents()), store)
+    return store
+
+
+def copy_of(store: MemoryStore) -> MemoryStore:
+    return MemoryStore({info.name: store.read(info.name, max_bytes=1 << 30)[0] for info in store.list()})
+
+
+@given(
+    st.binary(min_size=32, max_size=32), st.sampled_from(["s3://b/m", "./a@b", "https://h/x@b3y", "@b3:x/y"])
+)
+def test_a_pin_is_split_off_an_address(digest: bytes, address: str) -> None:
+    assert split_pin(f"{address}@b3:{digest.hex()}") == (address, digest)
+    assert split_pin(f"{address}@b3:{digest.hex().upper()}") == (address, digest)
+
+
+@pytest.mark.parametrize("address", ["", "s3://bucket/model", "user@host", "a@b4:00", "b3:" + "0" * 64])
+def test_an_address_without_a_pin_stays_as_it_is(address: str) -> None:
+    assert split_pin(address) == (address, None)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["m@b3:", "m@b3:12", "m@b3:" + "0" * 63, "m@b3:" + "0" * 65, "m@b3:" + "g" * 64, "@b3:" + "0" * 64],
+)
+def test_half_a_pin_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="whole pin") as caught:
+        split_pin(address)
+    assert "teneral inspect" in caught.value.hint
+
+
+def test_an_artifact_is_opened_by_its_manifest(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    assert is_artifact(artifact)
+    assert manifest.digest is not None
+    assert open_artifact(artifact, digest=manifest.digest) == manifest
+
+
+def test_plain_safetensors_are_opened_alike() -> None:
+    store = model_store(llama_contents())
+    manifest = open_artifact(store)
+    assert not is_artifact(store)
+    assert manifest.digest is None
+    assert set(manifest.by_name) == set(llama_contents())
+
+
+def test_a_replaced_artifact_is_refused_by_its_pin(artifact: MemoryStore) -> None:
+    pinned = open_artifact(artifact).digest
+    other = MemoryStore()
+    pack(model_store(llama_contents(num_layers=1)), other)
+    with pytest.raises(IntegrityError, match="pinned") as caught:
+        open_artifact(other, digest=pinned)
+    assert caught.value.expected == pinned.hex()
+
+
+def test_a_pin_is_never_satisfied_by_plain_safetensors() -> None:
+    with pytest.raises(NotFoundError, match="has no manifest") as caught:
+        open_artifact(model_store(llama_contents()), digest=bytes(32))
+    assert "remove the pin" in caught.value.hint
+
+
+def test_a_truncated_manifest_is_an_error_and_not_a_fallback() -> None:
+    store = model_store(llama_contents())
+    store.put("manifest.json", b'{"format": "teneral"')
+    with pytest.raises(ManifestError):
+        open_artifact(store)
+
+
+def test_files_are_read_and_checked(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    assert read_file(artifact, manifest, "1_Pooling/config.json") == SMALL_FILES["1_Pooling/config.json"]
+    assert find_file(manifest, "config.json").size_bytes == len(SMALL_FILES["config.json"])
+    assert find_file(manifest, "absent.json") is None
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"model_type": "other"}', b""])
+def test_a_file_with_other_bytes_is_refused(artifact: MemoryStore, content: bytes) -> None:
+    store = copy_of(artifact)
+    manifest = open_artifact(store)
+    store.put(find_file(manifest, "config.json").path, content)
+    with pytest.raises(IntegrityError, match=r"config\.json is damaged") as caught:
+        read_file(store, manifest, "config.json")
+    assert caught.value.got != caught.value.expected
+
+
+def test_a_file_that_is_not_in_the_manifest_is_not_found_even_if_it_is_there(artifact: MemoryStore) -> None:
+    store = copy_of(artifact)
+    store.put("extra.json", b"{}")
+    with pytest.raises(NotFoundError, match=r"no file extra\.json"):
+        read_file(store, open_artifact(store), "extra.json")
+
+
+def test_a_plain_file_that_changed_its_size_is_noticed() -> None:
+    store = model_store(llama_contents())
+    manifest = open_artifact(store)
+    assert read_file(store, manifest, "config.json") == SMALL_FILES["config.json"]
+    store.put("config.json", b"{}")
+    with pytest.raises(ChangedError, match="had 23 bytes and has 2 now"):
+        read_file(store, manifest, "config.json")
+
+
+def test_a_file_that_swelled_is_not_read(artifact: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from teneral.loader import artifact as module
+
+    monkeypatch.setattr(module, "MAX_SMALL_FILE_BYTES", 10)
+    with pytest.raises(FormatError, match="allowed"):
+        read_file(artifact, open_artifact(artifact), "config.json")

@@ -1,0 +1,83 @@
+"""What `inspect` says, as a value and as a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.support.checkpoints import llama_contents, model_store, random_content
+
+from teneral.loader.artifact import open_artifact
+from teneral.loader.inspect import describe, render_table
+from teneral.loader.manifest import Tier
+from teneral.loader.pack import pack
+from teneral.loader.sources.memory import MemoryStore
+
+
+@pytest.fixture(scope="module")
+def artifact() -> MemoryStore:
+    store = MemoryStore(label="models/tiny")
+    pack(model_store(llama_contents(tied=True, hidden=128), metadata={"format": "pt"}), store)
+    return store
+
+
+def test_the_value_is_json_and_its_sums_agree(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    value = describe(manifest, artifact.url)
+    assert json.loads(json.dumps(value)) == value
+    totals = value["totals"]
+    assert totals["draft_bytes"] == manifest.stored_bytes(Tier.DRAFT)
+    assert totals["refine_bytes"] == manifest.stored_bytes(Tier.REFINE)
+    assert totals["stored_bytes"] == totals["draft_bytes"] + totals["refine_bytes"]
+    for key in ("tensors", "elements", "raw_bytes", "stored_bytes"):
+        assert totals[key] == sum(group[key] for group in value["groups"])
+    assert totals["stored_bytes"] == sum(blob["bytes"] for blob in value["blobs"])
+    assert totals["raw_bytes"] == 2 * totals["elements"]
+    assert 0.6 < totals["stored_ratio"] < 0.7
+
+
+def test_the_value_names_what_identifies_the_artifact(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    value = describe(manifest, artifact.url)
+    assert value["pin"] == f"memory://models/tiny@b3:{manifest.digest.hex()}"
+    assert value["format"] == "teneral 1"
+    assert value["generator"].startswith("teneral ")
+    assert value["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert value["metadata"] == {"format": "pt"}
+    assert [file["name"] for file in value["files"]] == [
+        "config.json",
+        "tokenizer.json",
+        "1_Pooling/config.json",
+    ]
+    assert all(len(file["digest"]) == 64 for file in value["files"])
+
+
+def test_the_table_has_a_row_for_each_group_between_header_and_total(artifact: MemoryStore) -> None:
+    table = render_table(describe(open_artifact(artifact), artifact.url))
+    header, _, body = table.partition("\n\n")
+    assert "artifact  memory://models/tiny" in header
+    assert "digest    b3:" in header
+    assert "tied      lm_head.weight = model.embed_tokens.weight" in header
+    rows = [line.split()[0] for line in body.splitlines() if line[0].isalpha()]
+    assert rows == ["group", "embed", "layers.0", "layers.1", "head", "total"]
+    assert "stored/raw" in body
+    assert len({len(line) for line in body.splitlines()}) == 1
+
+
+def test_plain_safetensors_are_shown_without_tiers() -> None:
+    store = model_store(llama_contents())
+    value = describe(open_artifact(store), store.url)
+    assert value["digest"] is None
+    assert value["pin"] is None
+    assert value["totals"]["stored_ratio"] == 1.0
+    table = render_table(value)
+    assert "plain safetensors, not packed" in table
+    assert "draft" not in table
+
+
+def test_a_model_of_empty_tensors_has_no_ratio() -> None:
+    store = MemoryStore()
+    pack(model_store({"e": random_content("F32", (0, 3))}), store)
+    value = describe(open_artifact(store), store.url)
+    assert value["totals"]["stored_ratio"] is None
+    assert "–" in render_table(value)

@@ -1,0 +1,365 @@
+"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+from teneral.loader.errors import (
+    AlreadyExistsError,
+    ChangedError,
+    FormatError,
+    NotFoundError,
+    SourceClosedError,
+    SourceError,
+    UsageError,
+)
+from teneral.loader.sources.base import Source, SourceOptions, Store
+from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.http import HttpSource
+from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.sources.s3 import S3Store
+from tests.support.store_server import StoreServer
+
+DATA = bytes(range(256)) * 1200  # 300 KiB: more than arrives along with a head
+NAMES = ("blobs/a b+c.bin", "blobs/empty", "blobs/ü-名.bin", "config.json")
+BUCKET, PREFIX = "models", "team/a model"
+
+
+@dataclass
+class Place:
+    """Somewhere that holds objects: `store` writes into it, `open` gives new sources on it."""
+
+    store: Store
+    open: Callable[[], Source]
+    can_list: bool = True
+
+
+def fill(store: Store) -> None:
+    for name in NAMES:
+        store.put(name, b"" if name.endswith("empty") else DATA)
+
+
+@contextmanager
+def memory_place(folder: Path) -> Iterator[Place]:
+    store = MemoryStore()
+    yield Place(store, store.reopen)
+
+
+@contextmanager
+def file_place(folder: Path) -> Iterator[Place]:
+    yield Place(FileStore(folder / "not yet" / "there"), lambda: FileStore(folder / "not yet" / "there"))
+
+
+@contextmanager
+def s3_place(folder: Path) -> Iterator[Place]:
+    with StoreServer(folder) as server:
+        server.objects.make_bucket(BUCKET)
+        options = SourceOptions(endpoint_url=server.url)
+        url = f"s3://{BUCKET}/{PREFIX}"
+        store = S3Store(url, options)
+        yield Place(store, lambda: S3Store(url, options))
+        store.close()
+
+
+@contextmanager
+def http_place(folder: Path) -> Iterator[Place]:
+    with StoreServer(folder) as server:
+        server.objects.make_bucket(BUCKET)
+        store = S3Store(f"s3://{BUCKET}/{PREFIX}", SourceOptions(endpoint_url=server.url))
+        yield Place(store, lambda: HttpSource(f"{server.url}/{BUCKET}/{PREFIX}/"), can_list=False)
+        store.close()
+
+
+@contextmanager
+def moto_place(folder: Path) -> Iterator[Place]:
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint_url = f"http://{host}:{port}"
+    client = boto3.client("s3", endpoint_url=endpoint_url, region_name="us-east-1")
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+    options = SourceOptions(endpoint_url=endpoint_url, max_attempts=1)
+    store = S3Store(f"s3://{BUCKET}/{PREFIX}", options)
+    yield Place(store, lambda: S3Store(f"s3://{BUCKET}/{PREFIX}", options))
+    store.close()
+    server.stop()
+
+
+PLACES = {
+    "memory": memory_place,
+    "file": file_place,
+    "http": http_place,
+    "s3": s3_place,
+    "moto": moto_place,
+}
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, s3_environment: None
+) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
+        fill(made.store)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def s3_environment() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (
+            "AWS_PROFILE",
+            "AWS_REGION",
+            "AWS_SESSION_TOKEN",
+            "AWS_ENDPOINT_URL",
+            "AWS_ENDPOINT_URL_S3",
+        ):
+            patch.delenv(name, raising=False)
+        patch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
+
+
+@pytest.fixture
+def source(place: Place) -> Iterator[Source]:
+    opened = place.open()
+    yield opened
+    opened.close()
+
+
+# Reading
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stat_and_read_agree_on_size_and_version(source: Source, name: str) -> None:
+    data, info = source.read(name, max_bytes=len(DATA))
+    assert data == (b"" if name.endswith("empty") else DATA)
+    assert info == source.stat(name)
+    assert (info.name, info.size_bytes) == (name, len(data))
+    assert info.version
+
+
+@pytest.mark.parametrize(
+    ("start", "size"), [(0, 1), (0, len(DATA)), (17, 100_000), (len(DATA) - 1, 1), (5, 0)]
+)
+def test_a_range_lands_in_the_buffer_and_nowhere_else(source: Source, start: int, size: int) -> None:
+    memory = bytearray(b"\xee" * (size + 20))
+    source.read_into("config.json", start, memoryview(memory)[10 : 10 + size])
+    assert memory == b"\xee" * 10 + DATA[start : start + size] + b"\xee" * 10
+
+
+def test_many_threads_read_at_once(source: Source) -> None:
+    size, results = 30_000, {}
+
+    def read(start: int) -> None:
+        buffer = bytearray(size)
+        source.read_into("blobs/a b+c.bin", start, memoryview(buffer))
+        results[start] = bytes(buffer)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(0, len(DATA) - size, size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {start: DATA[start : start + size] for start in range(0, len(DATA) - size, size)}
+
+
+def test_a_read_only_buffer_is_a_callers_bug(source: Source) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        source.read_into("config.json", 0, memoryview(b"12345"))
+
+
+def test_a_missing_object_is_named(source: Source) -> None:
+    for ask in (
+        lambda: source.stat("blobs/none"),
+        lambda: source.read("blobs/none", max_bytes=10),
+        lambda: source.read_into("blobs/none", 0, memoryview(bytearray(4))),
+    ):
+        with pytest.raises(NotFoundError, match="blobs/none") as caught:
+            ask()
+        assert (caught.value.name, caught.value.source) == ("blobs/none", source.url)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "blobs//x", "a\0b", "", ".", "blobs/"])
+def test_a_name_that_climbs_out_is_refused_before_anything_is_asked(source: Source, name: str) -> None:
+    for ask in (
+        lambda: source.stat(name),
+        lambda: source.read(name, max_bytes=10),
+        lambda: source.read_into(name, 0, memoryview(bytearray(4))),
+    ):
+        with pytest.raises(UsageError, match="not a usable object name"):
+            ask()
+
+
+def test_an_object_larger_than_allowed_is_not_read(source: Source) -> None:
+    with pytest.raises(FormatError, match=r"config\.json") as caught:
+        source.read("config.json", max_bytes=len(DATA) - 1)
+    assert caught.value.where == "config.json"
+
+
+@pytest.mark.parametrize("start", [len(DATA) - 4, len(DATA), len(DATA) + 1000])
+def test_a_range_beyond_the_end_says_that_the_object_is_shorter(source: Source, start: int) -> None:
+    with pytest.raises(ChangedError, match=r"config\.json"):
+        source.read_into("config.json", start, memoryview(bytearray(8)))
+
+
+def test_the_expected_version_is_read(source: Source) -> None:
+    buffer = bytearray(8)
+    source.read_into("config.json", 3, memoryview(buffer), version=source.stat("config.json").version)
+    assert buffer == DATA[3:11]
+
+
+def test_a_replaced_object_is_noticed(place: Place, source: Source) -> None:
+    place.store.put("replaced.bin", b"old content")
+    version = source.stat("replaced.bin").version
+    place.store.put("replaced.bin", b"new content")
+    with pytest.raises(ChangedError, match=r"replaced\.bin"):
+        source.read_into("replaced.bin", 0, memoryview(bytearray(4)), version=version)
+    place.store.delete("replaced.bin")
+
+
+def test_a_closed_source_reads_no_more(place: Place) -> None:
+    source = place.open()
+    source.stat("config.json")
+    source.close()
+    source.close()
+    for ask in (
+        lambda: source.stat("config.json"),
+        lambda: source.read("config.json", max_bytes=10),
+        lambda: source.read_into("config.json", 0, memoryview(bytearray(4))),
+    ):
+        with pytest.raises(SourceClosedError):
+            ask()
+
+
+# Listing
+
+
+def test_objects_are_listed_in_name_order(place: Place, source: Source) -> None:
+    if not place.can_list:
+        with pytest.raises(UsageError, match="cannot be listed"):
+            source.list()
+        return
+    assert [info.name for info in source.list()] == sorted(NAMES)
+    assert list(source.list("blobs/")) == [source.stat(name) for name in sorted(NAMES)[:3]]
+    assert [info.name for info in source.list("conf")] == ["config.json"]
+    assert list(source.list("nothing/like/it")) == []
+
+
+# Writing
+
+
+def test_a_streamed_object_appears_when_it_is_committed(place: Place, source: Source) -> None:
+    with place.store.create("new/streamed.bin") as writer:
+        piece = bytearray(b"abc")
+        writer.write(piece)
+        piece[:] = b"xyz"  # the writer has taken what it needs
+        with pytest.raises(NotFoundError):
+            source.stat("new/streamed.bin")
+        writer.write(memoryview(b"def"))
+        info = writer.commit()
+    assert source.read("new/streamed.bin", max_bytes=10) == (b"abcdef", info)
+    place.store.delete("new/streamed.bin")
+
+
+def test_an_aborted_object_never_appears(place: Place, source: Source) -> None:
+    writer = place.store.create("new/aborted.bin")
+    writer.write(b"abc")
+    writer.abort()
+    writer.abort()
+    with pytest.raises(ValueError, match="aborted"):
+        writer.write(b"more")
+    with pytest.raises(RuntimeError, match="on the way"), place.store.create("new/failed.bin") as failing:
+        failing.write(b"abc")
+        raise RuntimeError("on the way")
+    for name in ("new/aborted.bin", "new/failed.bin"):
+        with pytest.raises(NotFoundError):
+            source.stat(name)
+
+
+def test_a_committed_object_survives_a_late_abort(place: Place, source: Source) -> None:
+    writer = place.store.create("new/kept.bin")
+    writer.write(b"abc")
+    info = writer.commit()
+    writer.abort()
+    assert writer.commit() == info
+    assert source.read("new/kept.bin", max_bytes=3)[0] == b"abc"
+    place.store.delete("new/kept.bin")
+
+
+def test_creating_again_replaces_the_object(place: Place, source: Source) -> None:
+    for content in (b"first", b"second"):
+        with place.store.create("new/twice.bin") as writer:
+            writer.write(content)
+    assert source.read("new/twice.bin", max_bytes=10)[0] == b"second"
+    place.store.delete("new/twice.bin")
+
+
+def test_a_put_that_must_not_replace_does_not(place: Place, source: Source) -> None:
+    info = place.store.put("new/once.json", b"first", if_absent=True)
+    with pytest.raises(AlreadyExistsError, match=r"once\.json"):
+        place.store.put("new/once.json", b"second", if_absent=True)
+    assert source.read("new/once.json", max_bytes=10) == (b"first", info)
+    place.store.delete("new/once.json")
+
+
+def test_a_put_replaces_only_the_version_that_it_expects(place: Place, source: Source) -> None:
+    first = place.store.put("new/manifest.json", b"first")
+    second = place.store.put("new/manifest.json", b"second", if_version=first.version)
+    with pytest.raises(AlreadyExistsError, match=r"manifest\.json"):
+        place.store.put("new/manifest.json", b"third", if_version=first.version)
+    assert source.read("new/manifest.json", max_bytes=10) == (b"second", second)
+    place.store.delete("new/manifest.json")
+    with pytest.raises(AlreadyExistsError):
+        place.store.put("new/manifest.json", b"fourth", if_version=second.version)
+    with pytest.raises(NotFoundError):
+        source.stat("new/manifest.json")
+
+
+def test_deleting_twice_is_fine(place: Place, source: Source) -> None:
+    place.store.put("new/short-lived", b"x")
+    place.store.delete("new/short-lived")
+    place.store.delete("new/short-lived")
+    with pytest.raises(NotFoundError):
+        source.stat("new/short-lived")
+
+
+def test_names_are_checked_before_writing(place: Place) -> None:
+    for ask in (
+        lambda: place.store.put("../up", b"x"),
+        lambda: place.store.create("/up"),
+        lambda: place.store.delete("a/../../up"),
+    ):
+        with pytest.raises(UsageError):
+            ask()
+
+
+def test_a_closed_store_writes_no_more(place: Place) -> None:
+    closed = place.open()
+    closed.close()
+    if not hasattr(closed, "put"):
+        pytest.skip("this kind of source is never written to")
+    for ask in (
+        lambda: closed.put("late", b"x"),
+        lambda: closed.create("late"),
+        lambda: closed.delete("late"),
+    ):
+        with pytest.raises(SourceClosedError):
+            ask()
+
+
+def test_every_error_is_a_source_error_with_an_address(source: Source) -> None:
+    with pytest.raises(SourceError) as caught:
+        source.stat("none")
+    assert caught.value.source == source.url
+    assert source.url.endswith(("objects", "there", "model", "a%20model"))

@@ -1,0 +1,169 @@
+"""Verification: an intact artifact is called intact, and of a damaged one every bad part is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from blake3 import blake3
+from tests.support.checkpoints import llama_contents, model_store
+
+from teneral.loader import layout
+from teneral.loader.artifact import open_artifact
+from teneral.loader.errors import (
+    AccessDeniedError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    UnavailableError,
+)
+from teneral.loader.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
+from teneral.loader.manifest_json import dump_manifest
+from teneral.loader.pack import pack
+from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.verify import verify
+
+
+@pytest.fixture
+def artifact(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """One with many small parts."""
+    monkeypatch.setattr(layout, "MAX_PART_ELEMENTS", FRAME_ELEMENTS)
+    store = MemoryStore(label="models/small")
+    pack(model_store(llama_contents(hidden=256)), store, threads=2)
+    return store
+
+
+def overwrite(store: MemoryStore, name: str, offset: int, data: bytes) -> None:
+    content = bytearray(store.read(name, max_bytes=1 << 30)[0])
+    content[offset : offset + len(data)] = data
+    store.put(name, bytes(content))
+
+
+def flip_bit(store: MemoryStore, manifest: Manifest, part_index: int, offset: int) -> None:
+    part = manifest.parts[part_index]
+    name = manifest.blobs[part.blob].name
+    place = part.offset_bytes + offset % part.size_bytes
+    (byte,) = store.read(name, max_bytes=1 << 30)[0][place : place + 1]
+    overwrite(store, name, place, bytes([byte ^ 4]))
+
+
+def test_an_intact_artifact_is_intact(artifact: MemoryStore) -> None:
+    report = verify(artifact, threads=3)
+    manifest = open_artifact(artifact)
+    assert report.ok
+    assert report.problems == ()
+    assert (report.num_parts, report.num_files) == (len(manifest.parts), 3)
+    assert report.digest == manifest.digest
+    assert report.render().splitlines()[0].startswith(f"intact: {report.num_parts} parts and 3 files")
+    assert f"memory://models/small@b3:{report.digest.hex()}" in report.render()
+
+
+def test_every_damaged_part_is_named_with_its_place(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    last = len(manifest.parts) - 1
+    for index in (0, 3, last):
+        flip_bit(artifact, manifest, index, 12345)
+    report = verify(artifact)
+    assert not report.ok
+    assert [problem.part for problem in report.problems] == [manifest.parts[index] for index in (0, 3, last)]
+    bad = report.problems[2]
+    assert bad.part.tier is Tier.REFINE
+    begin, end = bad.part.offset_bytes, bad.part.offset_bytes + bad.part.size_bytes
+    blob = manifest.blobs[bad.part.blob].name
+    group = manifest.groups[bad.part.group].name
+    assert f"part {last} ({group} refine, bytes [{begin}, {end}) of {blob})" in report.render()
+    assert report.render().startswith("damaged: 3 of ")
+
+
+def test_a_truncated_blob_is_named_and_so_are_the_parts_that_it_lacks(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    part = manifest.parts[2]
+    name = manifest.blobs[part.blob].name
+    cut = part.offset_bytes + part.size_bytes - 1
+    artifact.put(name, artifact.read(name, max_bytes=1 << 30)[0][:cut])
+    report = verify(artifact)
+    lacking = [one for one in manifest.parts[2:] if one.blob == part.blob]
+    assert report.problems[0].where == f"blob {name}"
+    assert f"it has {cut} bytes" in report.problems[0].message
+    assert [problem.part for problem in report.problems[1:]] == lacking
+
+
+def test_a_missing_blob_shows_with_each_of_its_parts(artifact: MemoryStore) -> None:
+    manifest = open_artifact(artifact)
+    refine = next(blob.name for blob in manifest.blobs if "refine" in blob.name)
+    artifact.delete(refine)
+    report = verify(artifact)
+    assert [problem.part for problem in report.problems] == [
+        part for part in manifest.parts if part.tier is Tier.REFINE
+    ]
+    assert refine in report.problems[0].message
+
+
+def test_a_damaged_and_a_missing_file_are_named(artifact: MemoryStore) -> None:
+    paths = {file.name: file.path for file in open_artifact(artifact).files}
+    overwrite(artifact, paths["tokenizer.json"], 0, b"[")
+    artifact.delete(paths["config.json"])
+    where = [problem.where for problem in verify(artifact).problems]
+    assert where == [f"file {name} ({paths[name]})" for name in ("config.json", "tokenizer.json")]
+
+
+def test_bytes_that_match_their_digest_but_do_not_decode_are_found(artifact: MemoryStore) -> None:
+    """What a writer's bug would leave: everything is as the writer stored it, but no reader can use it."""
+    manifest = open_artifact(artifact)
+    part = next(
+        part for part in manifest.parts if any(plane.codec is Codec.ZSTD for plane in part.segments[0].planes)
+    )
+    blob = manifest.blobs[part.blob].name
+    flip = bytearray(artifact.read(blob, max_bytes=1 << 30)[0])
+    flip[part.offset_bytes] ^= 0xFF  # the first frame's magic number
+    artifact.put(blob, bytes(flip))
+    stored = bytes(flip[part.offset_bytes : part.offset_bytes + part.size_bytes])
+    parts = list(manifest.parts)
+    parts[part.index] = replace(part, digest=blake3(stored).digest())
+    artifact.put("manifest.json", dump_manifest(replace(manifest, parts=tuple(parts))))
+    (problem,) = verify(artifact).problems
+    assert problem.part.index == part.index
+    assert "zstd frame" in problem.message
+
+
+def test_a_damaged_manifest_is_an_error_of_its_own(artifact: MemoryStore) -> None:
+    data = artifact.read("manifest.json", max_bytes=1 << 30)[0]
+    artifact.put("manifest.json", data[:-10])
+    with pytest.raises(ManifestError):
+        verify(artifact)
+
+
+def test_another_manifest_than_the_pinned_one_is_refused(artifact: MemoryStore) -> None:
+    with pytest.raises(IntegrityError, match="pinned"):
+        verify(artifact, digest=bytes(32))
+
+
+@pytest.mark.parametrize("error", [UnavailableError("no network"), AccessDeniedError("no permission")])
+def test_a_store_that_does_not_answer_is_not_called_damaged(artifact: MemoryStore, error: Exception) -> None:
+    class Gone(MemoryStore):
+        def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+            raise error
+
+    store = Gone({info.name: artifact.read(info.name, max_bytes=1 << 30)[0] for info in artifact.list()})
+    with pytest.raises(type(error)):
+        verify(store)
+
+
+def test_plain_safetensors_are_only_called_readable() -> None:
+    report = verify(model_store(llama_contents()))
+    assert report.ok
+    assert report.digest is None
+    assert "readable" in report.render()
+    assert "no digests" in report.render()
+
+
+def test_nothing_at_all_is_not_found() -> None:
+    with pytest.raises(NotFoundError):
+        verify(MemoryStore())
+
+
+def test_progress_rises_to_all_that_is_stored(artifact: MemoryStore) -> None:
+    seen: list[int] = []
+    report = verify(artifact, progress=lambda progress: seen.append(progress.done_bytes))
+    assert seen == sorted(seen)
+    assert seen[-1] == report.read_bytes

@@ -1,0 +1,125 @@
+"""A model whose weights do not fit its config.json is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.decoding import Stepper, prompt_of
+from tests.support.tiny_models import DECODERS, ENCODERS, FAMILIES, config_json, tensors_of, tiny_model
+
+from teneral.runtime.errors import ModelError
+from teneral.runtime.models.build import build_model
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.models.encoder import Encoder
+from teneral.runtime.weights import DictWeights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_built_as_what_it_is(family):
+    model = tiny_model(family)
+
+    built = build_model(config_json(model), DictWeights(tensors_of(model)))
+
+    assert isinstance(built, Decoder if family in DECODERS else Encoder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_single_missing_tensor_is_named(family):
+    model = tiny_model(family, num_hidden_layers=1)
+    tensors = tensors_of(model)
+    needed = [name for name in tensors if "pooler" not in name and "position_ids" not in name]
+    assert len(needed) > 10
+    for name in needed:
+        rest = {other: tensor for other, tensor in tensors.items() if other != name}
+        with pytest.raises(ModelError) as caught:
+            build_model(config_json(model), DictWeights(rest))
+        assert name.rsplit(".", 1)[0] in caught.value.message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_single_misshapen_tensor_is_named(family):
+    model = tiny_model(family, num_hidden_layers=1)
+    tensors = tensors_of(model)
+    for name, tensor in tensors.items():
+        if "pooler" in name or "position_ids" in name:
+            continue
+        with pytest.raises(ModelError, match=r"config\.json asks for") as caught:
+            build_model(config_json(model), DictWeights({**tensors, name: tensor[1:].clone()}))
+        assert name in caught.value.message
+
+
+def test_more_layers_in_the_config_than_in_the_weights_is_an_error():
+    model = tiny_model("llama", num_hidden_layers=2)
+
+    with pytest.raises(ModelError, match=r"model\.layers\.2\."):
+        build_model({**config_json(model), "num_hidden_layers": 3}, DictWeights(tensors_of(model)))
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
+def test_weights_of_another_kind_than_half_or_single_precision_are_refused(family, dtype):
+    model = tiny_model(family)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(model).items()}
+
+    with pytest.raises(ModelError, match="not computed in") as caught:
+        build_model(config_json(model), DictWeights(tensors))
+    assert "bf16, fp16 or fp32" in caught.value.hint
+
+
+def test_a_matrix_of_another_dtype_than_the_embeddings_is_refused():
+    model = tiny_model("llama")
+    tensors = tensors_of(model)
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    with pytest.raises(ModelError, match="bfloat16, but the model's embeddings are float32") as caught:
+        build_model(config_json(model), DictWeights({**tensors, name: tensors[name].bfloat16()}))
+    assert name in caught.value.message
+
+
+def test_a_head_of_its_own_is_used_unless_the_config_ties_it():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    tensors = tensors_of(model)
+    other_head = {**tensors, "lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}
+    config = config_json(model)
+
+    tied = build_model(config, DictWeights(other_head))
+    untied = build_model({**config, "tie_word_embeddings": False}, DictWeights(other_head))
+
+    assert Stepper(tied).step({"a": prompt_of(4)})["a"].abs().max() > 0
+    assert Stepper(untied).step({"a": prompt_of(4)})["a"].abs().max() == 0
+
+
+def test_a_missing_head_is_an_error_when_the_config_does_not_tie_it():
+    model = tiny_model("llama", tie_word_embeddings=True)
+
+    with pytest.raises(ModelError, match=r"lm_head\.weight"):
+        build_model({**config_json(model), "tie_word_embeddings": False}, DictWeights(tensors_of(model)))
+
+
+def test_names_without_their_usual_prefix_are_found():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    tensors = tensors_of(model)
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    prompt = {"a": prompt_of(7)}
+
+    logits = [
+        Stepper(build_model(config_json(model), DictWeights(named))).step(prompt)["a"]
+        for named in (tensors, bare)
+    ]
+
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_within_a_model_with_a_head_is_found(family):
+    model = tiny_model(family)
+    root = "bert." if family == "bert" else "roberta."
+    tensors = tensors_of(model)
+    wrapped = {root + name: tensor for name, tensor in tensors.items()}
+    config = config_json(model)
+
+    embeddings = [
+        build_model(config, DictWeights(named)).embed([[1, 5, 6, 2]]) for named in (tensors, wrapped)
+    ]
+
+    assert torch.equal(*embeddings)

@@ -1,0 +1,69 @@
+"""The engine over real decoders: in company, chunked and preempted it says what transformers says."""
+
+import pytest
+import torch
+from tests.support.decoding import oracle_greedy
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.toy_decoder import ToyTokenizer
+
+from teneral.runtime.engine import Engine, EngineOptions
+from teneral.runtime.models.build import build_model
+from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams
+from teneral.runtime.weights import DictWeights
+
+NUM_TOKENS = 32
+BLOCK_SIZE = 4
+TIMEOUT_S = 60.0
+PROMPTS = [tuple((number * 37 + index * 11) % 300 for index in range(3 + 9 * number)) for number in range(5)]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request):
+    """(transformers' model, our decoder over the same weights)"""
+    oracle = tiny_model(request.param)
+    return oracle, build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+
+
+def say(decoder, sampling, *, num_blocks, **options):
+    """The tokens of every prompt, run together, and the statistics."""
+    kv_bytes = num_blocks * decoder.kv_block_bytes(BLOCK_SIZE)
+    engine = Engine(
+        decoder,
+        ToyTokenizer(),
+        options=EngineOptions(kv_bytes=kv_bytes, block_size=BLOCK_SIZE, max_context=96, **options),
+    )
+    generations = [
+        engine.submit(GenerationRequest(str(number), prompt, NUM_TOKENS, sampling))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    engine.start()
+    results = [generation.result(TIMEOUT_S) for generation in generations]
+    engine.check_integrity()
+    statistics = engine.statistics()
+    assert engine.stop(TIMEOUT_S)
+    assert statistics.free_blocks == statistics.num_blocks
+    assert {result.finish_reason for result in results} == {FinishReason.LENGTH}
+    return [result.tokens for result in results], statistics
+
+
+def test_greedy_tokens_are_those_of_transformers(model):
+    oracle, decoder = model
+    tokens, _ = say(decoder, SamplingParams(temperature=0), num_blocks=200)
+    with torch.no_grad():
+        expected = [tuple(oracle_greedy(oracle, prompt, NUM_TOKENS)) for prompt in PROMPTS]
+    assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=0), SamplingParams(temperature=0.8, top_p=0.9, seed=11)],
+    ids=["greedy", "seeded"],
+)
+def test_chunks_and_preemption_change_no_token(model, sampling):
+    _, decoder = model
+    roomy, _ = say(decoder, sampling, num_blocks=200)
+    tight, statistics = say(
+        decoder, sampling, num_blocks=26, max_step_tokens=24, max_running=5, max_prefill_tokens=7
+    )
+    assert statistics.preemptions_total > 0
+    assert tight == roomy

@@ -1,0 +1,179 @@
+"""The life of an instance: requests follow the bytes, and what fails, fails once and by name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from teneral.loader.artifact import open_artifact
+from teneral.loader.errors import CheckpointError, NotFoundError, UnavailableError
+from teneral.loader.manifest import Manifest, Tier
+from teneral.loader.pack import pack
+from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.memory import MemoryStore
+from teneral.runtime.config import ServeConfig
+from teneral.runtime.errors import DrainingError, ModelError
+from teneral.runtime.instance import DEFAULT_KV_BYTES, Instance, default_kv_bytes
+from teneral.runtime.requests import GenerationRequest, SamplingParams
+from teneral.runtime.state import State
+
+from tests.support.paced import PacedSource, reads_of
+from tests.support.tiny_models import save_tiny
+
+WAIT_S = 60.0
+CONFIG = ServeConfig(model="memory", kv_bytes=8 << 20, connections=2)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("llama", directory, num_hidden_layers=4)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def packed(checkpoint: Path) -> MemoryStore:
+    store = MemoryStore()
+    pack(FileStore(checkpoint), store)
+    return store
+
+
+@pytest.fixture
+def artifact(packed: MemoryStore) -> MemoryStore:
+    return packed.reopen()
+
+
+def group_reads(manifest: Manifest, name: str) -> Any:
+    group = next(group.index for group in manifest.groups if group.name == name)
+    parts = [part for tier in Tier for part in manifest.parts_of(group, tier)]
+    return reads_of(manifest, *parts)
+
+
+def request(tokens: tuple[int, ...] = (5, 6, 7), max_tokens: int = 8) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="test", prompt_tokens=tokens, max_tokens=max_tokens, sampling=GREEDY, ignore_eos=True
+    )
+
+
+def generate(instance: Instance, **arguments: Any) -> list[int]:
+    engine = instance.engine.result(WAIT_S)
+    generation = engine.submit(request(**arguments))
+    return [token for event in generation.events(WAIT_S) for token in event.tokens]
+
+
+def test_the_first_layer_has_executed_before_the_last_layers_bytes_arrive(
+    artifact: MemoryStore,
+) -> None:
+    manifest = open_artifact(artifact)
+    paced = PacedSource(artifact)
+    last = paced.hold(group_reads(manifest, "layers.3"))
+    with Instance(CONFIG, source=paced) as instance:
+        generation = instance.engine.result(WAIT_S).submit(request())
+        last.wait_reached()
+        span = wait_for_span(instance, "execute", "layers.2")
+        assert span is not None
+        assert instance.timeline.first("execute", "layers.3") is None
+        assert instance.state is State.PARTIAL
+        assert instance.timeline.first("ready", "layers.3 exact") is None
+        last.release()
+        tokens = [token for event in generation.events(WAIT_S) for token in event.tokens]
+    with Instance(CONFIG, source=artifact.reopen()) as whole:
+        assert tokens == generate(whole)
+        assert len(tokens) == 8
+
+
+def wait_for_span(instance: Instance, lane: str, name: str) -> Any:
+    """The span once it is there. The engine writes it from its own thread, so this looks again until the deadline."""
+    deadline = time.monotonic() + WAIT_S
+    while (span := instance.timeline.first(lane, name)) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return span
+
+
+def test_a_plain_checkpoint_gives_the_same_tokens_as_its_artifact(
+    checkpoint: Path, artifact: MemoryStore
+) -> None:
+    with Instance(CONFIG, source=artifact) as packed:
+        expected = generate(packed)
+    with Instance(CONFIG, source=FileStore(checkpoint)) as plain:
+        assert generate(plain) == expected
+
+
+def test_an_instance_says_when_it_is_ready(artifact: MemoryStore) -> None:
+    source = PacedSource(artifact)
+    held = source.hold()
+    with Instance(CONFIG, source=source) as instance:
+        held.wait_reached()
+        assert instance.state in (State.LOADING, State.PARTIAL)
+        held.release()
+        generate(instance)
+        assert instance.state is State.READY
+        assert instance.progress()["fraction"] == 1.0
+        assert instance.kind.result(WAIT_S) == "decoder"
+        assert instance.statistics()["state"] == "ready"
+    assert instance.state is State.DRAINING
+
+
+def test_an_instance_of_an_encoder_embeds_and_refuses_to_generate(tmp_path: Path) -> None:
+    save_tiny("bert", tmp_path)
+    with Instance(CONFIG, source=FileStore(tmp_path)) as instance:
+        embedder = instance.embedder.result(WAIT_S)
+        assert embedder.embed([[5, 6, 7]]).result(WAIT_S).shape[0] == 1
+        assert instance.kind.result(WAIT_S) == "encoder"
+        with pytest.raises(ModelError, match="generates no text"):
+            instance.engine.result(WAIT_S)
+
+
+def test_a_failing_store_fails_the_instance_and_everything_that_waits(artifact: MemoryStore) -> None:
+    source = PacedSource(artifact)
+    manifest = open_artifact(artifact)
+    source.fail(lambda: UnavailableError("the store is gone"), group_reads(manifest, "layers.2"))
+    with Instance(CONFIG, source=source) as instance:
+        failure = instance.ended.result(WAIT_S)
+        assert failure is not None
+        assert "the store is gone" in str(failure)
+        assert instance.state is State.FAILED
+
+
+def test_an_empty_store_is_named_and_every_future_is_answered() -> None:
+    with Instance(CONFIG, source=MemoryStore()) as instance:
+        failure = instance.ended.result(WAIT_S)
+        assert isinstance(failure, NotFoundError | CheckpointError)
+        for future in (instance.tokenizer, instance.engine, instance.embedder, instance.kind):
+            assert future.exception(WAIT_S) is failure
+
+
+def test_a_model_without_config_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    (tmp_path / "config.json").unlink()
+    with Instance(CONFIG, source=FileStore(tmp_path)) as instance:
+        failure = instance.ended.result(WAIT_S)
+    assert isinstance(failure, CheckpointError)
+    assert "config.json" in failure.message
+    assert failure.hint
+
+
+def test_closing_while_weights_are_held_back_ends_at_once(artifact: MemoryStore) -> None:
+    source = PacedSource(artifact)
+    source.hold()
+    instance = Instance(CONFIG, source=source).start()
+    generation = instance.engine.result(WAIT_S).submit(request())
+    instance.close()
+    events = list(generation.events(WAIT_S))
+    assert events[-1].finish_reason is not None
+    assert instance.ended.result(WAIT_S) is None
+    with pytest.raises(DrainingError):
+        instance.engine.result(0).submit(request())
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "free_bytes", "expected"),
+    [(1 << 30, 64 << 30, DEFAULT_KV_BYTES), (1 << 30, 2 << 30, int(0.4 * (1 << 30))), (2 << 30, 1 << 30, 1 << 20)],
+)
+def test_the_kv_pool_takes_a_share_of_what_the_weights_leave(
+    weight_bytes: int, free_bytes: int, expected: int
+) -> None:
+    assert default_kv_bytes(weight_bytes, free_bytes) == expected

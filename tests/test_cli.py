@@ -1,0 +1,214 @@
+"""What a user can get wrong at the command line: one clear message, a code of its own, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from teneral import cli
+
+from tests.support.tiny_models import save_tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny("llama", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def artifact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("artifact") / "tiny"
+    assert cli.run(["pack", str(checkpoint), str(directory), "--quiet"]) == 0
+    return directory
+
+
+@pytest.fixture
+def copy(artifact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(artifact, tmp_path / "copy"))
+
+
+def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    """Run a command that must fail with this code, without a traceback. Returns what it said."""
+    capsys.readouterr()
+    assert cli.run(list(arguments)) == code
+    said = capsys.readouterr().err
+    assert said.startswith("teneral: ")
+    assert "Traceback" not in said
+    return said
+
+
+def test_packing_inspecting_verifying_and_unpacking_agree(
+    checkpoint: Path, artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["inspect", str(artifact), "--json"]) == 0
+    description = json.loads(capsys.readouterr().out)
+    assert description["totals"]["tensors"] > 0
+    assert cli.run(["inspect", str(artifact)]) == 0
+    assert "layers.0" in capsys.readouterr().out
+    assert cli.run(["verify", str(artifact), "--quiet"]) == 0
+    assert cli.run(["unpack", str(artifact), str(tmp_path / "back"), "--quiet"]) == 0
+    assert (tmp_path / "back" / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()
+
+
+def test_a_missing_artifact_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails(capsys, 3, "inspect", str(tmp_path / "nowhere"))
+    assert "nowhere" in said
+
+
+def test_a_truncated_manifest_is_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = copy / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert "manifest" in fails(capsys, 9, "inspect", str(copy))
+
+
+def test_a_wrong_pin_is_refused(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails(capsys, 8, "inspect", f"{artifact}@b3:{'0' * 64}")
+    assert "pinned" in said
+
+
+def test_a_damaged_part_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blob = next(copy.rglob("draft-000.bin"))
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    assert cli.run(["verify", str(copy), "--quiet"]) == 8
+    assert "draft" in capsys.readouterr().out
+
+
+def test_packing_over_an_artifact_needs_force(
+    checkpoint: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in copy.rglob("*"))
+    assert "--force" in fails(capsys, 6, "pack", str(checkpoint), str(copy), "--quiet")
+    assert sorted(path.name for path in copy.rglob("*")) == before
+    assert cli.run(["pack", str(checkpoint), str(copy), "--force", "--quiet"]) == 0
+    assert cli.run(["verify", str(copy), "--quiet"]) == 0
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "notes.txt").write_text("no weights here")
+    said = fails(capsys, 10, "pack", str(tmp_path / "in"), str(tmp_path / "out"), "--quiet")
+    assert "safetensors" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_dtype_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = json.dumps({"x": {"dtype": "F3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert "F3" in fails(capsys, 10, "pack", str(tmp_path), str(tmp_path / "out"), "--quiet")
+
+
+def change_config(directory: Path, target: Path, **values: Any) -> Path:
+    changed = Path(shutil.copytree(directory, target))
+    config = json.loads((changed / "config.json").read_text()) | values
+    (changed / "config.json").write_text(json.dumps(config))
+    return changed
+
+
+def test_an_unknown_architecture_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = change_config(
+        checkpoint, tmp_path / "m", model_type="mamba9", architectures=["Mamba9ForCausalLM"]
+    )
+    assert "mamba9" in fails(capsys, 12, "serve", str(model), "--port", "0").lower()
+
+
+def test_a_missing_tensor_is_refused_by_name(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
+    model = change_config(checkpoint, tmp_path / "m", num_hidden_layers=layers + 1)
+    assert f"layers.{layers}" in fails(capsys, 12, "serve", str(model), "--port", "0")
+
+
+def test_a_port_in_use_is_named(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = fails(capsys, 13, "serve", str(artifact), "--host", "127.0.0.1", "--port", str(port))
+    assert str(port) in said
+
+
+def test_no_credentials_are_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    said = fails(capsys, 4, "inspect", "s3://bucket/model", "--endpoint-url", "http://127.0.0.1:9")
+    assert "credentials" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "m", "--port", "99999"),
+        ("serve", "m", "--max-queued", "-1"),
+        ("serve",),
+        ("invoke", "m:f", "--model", "m", "--timeout-s", "-1"),
+        ("synth", "x", "--like", "gpt-9"),
+        ("inspect", "ftp://host/model"),
+    ],
+)
+def test_a_flag_that_cannot_be_meant_is_refused(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails(capsys, 2, *arguments)
+
+
+def test_invoke_prints_what_a_handler_yields_line_by_line(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def handler(event, context):\n    yield {'got': event}\n    yield {'tokens': len(context.model.tokenize('hello'))}\n"
+    )
+    (tmp_path / "event.json").write_text('{"a": 1}')
+    code = cli.run(
+        ["invoke", f"{tmp_path}/mine.py:handler", "--model", str(artifact), "--event", str(tmp_path / "event.json")]
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 0
+    assert lines[0] == {"got": {"a": 1}}
+    assert lines[1]["tokens"] > 0
+
+
+def test_a_handler_that_is_not_there_is_named(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.py" in fails(capsys, 14, "invoke", "nowhere.py:handler", "--model", str(artifact))
+
+
+def test_an_event_that_is_not_json_is_refused(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "event.json").write_text("{")
+    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
+    said = fails(capsys, 2, "invoke", "teneral.handlers.generate:handler", *arguments)
+    assert "event.json" in said
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}', "<html>"])
+def test_a_file_that_is_no_timeline_is_refused(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.json").write_text(content)
+    code = cli.run(["timeline", str(tmp_path / "t.json")])
+    said = capsys.readouterr().err
+    assert code != 0
+    assert said.startswith("teneral: ")
+    assert "internal error" not in said
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("pack", "unpack", "verify", "inspect", "serve", "invoke", "timeline", "synth"):
+        with pytest.raises(SystemExit) as ended:
+            cli.run([command, "--help"])
+        assert ended.value.code == 0
+        assert "usage: teneral" in capsys.readouterr().out

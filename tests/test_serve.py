@@ -1,0 +1,123 @@
+"""`teneral serve` as a process: started as a user starts it, spoken to over its socket, ended by signals."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from teneral.loader.pack import pack
+from teneral.loader.sources.file import FileStore
+
+from tests.support.tiny_models import save_tiny
+
+WAIT_S = 60
+
+
+class Server:
+    """A server process and its port."""
+
+    def __init__(self, model: Path | str, *flags: str) -> None:
+        command = [sys.executable, "-m", "teneral", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
+        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        first = self.process.stderr.readline()
+        found = re.search(r":(\d+)$", first.strip())
+        assert found, first + self.process.stderr.read()
+        self.port = int(found[1])
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        connection.request(method, path, json.dumps(body) if body is not None else None)
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        return response.status, data
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("serve")
+    save_tiny("llama", directory / "model")
+    pack(FileStore(directory / "model"), FileStore(directory / "artifact"))
+    return directory / "artifact"
+
+
+@pytest.fixture
+def server(artifact: Path) -> Iterator[Server]:
+    server = Server(artifact, "--name", "tiny")
+    yield server
+    server.close()
+
+
+COMPLETION = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_request_sent_before_anything_is_loaded_is_answered(server: Server) -> None:
+    status, data = server.ask("POST", "/v1/completions", COMPLETION)
+    assert status == 200
+    first = json.loads(data)
+    assert first["usage"]["completion_tokens"] == 4
+    status, data = server.ask("POST", "/v1/completions", COMPLETION)
+    assert json.loads(data)["choices"] == first["choices"]
+    assert json.loads(server.ask("GET", "/readyz")[1])["state"] == "ready"
+
+
+def test_the_timeline_tells_the_whole_cold_start(server: Server) -> None:
+    server.ask("POST", "/v1/completions", COMPLETION)
+    snapshot = json.loads(server.ask("GET", "/timeline")[1])
+    seen = {(span["lane"], span["name"]) for span in snapshot["spans"]}
+    assert {("process", "port open"), ("process", "import torch"), ("manifest", "open")} <= seen
+    assert {lane for lane, _ in seen} >= {"fetch", "verify", "decode", "ready", "execute", "request", "tokenizer"}
+    begun = {span["name"]: span["start_s"] for span in snapshot["spans"] if span["lane"] == "process"}
+    first_fetch_s = min(span["start_s"] for span in snapshot["spans"] if span["lane"] == "fetch")
+    torch_end_s = max(span["end_s"] for span in snapshot["spans"] if span["name"] == "import torch")
+    assert begun["port open"] < first_fetch_s < torch_end_s
+
+
+def test_serving_never_imports_boto3_or_transformers_for_a_local_artifact(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys\ndef handler(event, context):\n    return sorted({name.partition('.')[0] for name in sys.modules})\n"
+    )
+    server = Server(artifact, "--handler", f"{tmp_path}/mine.py:handler")
+    try:
+        status, data = server.ask("POST", "/invoke", {})
+    finally:
+        server.close()
+    assert status == 200
+    assert not {"boto3", "botocore", "transformers", "safetensors", "pandas", "scipy"} & set(json.loads(data))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_an_idle_server_well(server: Server, number: int) -> None:
+    server.ask("POST", "/v1/completions", COMPLETION)
+    assert server.end(number) == 0
+
+
+def test_a_signal_before_the_model_is_loaded_ends_the_server_too(server: Server) -> None:
+    assert server.end() == 0
+
+
+def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / "nowhere"), "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 3
+    assert "nowhere" in ended.stderr
+    assert "Traceback" not in ended.stderr

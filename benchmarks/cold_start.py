@@ -1,10 +1,12 @@
-"""Cold start, side by side: from starting a process to its first token, with the model in an S3 store behind a link of known rate.
+"""Cold start, side by side: from starting a process to its first token, with the model in an S3 store
+behind a link of known rate.
 
     python -m benchmarks.cold_start [--like qwen2.5-0.5b] [--rate-mb-s 200] [--rounds 3] [--save]
 
-Compared are `teneral serve` on the packed artifact, `teneral serve` on the plain safetensors, and transformers after boto3 has
-downloaded the files, which is what people write today. All read the same bytes from the same server in one run, in turns. The
-server is a process of its own and paces all connections together. "Wire" is the time that the bytes alone take at that rate.
+Compared are `teneral serve` on the packed artifact, `teneral serve` on the plain safetensors, and
+transformers after boto3 has downloaded the files, which is what people write today. All read the same bytes
+from the same server in one run, in turns. The server is a process of its own and paces all connections
+together. "Wire" is the time that the bytes alone take at that rate.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from typing import Any
 PROMPT = "The quick brown fox jumps over the lazy dog, and then " * 3
 RESULTS = Path(__file__).parent / "results"
 # Credentials that the store does not check; without any, clients would look for an instance's role first.
-ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1"}
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "benchmark",
+    "AWS_SECRET_ACCESS_KEY": "benchmark",
+    "AWS_REGION": "us-east-1",
+}
 
 TRANSFORMERS = """
 import sys, boto3
@@ -65,7 +71,11 @@ def main() -> None:
             for name, run in runs.items():
                 sample = run()
                 samples[name].append(sample)
-                print(f"round {turn + 1}: {name:28} {sample['first_token_s']:6.2f} s", file=sys.stderr, flush=True)
+                print(
+                    f"round {turn + 1}: {name:28} {sample['first_token_s']:6.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     report = _report(options, wire, samples)
     print(render(report))
     if options.save:
@@ -77,8 +87,8 @@ def main() -> None:
 def render(report: dict[str, Any]) -> str:
     """The report as a table for people."""
     lines = [
-        f"{report['model']}, store at {report['rate_mb_s']:g} MB/s, {report['latency_ms']:g} ms to the first byte; medians of "
-        f"{report['rounds']} rounds; {report['machine']['name']}, {report['date']}",
+        f"{report['model']}, store at {report['rate_mb_s']:g} MB/s, {report['latency_ms']:g} ms to the first byte; "
+        f"medians of {report['rounds']} rounds; {report['machine']['name']}, {report['date']}",
         "",
         "| | exec → first token, s | beside the wire | beside transformers | peak memory, MB |",
         "|---|---:|---:|---:|---:|",
@@ -95,7 +105,9 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
     parser.add_argument("--rate-mb-s", type=float, default=200.0)
     parser.add_argument("--latency-ms", type=float, default=15.0)
@@ -113,7 +125,10 @@ def _prepare(like: str, work: Path, root: Path) -> dict[str, float]:
         _run("synth", str(plain), "--like", like)
     if not (packed / "manifest.json").exists():
         _run("pack", str(plain), str(packed), "--force")
-    return {name: sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) for name, path in (("plain", plain), ("packed", packed))}
+    return {
+        name: sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+        for name, path in (("plain", plain), ("packed", packed))
+    }
 
 
 def _run(*arguments: str) -> None:
@@ -141,13 +156,30 @@ class StoreServer:
 def _teneral(endpoint: str, model: str) -> dict[str, Any]:
     """Start a server and ask it at once, as the request that woke the container does."""
     port = _free_port()
-    command = [sys.executable, "-m", "teneral", "serve", model, "--endpoint-url", endpoint, "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "teneral",
+        "serve",
+        model,
+        "--endpoint-url",
+        endpoint,
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--name", "model", "--log-level", "error"]
     started_s = time.monotonic()
     process = subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL)
     try:
         connection = _connect(port, process)
-        body = {"model": "model", "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "model",
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         for line in response:
@@ -210,7 +242,9 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _report(options: argparse.Namespace, wire: dict[str, float], samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _report(
+    options: argparse.Namespace, wire: dict[str, float], samples: dict[str, list[dict[str, Any]]]
+) -> dict[str, Any]:
     results = {
         name: {
             "first_token_s": statistics.median(sample["first_token_s"] for sample in rows),

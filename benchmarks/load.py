@@ -2,10 +2,10 @@
 
     python -m benchmarks.load [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 3] [--save]
 
-Compared are the packed artifact and the plain safetensors, loaded by `WeightLoad` over HTTP, each beside a bare
-read of the same bytes with as many connections into reused buffers, which is the floor for the network's share.
-The store is a process of its own (its CPU is not counted), every run is one too, and runs take turns, since
-machines are noisy: trust the ratios. Rate 0 means unthrottled. GB are 10^9 bytes.
+Compared are the packed artifact and the plain safetensors, loaded by `WeightLoad` over HTTP, each beside a
+bare read of the same bytes with as many connections into reused buffers, which is the floor for the network's
+share. The store is a process of its own (its CPU is not counted), every run is one too, and runs take turns,
+since machines are noisy: trust the ratios. Rate 0 means unthrottled. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def main() -> None:
     root = Path(options.work) / options.like / "store"
     _prepare(options.like, root)
     results = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
+    machine = {"name": f"{os.cpu_count()}-core-{platform.machine()}", "python": platform.python_version()}
     report = {
         "benchmark": "load",
         "command": " ".join(["python -m benchmarks.load", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {"name": f"{os.cpu_count()}-core-{platform.machine()}", "python": platform.python_version()},
+        "machine": machine,
         "load_average": os.getloadavg()[0],
         "model": options.like,
         "latency_ms": options.latency_ms,
@@ -64,13 +65,23 @@ def main() -> None:
 
 def render(report: dict[str, Any]) -> str:
     """The report as a table for people."""
+    how = f"{report['connections']} connections, {report['latency_ms']:g} ms to the first byte"
+    columns = [
+        "store",
+        "model",
+        "s",
+        "weights GB/s",
+        "CPU-s a GB of weights",
+        "beside a bare read: time, CPU",
+        "beside the wire",
+        "extra MB",
+    ]
     lines = [
-        f"{report['model']}, {report['connections']} connections, {report['latency_ms']:g} ms to the first byte; "
-        f"medians of {report['rounds']} rounds; {report['machine']['name']}, {report['date']}, "
-        f"load average {report['load_average']:.1f}",
+        f"{report['model']}, {how}; medians of {report['rounds']} rounds",
+        f"{report['machine']['name']}, {report['date']}, load average {report['load_average']:.1f}",
         "",
-        "| store | | s | weights GB/s | CPU-s a GB of weights | beside a bare read: time, CPU | beside the wire | extra MB |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| " + " | ".join(columns) + " |",
+        "|---|---|" + "---:|" * (len(columns) - 2),
     ]
     for result in report["results"]:
         rate_mb_s = result["rate_mb_s"]
@@ -93,7 +104,9 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
     parser.add_argument("--latency-ms", type=float, default=5.0)
@@ -125,7 +138,9 @@ def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> dict[
     assert store.stdout is not None
     try:
         url = store.stdout.readline().strip()
-        samples: dict[tuple[str, str], list[dict[str, Any]]] = {(model, work): [] for model in MODELS for work in WORK}
+        samples: dict[tuple[str, str], list[dict[str, Any]]] = {
+            (model, work): [] for model in MODELS for work in WORK
+        }
         for _ in range(options.rounds):
             for (model, work), rows in samples.items():
                 rows.append(_run_child(work, f"{url}/models/{model}", options.connections))

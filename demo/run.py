@@ -1,9 +1,10 @@
-"""The demo: pack a small model, cold-start a server, ask it something, draw the cold start, ask again while it is warm.
+"""The demo: pack a small model, cold-start a server, ask it something, draw the cold start, ask again while
+it is warm.
 
     python demo/run.py [--prompt TEXT] [--tokens N]
 
-Everything it makes lies in `.demo/`. The server is a process of its own, started as a user would start it; the times are taken
-here, on the client's side of the socket.
+Everything it makes lies in `.demo/`. The server is a process of its own, started as a user would start it;
+the times are taken here, on the client's side of the socket.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ START_TIMEOUT_S = 60
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompt", default="Return a list of the")
     parser.add_argument("--tokens", type=int, default=60)
     options = parser.parse_args()
@@ -46,7 +49,9 @@ def main() -> int:
         title("3. Where the time went")
         snapshot = json.loads(fetch(server.port, "/timeline"))
         (WORK / "timeline.json").write_text(json.dumps(snapshot))
-        teneral("timeline", str(WORK / "timeline.json"), "--color", "always" if sys.stdout.isatty() else "never")
+        teneral(
+            "timeline", str(WORK / "timeline.json"), "--color", "always" if sys.stdout.isatty() else "never"
+        )
         teneral("timeline", str(WORK / "timeline.json"), "-o", str(WORK / "timeline.html"))
 
         title("4. The same process, warm")
@@ -68,7 +73,17 @@ class Server:
     """`teneral serve` in a process of its own, on a free port."""
 
     def __init__(self, artifact: Path) -> None:
-        command = [sys.executable, "-m", "teneral", "serve", str(artifact), "--host", "127.0.0.1", "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "teneral",
+            "serve",
+            str(artifact),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+        ]
         print(f"$ teneral serve {artifact.relative_to(ROOT)}", flush=True)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -100,7 +115,14 @@ def ask(port: int, prompt: str, tokens: int, since_s: float) -> float:
     first_s = 0.0
     count = 0
     print(f"  {prompt}", end="", flush=True)
-    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.7, "top_k": 40, "seed": 8, "stream": True}
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.7,
+        "top_k": 40,
+        "seed": 8,
+        "stream": True,
+    }
     for event in stream(port, "/v1/completions", body):
         text = event["choices"][0]["text"] if event["choices"] else ""
         if text and not first_s:
@@ -108,7 +130,9 @@ def ask(port: int, prompt: str, tokens: int, since_s: float) -> float:
         count += bool(text)
         print(text.replace("\n", "\n  "), end="", flush=True)
     total_s = time.monotonic() - since_s
-    print(f"\n\n  first token after {first_s * 1e3:,.0f} ms, {count} pieces of text in {total_s * 1e3:,.0f} ms")
+    print(
+        f"\n\n  first token after {first_s * 1e3:,.0f} ms, {count} pieces of text in {total_s * 1e3:,.0f} ms"
+    )
     return first_s
 
 

@@ -2,8 +2,9 @@
 
     python demo/train_model.py OUTPUT_DIRECTORY [--minutes 40]
 
-The text is the docstrings of the standard library, the help topics of `pydoc` and Python's licence. The tokenizer is a byte-level
-BPE trained on the same text. The result is a directory as Hugging Face writes it, in bf16, of under 8 MB; `demo/model/` was made by this script.
+The text is the docstrings of the standard library, the help topics of `pydoc` and Python's licence. The
+tokenizer is a byte-level BPE trained on the same text. The result is a directory as Hugging Face writes it,
+in bf16, of under 8 MB; `demo/model/` was made by this script.
 
 It knows nothing of Teneral: it needs torch, tokenizers and safetensors only.
 """
@@ -179,7 +180,9 @@ def train(model: Model, stream: Tensor, held_out: Tensor, minutes: float, batch:
     while spent < 1.0:
         spent = min(1.0, (time.monotonic() - started) / (60 * minutes))
         for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
+            group["lr"] = (
+                peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
+            )
         begin = torch.randint(len(stream) - length - 1, (batch,))
         window = stream[begin[:, None] + torch.arange(length + 1)]
         with torch.autocast("cpu", torch.bfloat16):
@@ -214,7 +217,9 @@ def sample(model: Model, tokenizer: Tokenizer, prompt: str, count: int = 60) -> 
 
 def save(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {f"model.{name}": value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()}
+    tensors = {
+        f"model.{name}": value.to(torch.bfloat16).contiguous() for name, value in model.state_dict().items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -244,7 +249,9 @@ def save(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--batch", type=int, default=8)
@@ -261,7 +268,9 @@ def main() -> None:
     held_out = torch.tensor([token for document in encoded[cut:] for token in document])
     model = Model()
     size = sum(p.numel() for p in model.parameters())
-    print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(stream):,} tokens, {size:,} weights")
+    print(
+        f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(stream):,} tokens, {size:,} weights"
+    )
     train(model, stream, held_out, options.minutes, options.batch, options.length)
     save(model, tokenizer, options.directory)
     for prompt in ("Return the", "The module", "A class that", "Open a file and"):

@@ -1,7 +1,7 @@
 """`teneral invoke`: one call of a function handler, here and now, with a model of its own.
 
-What the function gives is printed as it comes: a line of JSON for each value, texts and bytes as they are. The process ends
-with the call.
+What the function gives is printed as it comes: a line of JSON for each value, texts and bytes as they are.
+The process ends with the call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MAX_EVENT_BYTES = 64 << 20
 
 
 def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: float) -> int:
-    """Load the handler, read the event ('-' is standard input), start the model, print the results. Returns 0.
+    """Load the handler, read the event ('-' is standard input), start the model, print the results. Returns
+    0.
 
     Raises `HandlerError`, `UsageError` for an event that is no JSON, and whatever the model's load raises.
     """
@@ -42,10 +43,14 @@ def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: f
 
 
 def read_event(place: str) -> Any:
-    """The JSON value in a file, or on standard input for '-'; None where there is nothing. Raises `UsageError`."""
+    """The JSON value in a file, or on standard input for '-'; None where there is nothing. Raises
+    `UsageError`.
+    """
     try:
         if place == "-":
-            data = b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read(MAX_EVENT_BYTES + 1)
+            data = (
+                b"" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.buffer.read(MAX_EVENT_BYTES + 1)
+            )
         else:
             with Path(place).open("rb") as file:
                 data = file.read(MAX_EVENT_BYTES + 1)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from ..runtime.errors import ContextLengthError, RequestError
+from ..runtime.errors import RequestError
 from ..runtime.requests import GenerationRequest
 from .lifetime import Lifetime, refuse_to_block_a_loop
 from .options import GenerateOptions, ParsedOptions, parse_options
@@ -101,7 +101,7 @@ class Model:
         refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
         embedder = self._lifetime.wait(self._host.embedder)
-        vectors = embedder.embed(_tokenize_texts(tokenizer, texts, embedder.max_tokens))
+        vectors = embedder.embed(_tokenize_texts(tokenizer, texts))
         try:
             return self._lifetime.wait(vectors)
         finally:
@@ -111,7 +111,7 @@ class Model:
         """As `embed`, for async handlers."""
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
         embedder = await self._lifetime.wait_async(self._host.embedder)
-        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts, embedder.max_tokens)
+        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts)
         vectors = embedder.embed(token_lists)
         try:
             return await self._lifetime.wait_async(vectors)
@@ -149,20 +149,12 @@ class Model:
         )
 
 
-def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str], max_tokens: int) -> list[list[int]]:
+def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str]) -> list[list[int]]:
     items = [texts] if isinstance(texts, str) else texts
     if not isinstance(items, list | tuple) or not all(isinstance(text, str) for text in items):
-        raise RequestError("texts must be a string or a list of strings", param="texts")
-    if not 0 < len(items) <= MAX_EMBEDDED_TEXTS:
+        raise RequestError("what is embedded must be a string or a list of strings", param="input")
+    if len(items) > MAX_EMBEDDED_TEXTS:
         raise RequestError(
-            f"{len(items)} texts were given; 1 to {MAX_EMBEDDED_TEXTS} can be embedded", param="texts"
+            f"{len(items)} texts were given, but {MAX_EMBEDDED_TEXTS} is the most", param="input"
         )
-    token_lists = [tokenizer.encode(text) for text in items]
-    for index, tokens in enumerate(token_lists):
-        if len(tokens) > max_tokens:
-            raise ContextLengthError(
-                f"text {index} has {len(tokens)} tokens, but the model takes {max_tokens}",
-                param="texts",
-                hint="Split long texts into passages and embed those.",
-            )
-    return token_lists
+    return [tokenizer.encode(text) for text in items]

@@ -91,11 +91,9 @@ class _Generated:
         if event.finish_reason is FinishReason.ERROR:
             raise event.error or ModelError("the generation failed")
         if event.finish_reason is FinishReason.CANCELLED:
-            raise (
-                self._lifetime.ending()
-                if self._lifetime.cancelled
-                else CancelledError("the generation was cancelled")
-            )
+            if self._lifetime.cancelled:
+                raise self._lifetime.ending()
+            raise CancelledError("the generation was cancelled")
         self._pieces.append(event.text)
         if event.finish_reason is not None:
             usage = Usage(self._num_prompt_tokens, self._num_tokens)

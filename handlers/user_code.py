@@ -22,9 +22,9 @@ _HINT = "Name it as package.module:function or path/file.py:function."
 def find_function(spec: str) -> Callable[..., Any]:
     """The object that `spec` names. Raises `HandlerError`.
 
-    The file's folder (or the working directory, for a module) is put on `sys.path`, so that the modules beside it
-    can be imported: last, not first as Python does for a script, because a file called `http.py` there must not
-    replace the standard library's for a server that is still importing.
+    The file's folder (or the working directory, for a module) is put on `sys.path`, so that the modules
+    beside it can be imported: last, not first as Python does for a script, because a file called `http.py`
+    there must not replace the standard library's for a server that is still importing.
     """
     place, separator, attribute = spec.rpartition(":")
     if not (separator and place and attribute):

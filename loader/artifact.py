@@ -12,7 +12,7 @@ import re
 from blake3 import blake3
 
 from .checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
-from .errors import ChangedError, IntegrityError, NotFoundError, UsageError
+from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError, UsageError
 from .manifest import MANIFEST_NAME, File, Manifest
 from .manifest_json import MAX_MANIFEST_BYTES, parse_manifest
 from .sources.base import Source
@@ -38,7 +38,7 @@ def is_artifact(source: Source) -> bool:
     """Whether the folder has a manifest. Does not read it."""
     try:
         source.stat(MANIFEST_NAME)
-    except NotFoundError:
+    except (NotFoundError, AccessDeniedError):  # some stores say "denied" about what does not exist
         return False
     return True
 
@@ -52,16 +52,28 @@ def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
     """
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
-    except NotFoundError as error:
-        if digest is not None:
+    except (NotFoundError, AccessDeniedError) as error:
+        if digest is None:
+            return _open_plain(source, error)
+        if isinstance(error, NotFoundError):
             raise NotFoundError(
                 f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {_PIN_MARK}{digest.hex()} pins",
                 source=source.url,
                 name=MANIFEST_NAME,
                 hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",
             ) from error
-        return manifest_of(open_checkpoint(source))
+        raise
     return parse_manifest(data, expected_digest=digest)
+
+
+def _open_plain(source: Source, no_manifest: NotFoundError | AccessDeniedError) -> Manifest:
+    """From safetensors headers. Where all is denied, raises what was said about the manifest."""
+    try:
+        return manifest_of(open_checkpoint(source))
+    except AccessDeniedError:
+        if isinstance(no_manifest, AccessDeniedError):
+            raise no_manifest from None
+        raise
 
 
 def find_file(manifest: Manifest, name: str) -> File | None:

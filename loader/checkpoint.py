@@ -75,7 +75,7 @@ _OTHER_FORMATS = {
     ".onnx": "an ONNX model",
 }
 _CONVERT_HINT = (
-    "Only safetensors are read, because pickles run code. Convert it once, with transformers: "
+    "Only safetensors are read, which cannot run code. Convert the model once, with transformers: "
     "AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)."
 )
 _CONNECTIONS = 8

@@ -82,7 +82,7 @@ def _shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ..
 def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, list[CodedPlane]]:
     """The planes of each tier, in the format's order. Some may be views of `data`: keep it as long as them.
 
-    `data` is the segment's bytes, contiguous. Takes up to three times their size in memory besides.
+    `data` is the segment's bytes, contiguous. Takes up to twice their size in memory besides.
     """
     if encoding is Encoding.WHOLE:
         return {Tier.DRAFT: [(Codec.RAW, data.data)]}

@@ -63,10 +63,8 @@ class Decoder:
         begun_at_s = time.monotonic()
         with self._meter.measure(Phase.VERIFY, part.size_bytes):
             got = blake3(stored.data).digest()
-        ended_at_s, right = time.monotonic(), got == part.digest
-        add_part_span(
-            self._timeline, Phase.VERIFY, self._manifest, part, begun_at_s, ended_at_s, right=right
-        )
+        right = got == part.digest
+        self._add_span(Phase.VERIFY, part, begun_at_s, right=right)
         if right:
             return True
         if step.number in self._suspect:
@@ -87,7 +85,18 @@ class Decoder:
                     )
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source_url) from error
-        add_part_span(self._timeline, Phase.DECODE, self._manifest, part, begun_at_s, time.monotonic())
+        self._add_span(Phase.DECODE, part, begun_at_s)
+
+    def _add_span(self, phase: Phase, part: Part, begun_at_s: float, **attributes: object) -> None:
+        add_part_span(
+            self._timeline,
+            phase,
+            self._manifest,
+            part,
+            begun_at_s=begun_at_s,
+            ended_at_s=time.monotonic(),
+            **attributes,
+        )
 
     def _place(self, segment: Segment) -> ByteArray:
         """The segment's own bytes in its slab."""

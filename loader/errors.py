@@ -16,8 +16,8 @@
     │   └── IntegrityError       bytes that differ from their digest
     └── LoadCancelledError       somebody asked the load to stop
 
-An error says what is wrong, where, and what to do (`hint`). It knows no exit codes and no HTTP statuses: those
-belong to the edge (`teneral.cli`, `teneral.handlers`).
+An error says what is wrong, where, and what to do (`hint`). It knows no exit codes and no HTTP statuses:
+those belong to the edge (`teneral.cli`, `teneral.handlers`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class TeneralError(Exception):
 
 
 class UsageError(TeneralError):
-    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user wrote it."""
+    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user wrote
+    it.
+    """
 
     def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -44,7 +46,9 @@ class UsageError(TeneralError):
 
 
 class SourceError(TeneralError):
-    """Something about a store. `source` is its address without secrets, `name` the object, '' for the store itself."""
+    """Something about a store. `source` is its address without secrets, `name` the object, '' for the store
+    itself.
+    """
 
     def __init__(self, message: str, *, source: str = "", name: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -61,7 +65,9 @@ class AccessDeniedError(SourceError):
 
 
 class UnavailableError(SourceError):
-    """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is its own wish."""
+    """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is its own
+    wish.
+    """
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class Fetcher:
         begun_at_s = self._work.finish_read(read)
         if begun_at_s is None:
             return
-        add_part_span(self._timeline, Phase.FETCH, self._manifest, part, begun_at_s, ended_at_s)
+        add_part_span(
+            self._timeline, Phase.FETCH, self._manifest, part, begun_at_s=begun_at_s, ended_at_s=ended_at_s
+        )
         if step.slab_offset_bytes is not None:
             self._settle(step)

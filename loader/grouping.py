@@ -204,7 +204,7 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit()
 
 
-def _natural(name: str) -> list[str | int]:
-    """A sort key under which "expert.10" comes after "expert.9"."""
+def _natural(name: str) -> _SortKey:
+    """Under it "expert.10" comes after "expert.9"; only equal names have equal keys."""
     pieces = _NUMBER.split(name, _MAX_WORDS)
-    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)]
+    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name

@@ -107,6 +107,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         else "plain safetensors, not packed",
         "digest": f"b3:{description['digest']}" if description["digest"] else "",
         "tensors": dtypes,
+        "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),
         "files": files,
     }

@@ -51,7 +51,7 @@ class LoadOptions:
     """How to load. Raises `UsageError` for values that cannot be meant."""
 
     connections: int = 8  # fetch threads, each with one request on its way
-    staging_bytes: int = 128 * MIB  # memory beside the weights; at least one part's, whatever is said here
+    staging_bytes: int = 64 * MIB  # memory beside the weights; at least one part's, whatever is said here
     range_bytes: int = 4 * MIB  # most that one request asks for
     decode_threads: int | None = None  # default: as many as this process may use CPUs
     order: Order = Order.EXACT
@@ -250,6 +250,7 @@ class WeightLoad:
         bodies: list[tuple[str, Callable[[], None]]] = [
             *((f"teneral-fetch-{number}", fetcher.run) for number in range(num_fetchers)),
             *((f"teneral-decode-{number}", decoder.run) for number in range(num_decoders)),
+            ("teneral-prefault", lambda: self._arena.prefault(lambda: self._ended_at_s is not None)),
         ]
         # Daemons: a process that wants to exit must not wait for a model that nobody needs any more.
         return [

@@ -1,12 +1,13 @@
 """The manifest of an artifact as values: what is stored where, and how it becomes tensors.
 
-`docs/format.md` is the norm; this module holds its data types and the pure functions over them. Parsing and writing the JSON
-is in `manifest_json.py`. Nothing here does I/O or knows torch.
+`docs/format.md` is the norm; this module holds its data types and the pure functions over them. Parsing and
+writing the JSON is in `manifest_json.py`. Nothing here does I/O or knows torch.
 
-The nouns: a *tensor* belongs to one layer *group*; a group's tensors lie one behind another in one *slab* of memory.
-A *part* is a stretch of a blob that holds up to `MAX_PART_ELEMENTS` elements of one group and one *tier*; it is the unit of
-fetching and of verification, and is made of *segments*, each the elements [start, start + count) of one tensor. A segment
-is stored as one or more *planes*; a coded plane is a run of zstd *frames* of `FRAME_ELEMENTS` elements each.
+The nouns: a *tensor* belongs to one layer *group*; a group's tensors lie one behind another in one *slab* of
+memory. A *part* is a stretch of a blob that holds up to `MAX_PART_ELEMENTS` elements of one group and one
+*tier*; it is the unit of fetching and of verification, and is made of *segments*, each the elements
+[start, start + count) of one tensor. A segment is stored as one or more *planes*; a coded plane is a run of
+zstd *frames* of `FRAME_ELEMENTS` elements each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_PART_BYTES = 65 * 1024 * 1024  # stored: never more than decoded, but for wh
 PLANE_ALIGNMENT_BYTES = 8  # of planes in their part, and of parts in their blob
 SLAB_ALIGNMENT_BYTES = 64  # a cache line, and what oneDNN and a GPU's widest loads ask for
 
-# Bits an element, by the name that safetensors gives the dtype. Sub-byte dtypes are stored packed, as safetensors does.
+# Bits an element, by safetensors' name for the dtype. Sub-byte dtypes are stored packed, as safetensors does.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
@@ -70,7 +71,10 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, start + count) of tensor number `tensor`. For sub-byte dtypes an element is one stored byte."""
+    """Elements [start, start + count) of tensor number `tensor`.
+
+    For sub-byte dtypes an element is one stored byte.
+    """
 
     tensor: int
     start: int
@@ -82,7 +86,8 @@ class Segment:
 class Part:
     """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`. `digest` is BLAKE3-256.
 
-    `digest` is None only where the bytes were never packed (plain safetensors), so that nothing says what they should be.
+    `digest` is None only where the bytes were never packed (plain safetensors): nothing says then what they
+    should be.
     """
 
     index: int
@@ -138,7 +143,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A stored object that holds parts back to back. `version` pins it where the source knows one (safetensors only)."""
+    """A stored object that holds parts back to back.
+
+    `version` pins it where the source knows one (plain safetensors only).
+    """
 
     name: str
     size_bytes: int
@@ -157,8 +165,10 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a reader needs to allocate, fetch, verify and decode. Parts stand in the order of the format:
-    groups in forward order, all draft parts before all refine parts."""
+    """Everything a reader needs to allocate, fetch, verify and decode.
+
+    Parts stand in the order of the format: groups in forward order, all draft parts before all refine parts.
+    """
 
     generator: str
     blobs: tuple[Blob, ...]
@@ -217,7 +227,7 @@ def align(offset_bytes: int, alignment_bytes: int = SLAB_ALIGNMENT_BYTES) -> int
 
 
 def place_tensors(sizes_bytes: list[int]) -> tuple[list[int], int]:
-    """Offsets of a group's tensors in its slab, in order, and the slab's size. Part of the format: both sides compute it."""
+    """Offsets of a group's tensors in its slab, in order, and the slab's size. Nothing stores them."""
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
         offset = align(end)
@@ -227,6 +237,6 @@ def place_tensors(sizes_bytes: list[int]) -> tuple[list[int], int]:
 
 
 def frame_counts(count: int) -> list[int]:
-    """Element counts of the frames that a plane of `count` elements is cut into: full ones, then a short one."""
+    """Elements of each of the frames that `count` elements are cut into: full ones, then a shorter one."""
     full, rest = divmod(count, FRAME_ELEMENTS)
     return [FRAME_ELEMENTS] * full + ([rest] if rest else [])

@@ -1,9 +1,10 @@
 """The timeline of one instance's life: spans and marks on one clock that starts when the process did.
 
-Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read as a JSON-ready value.
-It does not know what the spans mean: `runtime/timeline_view.py` draws them.
+Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read as a
+JSON-ready value. It does not know what the spans mean: `runtime/timeline_view.py` draws them.
 
-Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "tokenizer", "model", "execute", "request".
+Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "tokenizer",
+"model", "execute", "request".
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        """Time a block; the block may add attributes to the dict that it gets. Written also when the block raises."""
+        """Time a block; the block may add attributes to the dict that it gets. Written also when the block
+        raises.
+        """
         start_s = self.now_s()
         try:
             yield attributes
@@ -94,7 +97,8 @@ class Timeline:
 
 
 def process_start_s() -> float:
-    """When this process was started, on `time.monotonic()`'s clock, to 10 ms (Linux `/proc/self/stat`, field 22).
+    """When this process was started, on `time.monotonic()`'s clock, to 10 ms (Linux `/proc/self/stat`,
+    field 22).
 
     Elsewhere, or in a sandbox without /proc, now.
     """

@@ -19,6 +19,7 @@ def add_part_span(
     phase: Phase,
     manifest: Manifest,
     part: Part,
+    *,
     begun_at_s: float,
     ended_at_s: float,
     **attributes: object,

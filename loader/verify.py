@@ -32,6 +32,9 @@ class Problem:
     message: str
     part: Part | None = None
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message.removeprefix(self.where).lstrip()}"
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
@@ -54,7 +57,7 @@ class VerifyReport:
         what = f"{self.num_parts} parts and {self.num_files} files, {format_bytes(self.read_bytes)}"
         took = format_duration(self.elapsed_s)
         if self.problems:
-            lines = [f"  {problem.where}: {problem.message}" for problem in self.problems]
+            lines = [f"  {problem}" for problem in self.problems]
             return "\n".join([f"damaged: {len(self.problems)} of {what}, in {self.url}", *lines])
         if self.digest is None:
             return (

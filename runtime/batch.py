@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class SequenceSpan:
     """One sequence's share of a step: rows [start, start + length) of the batch.
 
-    `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached + length);
-    `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size].
+    `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached +
+    length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size].
     """
 
     start: int
@@ -25,7 +25,9 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """All tensors lie on the model's device. T tokens of all sequences together, R rows whose logits are wanted."""
+    """All tensors lie on the model's device. T tokens of all sequences together, R rows whose logits are
+    wanted.
+    """
 
     tokens: torch.Tensor  # (T,) int64
     positions: torch.Tensor  # (T,) int64, position of each token in its own sequence

@@ -1,9 +1,10 @@
 """The configuration of one instance: one frozen value, made once from flags, environment and a TOML file.
 
-A setting has one name everywhere: the field `max_queued` is the flag `--max-queued`, the variable `TENERAL_MAX_QUEUED` and the TOML key
-`max_queued`. Flags win over the environment, the environment over the file, the file over the defaults. Unknown
-keys are errors, and every error names the key as the user wrote it. The environment is read here and nowhere else,
-except for the standard variables of AWS, which the S3 source reads as every AWS program does.
+A setting has one name everywhere: the field `max_queued` is the flag `--max-queued`, the variable
+`TENERAL_MAX_QUEUED` and the TOML key `max_queued`. Flags win over the environment, the environment over the
+file, the file over the defaults. Unknown keys are errors, and every error names the key as the user wrote
+it. The environment is read here and nowhere else, except for the standard variables of AWS, which the S3
+source reads as every AWS program does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,16 @@ def _text(value: Any) -> str:
 def _flag(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    table = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    table = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
     if not isinstance(value, str) or value.lower() not in table:
         raise ValueError("must be true or false")
     return table[value.lower()]
@@ -67,7 +77,9 @@ def _seconds(low: float, high: float) -> Callable[[Any], float]:
 
 
 def parse_bytes(value: Any) -> int:
-    """Bytes from a whole number or a text like '512MiB' or '2 GB'. Raises ValueError saying what is allowed."""
+    """Bytes from a whole number or a text like '512MiB' or '2 GB'. Raises ValueError saying what is
+    allowed.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 50:
         return value
     if isinstance(value, str):
@@ -100,12 +112,16 @@ def _setting(
 class ServeConfig:
     """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which validates."""
 
-    model: str = _setting("", _text, "artifact or model directory: a path, s3://, http(s)://; may end in @b3:DIGEST")
+    model: str = _setting(
+        "", _text, "artifact or model directory: a path, s3://, http(s)://; may end in @b3:DIGEST"
+    )
     # What is served, and where
     name: str | None = _setting(None, _text, "the model's name for clients (default: the last part of MODEL)")
     host: str = _setting("0.0.0.0", _text, "address to listen on")  # noqa: S104 - a container is reached from outside
     port: int = _setting(8080, _integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
-    handler: str | None = _setting(None, _text, "function to serve at /invoke: module:function or file.py:function")
+    handler: str | None = _setting(
+        None, _text, "function to serve at /invoke: module:function or file.py:function"
+    )
     api_key: str | None = _setting(None, _text, "bearer token that every request must carry", secret=True)
     # The store
     endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
@@ -128,11 +144,17 @@ class ServeConfig:
     )
     max_running: int = _setting(32, _integer(1, 4096), "sequences that decode at the same time")
     max_queued: int = _setting(256, _integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")
-    threads: int | None = _setting(None, _integer(1, 1024), "threads that compute (default: the cores at hand)")
+    threads: int | None = _setting(
+        None, _integer(1, 1024), "threads that compute (default: the cores at hand)"
+    )
     # Requests and shutdown
     max_body_bytes: int = _setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
-    request_timeout_s: float = _setting(600.0, _seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS")
-    drain_timeout_s: float = _setting(8.0, _seconds(0, 3_600), "time for running requests at shutdown", metavar="SECONDS")
+    request_timeout_s: float = _setting(
+        600.0, _seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS"
+    )
+    drain_timeout_s: float = _setting(
+        8.0, _seconds(0, 3_600), "time for running requests at shutdown", metavar="SECONDS"
+    )
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 
     @property
@@ -201,9 +223,13 @@ def _from_file(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             data = file.read(MAX_CONFIG_FILE_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"cannot read the configuration file {path}: {error.strerror}", key="config") from error
+        raise UsageError(
+            f"cannot read the configuration file {path}: {error.strerror}", key="config"
+        ) from error
     if len(data) > MAX_CONFIG_FILE_BYTES:
-        raise UsageError(f"the configuration file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", key="config")
+        raise UsageError(
+            f"the configuration file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", key="config"
+        )
     try:
         table = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -222,7 +248,9 @@ def _parse(name: str, value: Any, key: str) -> Any:
         return setting.metadata["parse"](value)
     except ValueError as error:
         shown = "(a secret)" if not setting.repr else repr(value)
-        raise UsageError(f"{key} {error}; it is {shown}", key=key, hint=f"{key}: {setting.metadata['help']}.") from None
+        raise UsageError(
+            f"{key} {error}; it is {shown}", key=key, hint=f"{key}: {setting.metadata['help']}."
+        ) from None
 
 
 def _unknown(key: str, known: list[str], written: str | None = None) -> UsageError:

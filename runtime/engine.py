@@ -133,8 +133,7 @@ class Engine:
         with self._changed:
             if self._thread is not None or self._is_stopping:
                 raise RuntimeError("an engine can be started once, before it is stopped")
-            # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process
-            # alive.
+            # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
             self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
             self._thread.start()
 
@@ -284,10 +283,13 @@ class Engine:
         events = [
             (sequence, _accept(sequence, choice))
             for sequence, choice in zip(choosing, choices, strict=True)
-            if not sequence.generation.ended  # else it is forgotten before the next step
+            if not sequence.generation.ended
         ]
         with self._changed:
             self._num_computed_tokens += sum(share.num_tokens for share in shares)
+            if len(events) < len(choosing):
+                # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
+                self._some_ended_early = True
             for sequence, event in events:
                 self._num_output_tokens += len(event.tokens)
                 if event.finish_reason is not None:
@@ -369,9 +371,7 @@ class Engine:
         if num_at_least > self.max_context:
             hint = "Shorten the prompt."
             if self.max_context < limits.max_context:
-                hint += (
-                    f" The model itself allows {limits.max_context} tokens; the server gives it less room."
-                )
+                hint += f" The model itself allows {limits.max_context}; the server gives it less room."
             raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens, but with its answer it may have {self.max_context}",
                 param="prompt",

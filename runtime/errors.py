@@ -1,14 +1,14 @@
 """Errors of the runtime, under the loader's root `TeneralError`.
 
-    TeneralError
-    ├── ModelError             the artifact is sound, but not a model that this version can run
-    ├── RequestError           the caller's request cannot be meant; `param` names the field
-    │   └── ContextLengthError
-    ├── CapacityError          too much at once: try again after `retry_after_s`
-    ├── CancelledError         the request was cancelled by its caller, or its client went away
-    ├── DrainingError          the instance is shutting down
-    ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
-    └── PortInUseError
+TeneralError
+├── ModelError             the artifact is sound, but not a model that this version can run
+├── RequestError           the caller's request cannot be meant; `param` names the field
+│   └── ContextLengthError
+├── CapacityError          too much at once: try again after `retry_after_s`
+├── CancelledError         the request was cancelled by its caller, or its client went away
+├── DrainingError          the instance is shutting down
+├── HandlerError           the user's handler is missing, of the wrong shape, or raised
+└── PortInUseError
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class ModelError(TeneralError):
 
 
 class RequestError(TeneralError):
-    """A request that cannot be meant. `param` is the field as the caller wrote it, '' for the request as a whole."""
+    """A request that cannot be meant. `param` is the field as the caller wrote it, '' for the request as a
+    whole.
+    """
 
     def __init__(self, message: str, *, param: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -49,7 +51,9 @@ class DrainingError(TeneralError):
 
 
 class HandlerError(TeneralError):
-    """The user's handler could not be loaded, has the wrong shape, or raised (then `__cause__` is its exception)."""
+    """The user's handler could not be loaded, has the wrong shape, or raised (then `__cause__` is its
+    exception).
+    """
 
 
 class PortInUseError(TeneralError):

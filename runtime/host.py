@@ -10,9 +10,11 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def available_cores(cgroup_root: Path = CGROUP_ROOT) -> int:
-    """Cores that this process may use: its affinity, bounded by the cgroup's CPU quota (v2, then v1), at least 1.
+    """Cores that this process may use: its affinity, bounded by the cgroup's CPU quota (v2, then v1), at
+    least 1.
 
-    Threads beyond the quota do not compute: they are throttled, and then a step waits for the slowest of them.
+    Threads beyond the quota do not compute: they are throttled, and then a step waits for the slowest of
+    them.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup_root)

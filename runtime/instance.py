@@ -1,9 +1,10 @@
 """The life of one instance: from an address to a running engine, everything beside everything else.
 
-`start` returns at once. Three threads then work side by side: one opens the store and starts the stream of weights, one
-loads the tokenizer, one imports torch, builds the model's skeleton over storage that is still empty, and starts the
-engine. Each result is a future; a request waits for the ones that it needs, and its forward pass for the layers
-that it has reached. The first failure fails the instance, and everything that waits for it.
+`start` returns at once. Three threads then work side by side: one opens the store and starts the stream of
+weights, one loads the tokenizer, one imports torch, builds the model's skeleton over storage that is still
+empty, and starts the engine. Each result is a future; a request waits for the ones that it needs, and its
+forward pass for the layers that it has reached. The first failure fails the instance, and everything that
+waits for it.
 
 An instance knows no HTTP and no platform; handlers translate for it.
 """
@@ -37,10 +38,17 @@ if TYPE_CHECKING:
     from .models.encoder import Encoder
     from .tokenizer import TextTokenizer
 
-# Of the memory that is left beside the weights, what the KV pool takes unless told: the rest is for activations, staging, and
-# the container's other processes.
+# Of the memory that is left beside the weights, what the KV pool takes unless told: the rest is for
+# activations, staging, and the container's other processes.
 KV_SHARE = 0.4
 DEFAULT_KV_BYTES = 4 << 30
+
+# What sentence-transformers writes beside an encoder: how its outputs become one vector.
+SENTENCE_FILES = {
+    "modules": "modules.json",
+    "pooling": "1_Pooling/config.json",
+    "sentence_bert": "sentence_bert_config.json",
+}
 
 T = TypeVar("T")
 
@@ -48,7 +56,9 @@ T = TypeVar("T")
 class Instance:
     """One model being served. Thread-safe. `close` it, or use it as a context manager."""
 
-    def __init__(self, config: ServeConfig, *, timeline: Timeline | None = None, source: Source | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, *, timeline: Timeline | None = None, source: Source | None = None
+    ) -> None:
         """With `source`, the model is read from there instead of `config.model`; the instance closes it."""
         self.config = config
         self.timeline = timeline or Timeline()
@@ -66,7 +76,7 @@ class Instance:
         self._failure: TeneralError | None = None
         self._lock = threading.Lock()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # life
 
     def start(self) -> Instance:
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
@@ -78,20 +88,21 @@ class Instance:
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
         finished = True
-        for future in (self.engine, self.embedder):
-            worker = _result_or_none(future)
-            if worker is not None:
-                finished &= worker.drain(max(0.0, deadline_s - time.monotonic()))
+        for worker in self._workers():
+            finished &= worker.drain(max(0.0, deadline_s - time.monotonic()))
         return finished
 
     def close(self) -> None:
-        """Stop everything and free what can be freed. Tensors that somebody still holds stay valid. Idempotent."""
+        """Stop everything and free what can be freed. Tensors that somebody still holds stay valid.
+        Idempotent.
+        """
         self._draining = True
         self._settle(DrainingError("the instance was closed"))
-        for future in (self.engine, self.embedder):
-            worker = _result_or_none(future)
-            if worker is not None:
-                worker.stop()
+        for worker in self._workers():
+            worker.stop()
+        tokenizer = _result_or_none(self.tokenizer)
+        if tokenizer is not None:
+            tokenizer.close()
         if self._load is not None:
             self._load.close()
         if self._source is not None:
@@ -106,7 +117,7 @@ class Instance:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what can be seen ---------------------------------------------------------------------------------------------
+    # what can be seen
 
     @property
     def failure(self) -> TeneralError | None:
@@ -118,7 +129,7 @@ class Instance:
             return State.FAILED
         if self._draining:
             return State.DRAINING
-        if _result_or_none(self.engine) is None and _result_or_none(self.embedder) is None:
+        if not self._workers():
             return State.LOADING
         return State.READY if self._all_exact() else State.PARTIAL
 
@@ -141,13 +152,11 @@ class Instance:
         figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
         if self._load is not None:
             figures["load"] = self._load.statistics()
-        for name, future in (("engine", self.engine), ("embedder", self.embedder)):
-            worker = _result_or_none(future)
-            if worker is not None:
-                figures[name] = worker.statistics()
+        for worker in self._workers():
+            figures[type(worker).__name__.lower()] = worker.statistics()
         return figures
 
-    # -- the three threads --------------------------------------------------------------------------------------------
+    # the three threads
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
@@ -166,7 +175,9 @@ class Instance:
         self._watch_load(self._load, len(manifest.groups))
 
     def _watch_load(self, load: WeightLoad, num_groups: int) -> None:
-        """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load does."""
+        """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load
+        does.
+        """
         for group in range(num_groups):
             load.wait(group)
         self.timeline.mark("process", "all weights exact")
@@ -184,15 +195,19 @@ class Instance:
             import torch  # the longest import by far: it runs beside the fetch
 
             from .models.build import build_model
+            from .models.encoder import Encoder
             from .weights import StreamedWeights
         torch.set_num_threads(self.config.threads or available_cores())
         source, manifest = self._opened.result()
         assert self._load is not None
         with self.timeline.span("model", "build"):
             config = _json_file(source, manifest, "config.json", required=True)
-            pooling = {name: _json_file(source, manifest, name) for name in ("modules.json", "1_Pooling/config.json")}
-            model = build_model(config, StreamedWeights(self._load), **_encoder_files(pooling))
-        if hasattr(model, "embed"):
+            model = build_model(
+                config,
+                StreamedWeights(self._load),
+                **{key: _json_file(source, manifest, name) for key, name in SENTENCE_FILES.items()},
+            )
+        if isinstance(model, Encoder):
             self._start_embedder(model)
         else:
             self._start_engine(model, manifest)
@@ -230,12 +245,12 @@ class Instance:
         )
         self.engine.set_exception(refuse)
         _resolve(self.kind, "encoder")
-        embedder = Embedder(model, max_queued=self.config.max_queued)
+        embedder = Embedder(model, max_queued=self.config.max_queued, timeline=self.timeline)
         embedder.start()
         _resolve(self.embedder, embedder)
         self.timeline.mark("process", "can answer")
 
-    # -- failing ------------------------------------------------------------------------------------------------------
+    # failing
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
@@ -265,6 +280,11 @@ class Instance:
                 if not future.done():
                     future.set_exception(error)
 
+    def _workers(self) -> list[Engine | Embedder]:
+        """What computes, once it is there: an engine or an embedder."""
+        found = (_result_or_none(self.engine), _result_or_none(self.embedder))
+        return [worker for worker in found if worker is not None]
+
     def _all_exact(self) -> bool:
         if self._load is None:
             return False
@@ -272,8 +292,10 @@ class Instance:
         return progress.groups_exact == progress.num_groups
 
 
-def default_kv_bytes(weight_bytes: int, free_bytes: int) -> int:
-    """The KV pool's size unless told: a share of what the weights leave, within reason."""
+def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:
+    """The KV pool's size unless told: a share of what the weights leave (None: unknown), within reason."""
+    if free_bytes is None:
+        return DEFAULT_KV_BYTES
     return max(1 << 20, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
 
 
@@ -309,7 +331,3 @@ def _json_file(source: Source, manifest: Manifest, name: str, *, required: bool 
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}", where=f"{source.url}/{name}") from error
-
-
-def _encoder_files(files: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in (("modules", files["modules.json"]), ("pooling", files["1_Pooling/config.json"])) if value}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ class Metrics:
                 self._inter_token_seconds.observe(seconds / num_tokens, num_tokens)
 
     def render(self, statistics: Mapping[str, Any]) -> bytes:
-        """The text, with every number in `statistics` as a gauge named by its path. The first call imports
+        """The text, with every number in `statistics` named by its path. The first call imports
         the client.
         """
         # 60 ms that a cold start would pay for; the first scrape can.
@@ -112,7 +113,7 @@ class Metrics:
         class Snapshot(Collector):
             def collect(self) -> Iterator[Metric]:
                 yield from metrics._families()
-                yield from _gauges(statistics)
+                yield from _from_statistics(statistics)
 
         registry = CollectorRegistry(auto_describe=False)
         registry.register(Snapshot())
@@ -153,16 +154,29 @@ class Metrics:
         return iter((requests, seconds, first, between, prompt, generated))
 
 
-def _gauges(statistics: Mapping[str, Any]) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily
+def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
+    """Each number is a gauge named by its path; one whose name ends in `_total` is a counter, and so is each
+    below such a name, told apart by the label `kind`.
+    """
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     state = GaugeMetricFamily("teneral_state", "1 for the state that the instance is in.", labels=("state",))
     for each in State:
         state.add_metric((str(each),), float(statistics.get("state") == each))
     yield state
+    counters: dict[str, CounterMetricFamily] = {}
     for path, value in numbers_in(statistics):
-        name = "_".join(path)
-        yield GaugeMetricFamily(f"teneral_{name}", f"Statistics of the instance: {'.'.join(path)}.", value)
+        depth = next((depth for depth, name in enumerate(path, 1) if name.endswith("_total")), None)
+        name = re.sub(r"\W", "_", "_".join(("teneral", *path[:depth])))
+        told = f"Statistics of the instance: {'.'.join(path[:depth])}."
+        if depth is None:
+            yield GaugeMetricFamily(name, told, value)
+            continue
+        kinds = (".".join(path[depth:]),) if path[depth:] else ()
+        if name not in counters:
+            counters[name] = CounterMetricFamily(name, told, labels=("kind",) * len(kinds))
+        counters[name].add_metric(kinds, value)
+    yield from counters.values()
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -1,11 +1,14 @@
-"""What a caller asks of the engine, and what comes back, as values. No text is tokenised here and no HTTP is known."""
+"""What a caller asks of the engine, and what comes back, as values. No text is tokenised here and no HTTP
+is known.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
 
-from .errors import RequestError, TeneralError
+from ..loader.errors import TeneralError
+from .errors import RequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
@@ -23,7 +26,8 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How the next token is chosen. The defaults are plain sampling from the model's distribution.
 
-    Order of application: logit bias, repetition/presence/frequency penalties, temperature, top-k, top-p, min-p.
+    Order of application: logit bias, repetition/presence/frequency penalties, temperature, top-k, top-p,
+    min-p.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -81,7 +85,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithms under the model's own distribution (after penalties and bias, before temperature and filters)."""
+    """Natural logarithms under the model's own distribution (after penalties and bias, before temperature
+    and filters).
+    """
 
     token: int
     logprob: float
@@ -90,8 +96,9 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent:
-    """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a possible stop
-    string is incomplete. The last event has a `finish_reason`; with ERROR it has the `error`."""
+    """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a
+    possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has the `error`.
+    """
 
     text: str
     tokens: tuple[int, ...]

@@ -1,7 +1,9 @@
-"""Models of real architectures' shapes with random weights: for load tests and benchmarks, where only the bytes matter.
+"""Models of real architectures' shapes with random weights: for load tests and benchmarks, where only the
+bytes matter.
 
-The weights are distributed as trained ones are, so that they compress alike: normal, with a scale of its own for every output
-channel, and a few input channels that stand out. What such a model says is noise. The same name and seed give the same bytes.
+The weights are distributed as trained ones are, so that they compress alike: normal, with a scale of its
+own for every output channel, and a few input channels that stand out. What such a model says is noise. The
+same name and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..loader.errors import UsageError
 from ..loader.manifest import tensor_bytes
@@ -107,19 +110,23 @@ def synthesize(
 ) -> SynthResult:
     """Write a model directory, whole or not at all. `progress` is told how far it is after every block.
 
-    Raises `UsageError` for an unknown shape, a number of layers out of range, or a directory that is there already.
-    Peak memory: about 64 MiB.
+    Raises `UsageError` for an unknown shape, a number of layers out of range, or a directory that is there
+    already. Peak memory: about 64 MiB.
     """
     if like not in SHAPES:
         raise UsageError(f"there is no shape {like!r}", key="like", hint=f"Known are {', '.join(SHAPES)}.")
     config = dict(SHAPES[like])
     if num_layers is not None:
         if not 1 <= num_layers <= config["num_hidden_layers"]:
-            raise UsageError(f"{like} has 1 to {config['num_hidden_layers']} layers, not {num_layers}", key="layers")
+            raise UsageError(
+                f"{like} has 1 to {config['num_hidden_layers']} layers, not {num_layers}", key="layers"
+            )
         config["num_hidden_layers"] = num_layers
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is there already", key="directory", hint="Name a directory that is new or empty.")
+        raise UsageError(
+            f"{target} is there already", key="directory", hint="Name a directory that is new or empty."
+        )
     unfinished = target.with_name(target.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -131,7 +138,9 @@ def synthesize(
         for name, value in (files | (_SENTENCE_FILES if config["model_type"] == "bert" else {})).items():
             path = unfinished / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(value, indent=None if name == "tokenizer.json" else 2, ensure_ascii=False) + "\n")
+            path.write_text(
+                json.dumps(value, indent=None if name == "tokenizer.json" else 2, ensure_ascii=False) + "\n"
+            )
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -208,7 +217,9 @@ def _write_weights(
     total_bytes = sum(_size(spec) for spec in specs)
     done_bytes, index, where = 0, 0, {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        name = (
+            f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        )
         with (directory / name).open("wb") as file:
             writer = SafetensorsWriter(file, shard, {"format": "pt"})
             for spec in shard:
@@ -239,7 +250,9 @@ def _shards(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def _content(spec: TensorSpec, random: np.random.Generator) -> Iterator[memoryview]:
-    """A tensor's bytes in blocks of whole rows. 1-D weights are near 1, biases near 0, as in trained models."""
+    """A tensor's bytes in blocks of whole rows. 1-D weights are near 1, biases near 0, as in trained
+    models.
+    """
     if len(spec.shape) == 1:
         centre = 1.0 if spec.name.endswith("weight") else 0.0
         yield _stored(spec.dtype, centre + 0.05 * random.standard_normal(spec.shape, dtype=np.float32))
@@ -257,13 +270,13 @@ def _content(spec: TensorSpec, random: np.random.Generator) -> Iterator[memoryvi
         yield _stored(spec.dtype, block)
 
 
-def _stored(dtype: str, values: np.ndarray[Any, np.dtype[np.float32]]) -> memoryview:
+def _stored(dtype: str, values: npt.NDArray[np.float32]) -> memoryview:
     """Little-endian bytes; bf16 by rounding to nearest even."""
     if dtype == "F32":
-        return memoryview(values.reshape(-1)).cast("B")
+        return values.reshape(-1).view(np.uint8).data
     bits = values.reshape(-1).view(np.uint32)
     bits += 0x7FFF + ((bits >> 16) & 1)
-    return memoryview((bits >> 16).astype(np.uint16)).cast("B")
+    return (bits >> 16).astype(np.uint16).view(np.uint8).data
 
 
 def _size(spec: TensorSpec) -> int:

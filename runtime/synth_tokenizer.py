@@ -1,7 +1,9 @@
-"""A byte-level BPE tokenizer of any vocabulary size, made without text, for models whose weights are random.
+"""A byte-level BPE tokenizer of any vocabulary size, made without text, for models whose weights are
+random.
 
-Its merges join any two, then any three, common characters, so every text becomes tokens of up to three characters and decodes to
-itself; its file is as large, and loads as slowly, as a real tokenizer with so many words.
+Its merges join any two, then any three, common characters, so every text becomes tokens of up to three
+characters and decodes to itself; its file is as large, and loads as slowly, as a real tokenizer with so
+many words.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_files(vocab_size: int, *, encoder: bool) -> dict[str, Any]:
-    """`tokenizer.json` and `tokenizer_config.json` as JSON values, and under "special_ids" what config.json says of them."""
+    """`tokenizer.json` and `tokenizer_config.json` as JSON values, and under "special_ids" what config.json
+    says of them.
+    """
     specials = ["[PAD]", "[CLS]", "[SEP]"] if encoder else [END, START_TURN]
     words = list(specials) if encoder else []
     words += sorted(ByteLevel.alphabet())
@@ -60,7 +64,10 @@ def tokenizer_files(vocab_size: int, *, encoder: bool) -> dict[str, Any]:
             "merges": [f"{left} {right}" for left, right in merges],
         },
     }
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
     if encoder:
         settings |= {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
         special_ids = {"pad_token_id": ids["[PAD]"]}

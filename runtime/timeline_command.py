@@ -17,8 +17,12 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 40, 100, 400
 
 
-def show_timeline(place: str, *, output: str | None, width: int | None, color: str, api_key: str | None) -> int:
-    """Draw the snapshot at `place`, a server's address or a file. Prints; with `output`, writes a page there instead."""
+def show_timeline(
+    place: str, *, output: str | None, width: int | None, color: str, api_key: str | None
+) -> int:
+    """Draw the snapshot at `place`, a server's address or a file. Prints; with `output`, writes a page
+    there instead.
+    """
     snapshot = read_snapshot(place, api_key)
     if output is not None:
         from .timeline_html import render_html  # only when a page is asked for
@@ -38,7 +42,9 @@ def show_timeline(place: str, *, output: str | None, width: int | None, color: s
 
 
 def read_snapshot(place: str, api_key: str | None = None) -> dict[str, Any]:
-    """The snapshot at a server's address (`/timeline` is added where it has no path), or in a file. Bounded."""
+    """The snapshot at a server's address (`/timeline` is added where it has no path), or in a file.
+    Bounded.
+    """
     if place.startswith(("http://", "https://")):
         scheme, _, rest = place.rstrip("/").partition("://")
         folder, _, name = rest.rpartition("/") if "/" in rest else (rest, "", "timeline")
@@ -54,7 +60,9 @@ def read_snapshot(place: str, api_key: str | None = None) -> dict[str, Any]:
         snapshot = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            f"{place} is not JSON: {error}", where=place, hint="Give a server's address, or what its /timeline returned."
+            f"{place} is not JSON: {error}",
+            where=place,
+            hint="Give a server's address, or what its /timeline returned.",
         ) from error
     if not isinstance(snapshot, dict):
         raise FormatError(f"{place} is not a timeline", where=place)

@@ -106,15 +106,15 @@ def _heading(picture: Picture) -> str:
         return f'<h1 class="failed">The cold start failed: {escape(figures.failure)}</h1>'
     if figures.first_token_s is None:
         return "<h1>No token yet</h1>"
-    lead = "from the start of the process, each layer executing as its weights arrive"
-    return f'<h1>First token after <em>{format_s(figures.first_token_s)}</em></h1><p class="lead">{lead}</p>'
+    first_token = f"<em>{format_s(figures.first_token_s)}</em>"
+    return f'<h1>First token after {first_token}</h1><p class="lead">from the start of the process</p>'
 
 
 def _cards(picture: Picture) -> str:
     figures = picture.figures
     cards = []
     if figures.can_answer_s is not None:
-        cards.append(("takes requests in after", format_s(figures.can_answer_s)))
+        cards.append(("can answer after", format_s(figures.can_answer_s)))
     if figures.stored_bytes:
         cards.append(("fetched", f"{format_bytes(figures.stored_bytes)} in {format_s(figures.fetch_s)}"))
         cards.append(("on average", f"{format_bytes(figures.bytes_per_s)}/s"))
@@ -191,14 +191,12 @@ def _bar(bar: Bar, end_s: float, y: float, row_height: float) -> str:
     x = _x(bar.start_s, end_s)
     width = max(MIN_BAR_WIDTH, _x(bar.end_s, end_s) - x)
     top, bottom = (y + edge * (row_height - 1) for edge in _edges(bar))
-    return (
-        f'<rect class="{_bar_class(bar)}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"'
-        f' rx="1.5"><title>{escape(bar.title)}</title></rect>'
-    )
+    place = f'x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{bottom - top:.1f}"'
+    return f'<rect class="{_bar_class(bar)}" {place} rx="1.5"><title>{escape(bar.title)}</title></rect>'
 
 
 def _edges(bar: Bar) -> tuple[float, float]:
-    """Where a bar lies in its row, from 0 at the top to 1: the tiers of a layer arrive one above the other."""
+    """Where a bar lies in its row, from 0 at the top to 1: a layer's tiers arrive one above the other."""
     if bar.kind is Kind.QUEUED:
         return 0.35, 0.65
     if bar.tier and bar.kind is not Kind.EXECUTE:
@@ -234,7 +232,7 @@ def _network(picture: Picture, y: float) -> str:
         f'<polygon class="network" points="{LEFT},{base:g} {points} {RIGHT},{base:g}"/>'
         f'<polyline class="network-line" points="{points}"/>'
         f"{_text(LEFT - 12, base - 4, 'network', 'label', anchor='end')}"
-        f"{_text(RIGHT + 10, base - 4, f'≤ {format_bytes(rate)}/s', 'note')}"
+        f"{_text(RIGHT + 10, base - 4, f'peak {format_bytes(rate)}/s', 'note')}"
     )
 
 

@@ -122,8 +122,9 @@ def _part_bar(kind: Kind, group: str, span: Span) -> Bar:
     tier = span.attributes.get("tier")
     tier = tier if tier in ("draft", "refine") else ""
     part = whole_number(span.attributes.get("part"))
-    words = [group, tier, kind.value, "" if part is None else f"part {part}", format_bytes(size_bytes)]
-    title = f"{' '.join(word for word in words if word)} in {format_s(span.end_s - span.start_s)}"
+    whose = f"{group} {tier}" if tier else group
+    what = kind.value if part is None else f"{kind.value} part {part}"
+    title = f"{whose}: {what}, {format_bytes(size_bytes)} in {format_s(span.end_s - span.start_s)}"
     return Bar(kind, span.start_s, span.end_s, clean_text(title), tier, size_bytes)
 
 

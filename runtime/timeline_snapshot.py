@@ -56,6 +56,8 @@ def parse_snapshot(value: Any) -> Snapshot:
 def clean_text(text: str, max_chars: int = MAX_NAME_CHARS) -> str:
     """The text with every character taking one column: no escape sequences for a terminal to obey."""
     cut = text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
+    if cut.isascii() and cut.isprintable():
+        return cut
     return "".join(character if _is_one_column(character) else "?" for character in cut)
 
 

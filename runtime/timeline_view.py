@@ -218,7 +218,7 @@ def _network_line(picture: Picture, label_width: int, num_columns: int) -> Line:
         (SPARKS[math.ceil(count / highest * (len(SPARKS) - 1))], COLORS[Kind.FETCH]) for count in arrived
     ]
     rate = highest * num_columns / picture.end_s
-    return _line("network", label_width, sparks, f"≤ {format_bytes(rate)}/s")
+    return _line("network", label_width, sparks, f"peak {format_bytes(rate)}/s")
 
 
 def _line(label: str, label_width: int, cells: Sequence[Cell], note: str) -> Line:

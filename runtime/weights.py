@@ -1,7 +1,7 @@
 """A model's weights as torch tensors whose storage exists at once and whose content arrives later.
 
-`Weights` is what model code sees. `StreamedWeights` is fed by the loader; `DictWeights` holds finished tensors (tests,
-and models made in memory). Neither knows what the tensors are for.
+`Weights` is what model code sees. `StreamedWeights` is fed by the loader; `DictWeights` holds finished
+tensors (tests, and models made in memory). Neither knows what the tensors are for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from ..loader.load import WeightLoad
 from ..loader.manifest import Tier
 from .errors import ModelError
 
-Gate = Callable[[], None]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
+Gate = Callable[
+    [], None
+]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -74,7 +76,9 @@ class DictWeights:
 
 
 class StreamedWeights:
-    """Weights that a `WeightLoad` is filling. The tensors are views of the load's slabs, which they keep alive."""
+    """Weights that a `WeightLoad` is filling. The tensors are views of the load's slabs, which they keep
+    alive.
+    """
 
     def __init__(self, load: WeightLoad) -> None:
         self._load = load
@@ -87,7 +91,9 @@ class StreamedWeights:
             if entry is None:
                 raise missing_tensor(name, self._load.manifest.by_name)
             if entry.dtype not in TORCH_DTYPES:
-                raise ModelError(f"tensor {name} has dtype {entry.dtype}, which this version cannot compute with")
+                raise ModelError(
+                    f"tensor {name} has dtype {entry.dtype}, which this version cannot compute with"
+                )
             dtype = TORCH_DTYPES[entry.dtype]
             if entry.size_bytes == 0:
                 self._tensors[name] = torch.empty(entry.shape, dtype=dtype)
@@ -98,7 +104,9 @@ class StreamedWeights:
         return self._tensors[name]
 
     def _slab(self, group: int) -> torch.Tensor:
-        """The group's memory, (slab_bytes,) uint8: one storage, so that adjacent tensors can be stacked as one view."""
+        """The group's memory, (slab_bytes,) uint8: one storage, so that adjacent tensors can be stacked as
+        one view.
+        """
         if group not in self._slabs:
             self._slabs[group] = torch.frombuffer(self._load.slab(group), dtype=torch.uint8)
         return self._slabs[group]
@@ -128,5 +136,7 @@ def missing_tensor(name: str, present: Iterable[str]) -> ModelError:
     near = difflib.get_close_matches(name, list(present), n=2)
     return ModelError(
         f"the model has no tensor {name!r}",
-        hint=f"Nearest names: {', '.join(near)}." if near else "Is this the right artifact for its config.json?",
+        hint=f"Nearest names: {', '.join(near)}."
+        if near
+        else "Is this the right artifact for its config.json?",
     )

@@ -1,4 +1,6 @@
-"""What a user can get wrong at the command line: one clear message, a code of its own, and nothing half-written."""
+"""What a user can get wrong at the command line: one clear message, a code of its own, and nothing
+half-written.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from teneral import cli
-
 from tests.support.tiny_models import save_tiny
+
+from teneral import cli
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +171,20 @@ def test_invoke_prints_what_a_handler_yields_line_by_line(
     artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "def handler(event, context):\n    yield {'got': event}\n    yield {'tokens': len(context.model.tokenize('hello'))}\n"
+        "def handler(event, context):\n"
+        "    yield {'got': event}\n"
+        "    yield {'tokens': len(context.model.tokenize('hello'))}\n"
     )
     (tmp_path / "event.json").write_text('{"a": 1}')
     code = cli.run(
-        ["invoke", f"{tmp_path}/mine.py:handler", "--model", str(artifact), "--event", str(tmp_path / "event.json")]
+        [
+            "invoke",
+            f"{tmp_path}/mine.py:handler",
+            "--model",
+            str(artifact),
+            "--event",
+            str(tmp_path / "event.json"),
+        ]
     )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 0

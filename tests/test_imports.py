@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("loader", "runtime", "handlers")
+
 HEAVY = {
     "torch", "transformers", "numpy", "aiohttp", "asyncio", "boto3", "botocore", "tokenizers", "jinja2", "msgspec",
-    "prometheus_client", "cupy", "zstandard", "blake3", "ssl", "http.client", "urllib.request", "email", "concurrent.futures",
+    "prometheus_client", "cupy", "zstandard", "blake3", "ssl", "http.client", "urllib.request", "email",
+    "concurrent.futures",
 }  # fmt: skip
 
 
 def loaded_by(statement: str) -> set[str]:
     """Modules that are there after the statement and were not before it, in a fresh interpreter."""
     program = (
-        "import sys, json; before = set(sys.modules); " + statement + "; print(json.dumps(sorted(set(sys.modules) - before)))"
+        "import sys, json; before = set(sys.modules); "
+        + statement
+        + "; print(json.dumps(sorted(set(sys.modules) - before)))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
@@ -31,7 +41,10 @@ def loaded_by(statement: str) -> set[str]:
         ("import teneral.cli; teneral.cli._parser()", set()),
         ("import teneral.handlers.http.command", set()),
         ("import teneral.loader, teneral.runtime, teneral.handlers", set()),
-        ("import teneral.runtime.models, teneral.runtime.kv, teneral.loader.sources, teneral.handlers.http", set()),
+        (
+            "import teneral.runtime.models, teneral.runtime.kv, teneral.loader.sources, teneral.handlers.http",
+            set(),
+        ),
     ],
 )
 def test_an_import_brings_only_what_it_may(statement: str, allowed: set[str]) -> None:
@@ -41,11 +54,22 @@ def test_an_import_brings_only_what_it_may(statement: str, allowed: set[str]) ->
 
 def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
     loaded = loaded_by("import teneral.runtime.instance")
-    assert not loaded & {"torch", "transformers", "aiohttp", "asyncio", "boto3", "tokenizers", "jinja2", "prometheus_client"}
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "aiohttp",
+        "asyncio",
+        "boto3",
+        "tokenizers",
+        "jinja2",
+        "prometheus_client",
+    }
 
 
 def test_serving_never_needs_transformers() -> None:
-    loaded = loaded_by("import teneral.handlers.http.app, teneral.runtime.engine, teneral.runtime.models.build")
+    loaded = loaded_by(
+        "import teneral.handlers.http.app, teneral.runtime.engine, teneral.runtime.models.build"
+    )
     assert "transformers" not in loaded
 
 
@@ -54,3 +78,15 @@ def test_the_public_names_exist() -> None:
 
     assert [name for name in getattr(teneral, "__all__", []) if not hasattr(teneral, name)] == []
     assert teneral.__version__
+
+
+def test_the_folders_are_never_imported_under_their_bare_names() -> None:
+    """`import loader` would make a second copy of every class; within the package, imports are relative."""
+    bare = []
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            bare += [f"{path}:{name}" for name in names if name.partition(".")[0] in FOLDERS]
+    assert bare == []

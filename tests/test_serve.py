@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.tiny_models import save_tiny
+
 from teneral.loader.pack import pack
 from teneral.loader.sources.file import FileStore
-
-from tests.support.tiny_models import save_tiny
 
 WAIT_S = 60
 
@@ -85,16 +85,27 @@ def test_the_timeline_tells_the_whole_cold_start(server: Server) -> None:
     snapshot = json.loads(server.ask("GET", "/timeline")[1])
     seen = {(span["lane"], span["name"]) for span in snapshot["spans"]}
     assert {("process", "port open"), ("process", "import torch"), ("manifest", "open")} <= seen
-    assert {lane for lane, _ in seen} >= {"fetch", "verify", "decode", "ready", "execute", "request", "tokenizer"}
+    assert {lane for lane, _ in seen} >= {
+        "fetch",
+        "verify",
+        "decode",
+        "ready",
+        "execute",
+        "request",
+        "tokenizer",
+    }
     begun = {span["name"]: span["start_s"] for span in snapshot["spans"] if span["lane"] == "process"}
     first_fetch_s = min(span["start_s"] for span in snapshot["spans"] if span["lane"] == "fetch")
     torch_end_s = max(span["end_s"] for span in snapshot["spans"] if span["name"] == "import torch")
     assert begun["port open"] < first_fetch_s < torch_end_s
 
 
-def test_serving_never_imports_boto3_or_transformers_for_a_local_artifact(artifact: Path, tmp_path: Path) -> None:
+def test_serving_never_imports_boto3_or_transformers_for_a_local_artifact(
+    artifact: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text(
-        "import sys\ndef handler(event, context):\n    return sorted({name.partition('.')[0] for name in sys.modules})\n"
+        "import sys\n"
+        "def handler(event, context):\n    return sorted({name.partition('.')[0] for name in sys.modules})\n"
     )
     server = Server(artifact, "--handler", f"{tmp_path}/mine.py:handler")
     try:

@@ -1,8 +1,8 @@
 """`teneral serve`: the port first, then the stream of weights, then everything else beside it.
 
 The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog
-instead of being refused. The instance's threads then fetch and import while the web server is being imported
-here.
+instead of being refused. The instance's threads then fetch and import while the web server is being
+imported here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from ...loader.errors import TeneralError, UsageError
+from ...loader.errors import UsageError
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
@@ -51,9 +51,11 @@ def run_server(config: ServeConfig) -> int:
             print(
                 f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
             )
-            failure: TeneralError | None = asyncio.run(
-                serve(app, sock, drain_timeout_s=config.drain_timeout_s)
-            )
+            try:
+                failure = asyncio.run(serve(app, sock, drain_timeout_s=config.drain_timeout_s))
+            finally:
+                if handler is not None:
+                    handler.close()
     if failure is not None:
         raise failure
     return 0

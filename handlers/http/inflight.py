@@ -30,6 +30,11 @@ class Work:
         """Why it was ended from here; None while it was not: a cancellation is the client's then."""
         return self._reason if self._scope.expired() else None
 
+    @property
+    def deadline_s(self) -> float | None:
+        """On the event loop's clock; None while there is none."""
+        return self._scope.when()
+
     def limit(self, seconds: float) -> None:
         """Give the request so much time from now. Does nothing once it was ended."""
         if self._reason is None:
@@ -63,6 +68,10 @@ class InFlight:
 
     def __len__(self) -> int:
         return len(self._works)
+
+    @property
+    def works(self) -> frozenset[Work]:
+        return frozenset(self._works)
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[Work]:
@@ -103,7 +112,7 @@ class InFlight:
             return True
         except TimeoutError:
             pass
-        for work in list(self._works):
+        for work in self.works:
             work.end(DrainingError(f"the instance shut down {timeout_s:g} s after it was told to"))
         try:
             async with asyncio.timeout(CUT_GRACE_S):

@@ -62,7 +62,7 @@ async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> 
     outcomes = [Outcome() for _ in range(fmt.num_sequences)]
     with Sequences(service, call) as sequences:
         await _submit(service, call, fmt, sequences, body_bytes)
-        async for steps in sequences.steps():
+        while steps := await sequences.next_steps():
             for index, event in steps:
                 outcomes[index].add(event)
     usage = Usage.of(fmt.num_prompt_tokens, sum(len(outcome.tokens) for outcome in outcomes))
@@ -81,7 +81,7 @@ async def _stream(service: Service, request: web.Request, fmt: Format, body_byte
                 on_overflow=stream.abort,
             ) as sequences:
                 await _submit(service, call, fmt, sequences, body_bytes)
-                async for steps in sequences.steps():
+                while steps := await sequences.next_steps():
                     num_generated += sum(len(event.tokens) for _, event in steps)
                     if items := [item for step in steps for item in fmt.chunks(step)]:
                         await stream.send(*items)

@@ -5,7 +5,7 @@ together.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -63,6 +63,7 @@ class Sequences:
         self._generations: list[Generation] = []
         self._last_token_s: list[float | None] = []
         self._num_open = 0
+        self._failure: TeneralError | None = None
         self._on_overflow = on_overflow
         self._mailbox: Mailbox[Step]
         self._post: Callable[[Step], None]
@@ -75,20 +76,23 @@ class Sequences:
         self._last_token_s = [None] * len(requests)
         self._num_open = len(requests)
 
-    async def steps(self) -> AsyncIterator[list[Step]]:
-        """What came since the last time, in order, until all sequences have ended. Raises the first failure
-        of any, after what came before it.
+    async def next_steps(self) -> list[Step]:
+        """What came since the last time, in order, at least one; [] once all sequences have ended. Raises the
+        first failure of any, after what came before it.
         """
-        while self._num_open:
-            steps: list[Step] = []
+        if self._failure is None and not self._num_open:
+            return []
+        steps: list[Step] = []
+        while self._failure is None and not steps:
             for index, event in await self._mailbox.take():
                 if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-                    if steps:
-                        yield steps
-                    raise _failure(event)
+                    self._failure = _failure(event)
+                    break
                 self._count(index, event)
                 steps.append((index, event))
-            yield steps
+        if self._failure is not None and not steps:
+            raise self._failure
+        return steps
 
     def __enter__(self) -> Self:
         return self

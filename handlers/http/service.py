@@ -39,9 +39,7 @@ class Call:
     request_id: str
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
-    error_status: int | None = (
-        None  # of the error that was told last; a stream that began well keeps its own status
-    )
+    error_status: int | None = None  # of the error that the client was told, which may be an item of a stream
 
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
@@ -87,8 +85,9 @@ class Service:
 
     @property
     def state(self) -> State:
-        """The instance's, except that a server which drains has an instance that still works."""
-        return State.DRAINING if self.in_flight.draining else self.instance.state
+        """The instance's, except that the instance of a server which drains still works."""
+        state = self.instance.state
+        return State.DRAINING if self.in_flight.draining and state is not State.FAILED else state
 
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)

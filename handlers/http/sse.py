@@ -61,9 +61,8 @@ class EventStream:
                 "X-Accel-Buffering": "no",  # nginx and what descends from it would hold the stream back
             }
         )
-        self._lock = (
-            asyncio.Lock()
-        )  # two tasks write: the one with the items, and the one with the signs of life
+        # Two tasks write: the one with the items, and the one with the signs of life.
+        self._lock = asyncio.Lock()
         self._last_write_s = asyncio.get_running_loop().time()
         self._ticker: asyncio.Task[None] | None = None
 

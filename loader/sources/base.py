@@ -1,7 +1,8 @@
 """What a place that holds bytes must be able to do: the protocols `Source` and `Store`.
 
-A source is opened on one folder (an artifact, or a model directory); names are relative to it, with '/' between
-their components, and were validated by `check_name`. A source knows nothing of manifests, parts or tensors.
+A source is opened on one folder (an artifact, or a model directory); names are relative to it, with '/'
+between their components, and were validated by `check_name`. A source knows nothing of manifests, parts or
+tensors.
 
 Every implementation passes the one contract suite in `tests/loader/test_source_contract.py`.
 """
@@ -45,10 +46,11 @@ class SourceOptions:
 
 
 class Source(Protocol):
-    """A readable folder of objects. All methods block, may be called from any thread, and hold no lock while they wait.
+    """A readable folder of objects. All methods block, may be called from any thread, and hold no lock
+    while they wait.
 
-    Errors: `NotFoundError`, `AccessDeniedError`, `UnavailableError` (after the source's own retries), `ChangedError`,
-    `SourceClosedError`, each with the object's name and a hint.
+    Errors: `NotFoundError`, `AccessDeniedError`, `UnavailableError` (after the source's own retries),
+    `ChangedError`, `SourceClosedError`, each with the object's name and a hint.
     """
 
     @property
@@ -59,20 +61,27 @@ class Source(Protocol):
         """The object's size and version."""
 
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """A whole small object in one request. Raises `FormatError` when it is larger than `max_bytes`, unread."""
+        """A whole small object in one request. Raises `FormatError` when it is larger than `max_bytes`,
+        unread.
+        """
 
     def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
         """Fill `buffer` with bytes [start, start + len(buffer)) of the object.
 
-        Returns only when the buffer is full. The buffer stays the caller's; on an error its content is undefined.
-        With `version`, raises `ChangedError` when the object is another one by now. Waits without the GIL.
+        Returns only when the buffer is full. The buffer stays the caller's; on an error its content is
+        undefined. With `version`, raises `ChangedError` when the object is another one by now. Waits
+        without the GIL.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose names start with `prefix`, in name order. HTTP sources cannot: they raise `UsageError`."""
+        """Objects whose names start with `prefix`, in name order. HTTP sources cannot: they raise
+        `UsageError`.
+        """
 
     def close(self) -> None:
-        """Give up all reads in flight (they raise `SourceClosedError`) and free every connection. Idempotent."""
+        """Give up all reads in flight (they raise `SourceClosedError`) and free every connection.
+        Idempotent.
+        """
 
 
 class ObjectWriter(Protocol):
@@ -82,7 +91,9 @@ class ObjectWriter(Protocol):
     """
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. The data may be reused as soon as this returns. Raises `NoSpaceError`, having removed all."""
+        """Append. The data may be reused as soon as this returns. Raises `NoSpaceError`, having removed
+        all.
+        """
 
     def commit(self) -> ObjectInfo: ...
 
@@ -107,7 +118,8 @@ class Store(Source, Protocol):
     ) -> ObjectInfo:
         """Write a small object at once, atomically.
 
-        Raises `AlreadyExistsError` when `if_absent` and there is one, or when its version is not `if_version`.
+        Raises `AlreadyExistsError` when `if_absent` and there is one, or when its version is not
+        `if_version`.
         """
 
     def delete(self, name: str) -> None:
@@ -126,6 +138,6 @@ def check_name(name: str) -> str:
     ):
         raise UsageError(
             f"{name!r} is not a usable object name",
-            hint="Names are relative, with '/' between components, without '..', empty components or control characters.",
+            hint="Names are relative, with '/' between their components, none of which is empty, '.' or '..'.",
         )
     return name

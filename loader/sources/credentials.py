@@ -1,6 +1,7 @@
-"""Where S3 credentials come from: the environment at once, else boto3's whole chain, whose import takes its time.
+"""Where S3 credentials come from: the environment at once, else boto3's whole chain, which takes its time.
 
-The chain covers profiles, SSO, assumed roles, web identities, container and instance roles; it renews what expires.
+The chain covers profiles, SSO, assumed roles, web identities, container and instance roles; it renews what
+expires.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ..errors import AccessDeniedError
 from .sigv4 import Credentials
 
 WAYS_TO_GIVE = (
-    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile (--profile or AWS_PROFILE), run under a role, "
-    "or read a public bucket with --anonymous."
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile (--profile or AWS_PROFILE), "
+    "run under a role, or read a public bucket with --anonymous."
 )
 
 

@@ -11,6 +11,7 @@ import os
 import stat as stat_modes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from ..errors import FormatError, NotFoundError
 from . import checks
@@ -60,7 +61,8 @@ class FileStore:
         with self._folder.translated(""):
             if not os.path.isdir(self.url):
                 raise self._folder.missing_error()
-            found = sorted(self._walk("", prefix, ()), key=lambda info: info.name)
+            root = os.stat(self.url)
+            found = sorted(self._walk("", prefix, ((root.st_dev, root.st_ino),)), key=lambda info: info.name)
         return iter(found)
 
     def close(self) -> None:
@@ -113,23 +115,39 @@ class FileStore:
             done += count
 
     def _walk(self, folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[ObjectInfo]:
-        """All objects below `folder` (relative; '' or with a final '/') whose names start with `prefix`."""
+        """All objects below `folder` (relative; '' or with a final '/') whose names start with `prefix`.
+
+        `above` identifies the folders on the way down, so that a link that leads back up is not followed.
+        """
+        for name, status in self._entries(folder):
+            if not stat_modes.S_ISDIR(status.st_mode):
+                if name.startswith(prefix) and stat_modes.S_ISREG(status.st_mode):
+                    yield file_info(name, status)
+                continue
+            identity = (status.st_dev, status.st_ino)
+            is_on_the_way = (name + "/").startswith(prefix[: len(name) + 1])
+            if is_on_the_way and identity not in above and len(above) < MAX_DEPTH:
+                yield from self._walk(name + "/", prefix, (*above, identity))
+
+    def _entries(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Names relative to the root, links followed. What vanishes or leads nowhere is left out."""
         path = os.path.join(self.url, folder)
-        status = os.stat(path)
-        identity = (status.st_dev, status.st_ino)
-        if identity in above or len(above) > MAX_DEPTH:
-            return  # a link that leads back up
-        with os.scandir(path) as entries:
-            for count, entry in enumerate(entries):
-                if count >= MAX_LISTED:
-                    message = f"{path} holds more than {MAX_LISTED:,} files"
-                    raise FormatError(message, where=folder, hint="Give the folder of one model.")
-                name = folder + entry.name
-                if entry.is_dir():
-                    if (name + "/").startswith(prefix[: len(name) + 1]):
-                        yield from self._walk(name + "/", prefix, (*above, identity))
-                elif name.startswith(prefix) and entry.is_file() and _is_object(entry.name):
-                    yield file_info(name, entry.stat())
+        try:
+            with os.scandir(path) as entries:
+                found = list(islice(entries, MAX_LISTED + 1))
+        except FileNotFoundError:
+            return
+        if len(found) > MAX_LISTED:
+            message = f"{path} holds more than {MAX_LISTED:,} files"
+            raise FormatError(message, where=folder, hint="Give the folder of one model.")
+        for entry in found:
+            if not checks.is_name(entry.name) or is_temporary(entry.name):
+                continue
+            try:
+                status = entry.stat()
+            except OSError:
+                continue
+            yield folder + entry.name, status
 
     def _check_version(self, name: str, status: os.stat_result, version: str | None) -> None:
         present = file_info(name, status).version
@@ -139,7 +157,3 @@ class FileStore:
     def _check_open(self, name: str) -> None:
         if self._closed:
             raise checks.closed(self.url, name)
-
-
-def _is_object(file_name: str) -> bool:
-    return checks.is_name(file_name) and not is_temporary(file_name)

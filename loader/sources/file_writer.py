@@ -19,6 +19,7 @@ from .base import ObjectInfo
 from .file_folder import Folder, file_info
 from .writer import Writer
 
+MAX_ATTEMPTS = 100  # to make a temporary file while others clear the folder away
 _PREFIX, _SUFFIX = ".teneral-", ".tmp"
 
 
@@ -101,19 +102,22 @@ class FileWriter(Writer):
 
 def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
     """An open, locked temporary file in `directory`, which is made where it is missing."""
-    while True:
-        folder.make(directory)
-        _remove_leftovers(directory)
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
         path = os.path.join(directory, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
         try:
+            folder.make(directory)
+            _remove_leftovers(directory)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:
-            continue  # another writer's abort pruned the folder in between
+        except FileNotFoundError:  # pruned meanwhile by another writer that gave up or deleted
+            if attempts_left:
+                continue
+            raise
         with suppress(OSError):  # a file system without locks: then nobody's leftovers are removed either
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink > 0:
             return fd, path
         os.close(fd)  # taken for a leftover before it was locked
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), directory)
 
 
 def _remove_leftovers(directory: str) -> None:

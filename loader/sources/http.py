@@ -1,7 +1,7 @@
 """A folder of a web server as a source: read only, and it cannot be listed.
 
-Any server will do that answers byte ranges. What stands behind '?' in the address is sent with each request (it may be
-an access signature), and never shown.
+Any server will do that answers byte ranges. What stands behind '?' in the address is sent with each request
+(it may be an access signature), and never shown.
 """
 
 from __future__ import annotations

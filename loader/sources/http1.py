@@ -1,7 +1,7 @@
-"""HTTP/1.1 over one kept connection: a request goes out, its answer's head is parsed, its body lands in place.
+"""HTTP/1.1 over a kept connection: a request goes out, the answer's head is parsed, its body lands in place.
 
-The body of a known length goes straight into the caller's memory; only what came along with the head is copied. Lengths
-are never guessed. A connection knows nothing of retries, ranges or objects.
+The body of a known length goes straight into the caller's memory; only what came along with the head is
+copied. Lengths are never guessed. A connection knows nothing of retries, ranges or objects.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
 
 
 class StaleConnectionError(WireError):
-    """The server had closed a kept connection before this request: a new one may do, and nothing has failed."""
+    """The server had closed a kept connection before this request: a new one may do; nothing has failed."""
 
 
 class BodyTooLargeError(Exception):

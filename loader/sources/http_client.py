@@ -1,7 +1,8 @@
-"""Asking a web server for objects and ranges of them, until the answer is right or there is no point in asking again.
+"""Asking a web server for objects and ranges of them, until the answer is right or asking is no use.
 
-Answers are checked against what was asked for: status, range, length, version. A range that breaks off is resumed at
-the byte reached. Whom to ask, with which signature, and what a refusal means is the business of a `Door`.
+Answers are checked against what was asked for: status, range, length, version. A range that breaks off is
+resumed at the byte reached. Whom to ask, with which signature, and what a refusal means is the business of
+a `Door`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAX_MENDS = 3  # times that a door may put right what one request was refused fo
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 MAX_RETRY_AFTER_S = 20.0
+_FIRST_BYTE: Headers = (("Range", "bytes=0-0"),)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _NO_CODINGS = ("", "identity", "aws-chunked")  # the last is how an upload came in, which some stores repeat
 
@@ -83,10 +85,7 @@ class HttpClient:
         check_name(name)
 
         def attempt() -> ObjectInfo:
-            with self._answer(name, self._door.request(name, (("Range", "bytes=0-0"),))) as (
-                connection,
-                head,
-            ):
+            with self._answer(name, self._door.request(name, _FIRST_BYTE)) as (connection, head):
                 connection.read_excerpt(1)
                 given = head.content_range
                 size_bytes = given.total if given else head.content_length if head.status == 200 else None
@@ -110,7 +109,7 @@ class HttpClient:
         def attempt() -> tuple[bytes, Head]:
             with self._answer(name, build()) as (connection, head):
                 if head.status != 200:
-                    message = f"{self._door.url} answers {head.status} where the whole of {name} was asked for"
+                    message = f"{self._door.url} answers with a part where the whole of {name} was asked for"
                     raise self._unavailable(name, message)
                 size_bytes = connection.body_length
                 try:
@@ -177,7 +176,7 @@ class HttpClient:
 
     @contextmanager
     def _answer(self, name: str, request: Request) -> Iterator[tuple[Connection, Head]]:
-        """A successful answer, its body unread, redirects followed. The connection is given back afterwards."""
+        """A successful answer, redirects followed, its body unread. Gives the connection back in the end."""
         for _ in range(MAX_REDIRECTS + 1):
             connection, head = self._exchange(request)
             try:

@@ -1,7 +1,8 @@
-"""HTTP/1.1 heads as values: writing a request's, parsing a response's, and what their fields say of an object.
+"""HTTP/1.1 heads as values: a request's is written, a response's is parsed and tells about an object.
 
-Pure: no sockets, no clocks. Parsing is strict and bounded by its caller; what is ambiguous (two lengths, folded lines, a
-length beside chunks) is refused, because two readers could disagree on where the next answer begins.
+Pure: no sockets, no clocks. Parsing is strict and bounded by its caller; what is ambiguous (two lengths,
+folded lines, a length beside chunks) is refused, because two readers could disagree on where the next
+answer begins.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request without a body. `private_headers` are for this origin alone: a redirect elsewhere drops them."""
+    """One request without a body. `private_headers` are for this origin alone: a redirect away drops them."""
 
     method: str
     origin: Origin
@@ -92,7 +93,7 @@ class Head:
         return float(value) if _NUMBER.fullmatch(value) else None
 
     def version(self, size_bytes: int | None) -> str:
-        """What tells this object from the one that may replace it: a strong ETag, or the best of what is given."""
+        """What tells this object from one that replaces it: a strong ETag, or the best of what is given."""
         etag, modified = self.headers.get("etag", ""), self.headers.get("last-modified", "")
         return etag if is_strong_etag(etag) else f"{size_bytes}/{etag or modified}"
 
@@ -163,7 +164,7 @@ def parse_origin(url: str) -> Origin | None:
 
 
 def safe_target(path_or_query: str) -> str:
-    """A path or query as a user or server wrote it, fit for a request line: what is encoded already stays so."""
+    """A path or query as somebody wrote it, fit for a request line: what is encoded already stays so."""
     return quote(path_or_query, safe="/?:@-._~!$&'()*+,;=%")
 
 

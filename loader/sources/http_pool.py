@@ -1,4 +1,4 @@
-"""Kept connections, by origin. Bounded in number and in age; `close` makes every reader give up. Knows no requests."""
+"""Kept connections, by origin, bounded in number and in age. `close` makes every reader give up."""
 
 from __future__ import annotations
 

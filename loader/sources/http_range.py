@@ -1,4 +1,4 @@
-"""Reading one range of an object over several attempts: what to ask for next, and whether an answer is just that.
+"""Reading a range of an object in several attempts: what to ask for next, and whether an answer is just that.
 
 Pure but for the count of what has arrived. Knows no sockets.
 """
@@ -11,7 +11,7 @@ from .http_head import Head, Headers, is_strong_etag
 
 
 class RangeRead:
-    """The bytes [start, start + length) of an object, of one version, of which the first `done` have arrived."""
+    """The bytes [start, start + length) of one version of an object; the first `done` have arrived."""
 
     def __init__(self, source: str, name: str, start: int, length: int, version: str | None) -> None:
         self.done = 0

@@ -51,7 +51,7 @@ def parse_url(url: str) -> tuple[str, str]:
 
 
 def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> S3Settings:
-    """Raises `UsageError` for what cannot be meant, and `AccessDeniedError` for a profile that there is not."""
+    """Raises `UsageError` for what cannot be meant, and `AccessDeniedError` for a profile that is unknown."""
     profile = options.profile or environment.get("AWS_PROFILE")
     endpoint_url = (
         options.endpoint_url or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
@@ -105,7 +105,7 @@ def _has_configuration(environment: Mapping[str, str]) -> bool:
 
 
 def _profile_configuration(profile: str | None) -> dict[str, str]:
-    """The profile's region, endpoint_url and addressing_style, as far as the configuration file gives them."""
+    """The profile's region, endpoint_url and addressing_style, as far as the configuration file has them."""
     # 0.1 s and more of importing, so only where there is a configuration file.
     import botocore.session
     from botocore.exceptions import BotoCoreError

@@ -30,8 +30,9 @@ _FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", 
 _DENIALS = {
     "AccessDenied": (
         "access is denied",
-        "The credentials need s3:GetObject here (s3:PutObject to write). Without s3:ListBucket, S3 says the same of "
-        "objects that do not exist. For a public bucket use --anonymous, for one whose readers pay --requester-pays.",
+        "The credentials need s3:GetObject here (s3:PutObject to write); without s3:ListBucket, S3 says the "
+        "same of objects that do not exist. Use --anonymous for a public bucket, --requester-pays for one "
+        "whose readers pay.",
     ),
     "InvalidAccessKeyId": (
         "the access key is not known to this store",
@@ -66,7 +67,7 @@ def explain(
     region: str = "",
     retry_after_s: float | None = None,
 ) -> SourceError:
-    """The error for an answer of this code ('' where it gave none) and status; `region` is the right one, if known."""
+    """The error for an answer of this status and code ('' for none); `region` is the right one, if known."""
     what = f"{name} in {source}" if name else source
     said = " ".join(text for text in (str(status), code, message) if text)
     if code in _DENIALS:

@@ -1,4 +1,4 @@
-"""The writing side of an S3 store: single puts, multipart uploads and deletions through boto3, errors translated.
+"""The writing side of an S3 store: puts, multipart uploads and deletions through boto3, errors translated.
 
 Importing this module does not import boto3; making an `S3Uploads` does.
 """

@@ -16,7 +16,7 @@ MAX_IN_FLIGHT = 4  # parts of one object being sent: with the pending one, the m
 
 
 class S3Writer(Writer):
-    """An `ObjectWriter`. Holds at most `MAX_IN_FLIGHT + 1` parts in memory; `write` waits while they are sent."""
+    """An `ObjectWriter`. Holds at most `MAX_IN_FLIGHT + 1` parts in memory; `write` waits for them to go."""
 
     def __init__(self, uploads: S3Uploads, name: str) -> None:
         super().__init__()

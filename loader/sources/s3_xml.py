@@ -1,7 +1,7 @@
 """Just enough XML for S3's answers: errors, and pages of a listing.
 
-S3's documents are flat, and are scanned, not parsed: there are no entities to expand, no DTD and no nesting that a
-hostile server could make expensive. The caller bounds their size.
+S3's documents are flat, and are scanned, not parsed: there are no entities to expand, no DTD and no nesting
+that a hostile server could make expensive. The caller bounds their size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ..errors import FormatError
 MAX_TEXT = 500  # characters of an error's message that are shown
 _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
-_CONTENTS = re.compile(r"<Contents>(.*?)</Contents>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,9 @@ def parse_page(document: bytes, *, where: str) -> ListPage:
         raise FormatError(f"{where} did not answer with a list of objects", where=where)
     is_encoded = _text(text, "EncodingType") == "url"
     objects = []
-    for found in _CONTENTS.finditer(text):
-        key, size, etag = (_text(found[1], tag) for tag in ("Key", "Size", "ETag"))
+    for piece in text.split("<Contents>")[1:]:
+        entry = piece.partition("</Contents>")[0]
+        key, size, etag = (_text(entry, tag) for tag in ("Key", "Size", "ETag"))
         if key is None or size is None or not size.isdecimal() or len(size) > 19:
             raise FormatError(f"{where} lists an object without a key or size", where=where)
         objects.append(ListedObject(unquote_plus(key) if is_encoded else key, int(size), etag or ""))

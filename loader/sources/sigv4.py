@@ -1,7 +1,8 @@
 """AWS Signature Version 4 for S3 requests without a body. Pure: no clock, no environment, no network.
 
-A signing of our own, because importing boto3 takes several times as long as fetching a manifest does. Follows "Signature
-Calculations for the Authorization Header" of the Amazon S3 API reference, and is tested against botocore's signer.
+A signing of our own, because importing boto3 takes several times as long as fetching a manifest does.
+Follows "Signature Calculations for the Authorization Header" of the Amazon S3 API reference, and is tested
+against botocore's signer.
 """
 
 from __future__ import annotations

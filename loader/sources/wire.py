@@ -1,7 +1,8 @@
-"""One TCP or TLS connection: made within a time limit, read without the GIL, given up at once when it is told to.
+"""One TCP or TLS connection: made within a time limit, read without the GIL, given up at once when told to.
 
-Threads that wait in here hold no GIL, on plain sockets for up to a megabyte in one system call (`MSG_WAITALL`): bytes
-go on flowing while another thread imports torch. A wire knows nothing of HTTP. Proxies are not supported.
+Threads that wait in here hold no GIL, on plain sockets for up to a megabyte in one system call
+(`MSG_WAITALL`): bytes go on flowing while another thread imports torch. A wire knows nothing of HTTP.
+Proxies are not supported.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TICK_S = 1.0  # how often a wait without a byte is looked at
 
 
 class WireError(Exception):
-    """The connection could not be made, broke, fell silent, or carried no HTTP. `is_final`: a retry cannot help."""
+    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry helps."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
@@ -119,8 +120,8 @@ class Wire:
         connected = self._socket
         if connected is not None:
             with suppress(OSError):
-                # Not `connected.shutdown`: an SSLSocket's forgets its session first, and a read that is under way
-                # would then hand out ciphertext.
+                # Not `connected.shutdown`: an SSLSocket's forgets its session first, and a read that is under
+                # way would then hand out ciphertext.
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     def close(self) -> None:

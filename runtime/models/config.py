@@ -71,10 +71,7 @@ class DecoderConfig:
         _refuse_quantised(config)
         shape = _shape(config)
         hidden_size, num_heads = shape["hidden_size"], shape["num_heads"]
-        default_kv_heads = 8 if family == "mistral" else num_heads
-        num_kv_heads = config.integer(
-            "num_key_value_heads", low=1, high=num_heads, default=min(default_kv_heads, num_heads)
-        )
+        num_kv_heads = config.integer("num_key_value_heads", low=1, high=num_heads, default=num_heads)
         if num_heads % num_kv_heads:
             raise config.wrong("num_key_value_heads", f"but must divide num_attention_heads, {num_heads}")
         head_dim = config.optional_integer("head_dim", low=4, high=MAX_HEAD_DIM)
@@ -145,12 +142,9 @@ class EncoderConfig:
                 "hidden_size", f"but must be a multiple of num_attention_heads, {shape['num_heads']}"
             )
         max_positions = config.integer("max_position_embeddings", low=1, high=MAX_POSITIONS, default=512)
-        # RoBERTa's positions count from the one after the padding token's id.
-        offset = (
-            0
-            if family == "bert"
-            else 1 + config.integer("pad_token_id", low=0, high=MAX_POSITIONS, default=1)
-        )
+        offset = 0
+        if family != "bert":  # RoBERTa's positions count from the one after the padding token's id
+            offset = 1 + config.integer("pad_token_id", low=0, high=MAX_POSITIONS, default=1)
         if offset >= max_positions:
             raise config.wrong("max_position_embeddings", f"but positions begin at {offset}")
         limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
@@ -188,7 +182,7 @@ def _family(config: Fields, families: Mapping[str, tuple[str, ...]]) -> str:
         raise config.wrong("architectures", "which is not supported", hint=hint)
     if architectures and not set(families[family]) & set(architectures):
         raise ModelError(
-            f"config.json: the architecture {architectures[0]!r} of model_type {family!r} is not supported",
+            f"config.json: architecture {architectures[0][:80]!r} of model_type {family!r} is not supported",
             hint=hint,
         )
     return family

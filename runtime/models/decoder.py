@@ -66,11 +66,11 @@ class Decoder:
             for index in range(config.num_layers)
         ]
 
-        exit_ = Parameters(weights, "", self.dtype)
-        self._norm = RMSNorm(exit_.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
+        final = Parameters(weights, "", self.dtype)
+        self._norm = RMSNorm(final.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
         head_name = f"{root}embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        self._head = Linear(exit_.take(head_name, config.vocab_size, config.hidden_size))
-        self._exit_gate = exit_.gate()
+        self._head = Linear(final.take(head_name, config.vocab_size, config.hidden_size))
+        self._finalgate = final.gate()
 
         self._rope = RopeTable(config.rope, config.max_context, self.dtype)
 
@@ -114,7 +114,7 @@ class Decoder:
             x = layer(x, step)
             report(layer.index, layer.name, started_s, time.monotonic())
 
-        self._exit_gate()
+        self._finalgate()
         started_s = time.monotonic()
         logits = self._head(self._norm(x[batch.logit_rows])).float()  # (R, vocab_size)
         report(self.num_layers, "head", started_s, time.monotonic())

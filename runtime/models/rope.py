@@ -44,9 +44,8 @@ class RopeTable:
         doubled = 1 << (max(end, SMALLEST_TABLE) - 1).bit_length()
         length = max(end, min(doubled, self._max_context))
         frequencies, scale = frequencies_of(self._rope, self._max_context)
-        angles = torch.outer(
-            torch.arange(length, dtype=torch.float32), frequencies
-        )  # (length, rotary_dim / 2)
+        # (length, rotary_dim / 2), in radians
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         self._cos = torch.cat((cos, cos), dim=-1).to(device, self._dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, self._dtype)
@@ -107,8 +106,5 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 def _yarn_dimension(rope: RopeConfig, turns: float) -> float:
     """The dimension whose frequency makes this many turns within the pretraining's context."""
-    return (
-        rope.rotary_dim
-        * math.log(rope.original_max_positions / (turns * 2 * math.pi))
-        / (2 * math.log(rope.theta))
-    )
+    positions_a_radian = rope.original_max_positions / (turns * 2 * math.pi)
+    return rope.rotary_dim * math.log(positions_a_radian) / (2 * math.log(rope.theta))

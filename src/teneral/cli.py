@@ -1,6 +1,8 @@
-"""The command line: parses, calls, prints, and turns errors into exit codes. Every command's work lives elsewhere.
+"""The command line: parses, calls, prints, and turns errors into exit codes. Every command's work lives
+elsewhere.
 
-Imports are lazy throughout: `teneral serve` asks its store for the first bytes long before most of the program is imported.
+Imports are lazy throughout: `teneral serve` asks its store for the first bytes long before most of the
+program is imported.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from .loader import errors as loading
 if TYPE_CHECKING:
     from .loader.sources.base import SourceOptions
 
-# One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in docs/cli.md.
+# One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
+# docs/cli.md.
 EXIT_INTERNAL = 1
 EXIT_USAGE = 2
 EXIT_CODES: tuple[tuple[type[loading.TeneralError], int], ...] = (
@@ -73,7 +76,7 @@ def exit_code(error: loading.TeneralError) -> int:
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), EXIT_INTERNAL)
 
 
-# -- commands -------------------------------------------------------------------------------------------------------------
+# commands
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -168,7 +171,7 @@ def _synth(options: argparse.Namespace) -> int:
     return 0
 
 
-# -- the parser -----------------------------------------------------------------------------------------------------------
+# the parser
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,18 +186,28 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = _command(commands, "pack", _pack, "turn a Hugging Face directory into an artifact")
-    command.add_argument("model", metavar="MODEL", help="directory with config.json and *.safetensors; path, s3://, http(s)://")
-    command.add_argument("artifact", metavar="ARTIFACT", help="where to write it: a path or s3://bucket/prefix")
-    command.add_argument("--force", action="store_true", help="replace the artifact that is there, atomically")
+    command.add_argument(
+        "model", metavar="MODEL", help="directory with config.json and *.safetensors; path, s3://, http(s)://"
+    )
+    command.add_argument(
+        "artifact", metavar="ARTIFACT", help="where to write it: a path or s3://bucket/prefix"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="replace the artifact that is there, atomically"
+    )
     _add_work_flags(command)
 
     command = _command(commands, "unpack", _unpack, "turn an artifact back into safetensors, bit for bit")
     command.add_argument("artifact", metavar="ARTIFACT")
     command.add_argument("directory", metavar="DIRECTORY")
-    command.add_argument("--force", action="store_true", help="write into a directory that has files of these names")
+    command.add_argument(
+        "--force", action="store_true", help="write into a directory that has files of these names"
+    )
     _add_work_flags(command)
 
-    command = _command(commands, "verify", _verify, "read a whole artifact and name every part that is damaged")
+    command = _command(
+        commands, "verify", _verify, "read a whole artifact and name every part that is damaged"
+    )
     command.add_argument("artifact", metavar="ARTIFACT")
     _add_work_flags(command)
 
@@ -204,13 +217,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_source_flags(command)
 
     command = _command(commands, "serve", _serve, "serve a model over HTTP, as OpenAI's API does")
-    command.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="an artifact or a model directory")
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="an artifact or a model directory",
+    )
     _add_settings(command)
 
     command = _command(commands, "invoke", _invoke, "call a function handler once, here")
     command.add_argument("function", metavar="FUNCTION", help="module:function or path/file.py:function")
-    command.add_argument("--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input")
-    command.add_argument("--timeout-s", type=float, default=600.0, metavar="SECONDS", help="time the handler has")
+    command.add_argument(
+        "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
+    )
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="SECONDS", help="time the handler has"
+    )
     _add_settings(command, model_flag=True)
 
     command = _command(commands, "timeline", _timeline, "draw a cold start as a waterfall")
@@ -219,9 +242,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--width", type=int, default=None, help="columns (default: the terminal's)")
     command.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 
-    command = _command(commands, "synth", _synth, "write a model of a real architecture's shape with random weights")
+    command = _command(
+        commands, "synth", _synth, "write a model of a real architecture's shape with random weights"
+    )
     command.add_argument("directory", metavar="DIRECTORY")
-    command.add_argument("--like", required=True, metavar="SHAPE", help="qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, llama-3.1-8b or minilm")
+    command.add_argument(
+        "--like",
+        required=True,
+        metavar="SHAPE",
+        help="qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, llama-3.1-8b or minilm",
+    )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
     command.add_argument("--quiet", action="store_true", help="no progress")
@@ -229,14 +259,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, function: Any, help: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=help, description=help[0].upper() + help[1:] + "."
+    )
     command.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     command.set_defaults(run=function)
     return command
 
 
 def _add_work_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)")
+    command.add_argument(
+        "--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)"
+    )
     command.add_argument("--quiet", action="store_true", help="no progress")
     _add_source_flags(command)
 
@@ -265,19 +299,32 @@ def _source_options(options: argparse.Namespace) -> SourceOptions:
 
 
 def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False) -> None:
-    """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates them."""
+    """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates
+    them.
+    """
     from .runtime.config import SETTINGS
 
-    command.add_argument("--config", metavar="FILE.toml", default=None, help="settings by name; flags and TENERAL_* win over it")
+    command.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        default=None,
+        help="settings by name; flags and TENERAL_* win over it",
+    )
     for name, setting in SETTINGS.items():
         if name == "model" and not model_flag:
             continue
         flag = f"--{name.replace('_', '-')}"
         help_text = setting.metadata["help"].replace("%", "%%")
         if setting.default is False:
-            command.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text)
+            command.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+            )
         else:
-            shown = "" if setting.default in (None, "") or "default" in help_text else f" (default: {setting.default})"
+            shown = (
+                ""
+                if setting.default in (None, "") or "default" in help_text
+                else f" (default: {setting.default})"
+            )
             metavar = setting.metadata["metavar"] or name.rpartition("_")[2].upper()
             command.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=help_text + shown)
 

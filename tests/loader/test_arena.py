@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import platform
+import re
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.arena import Arena, map_bytes
+from teneral.loader.arena import PREFAULT_STEP_BYTES, Arena, map_bytes
 from teneral.loader.manifest import SLAB_ALIGNMENT_BYTES
 from teneral.loader.memory import InsufficientMemoryError
+
+KERNEL = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
 
 
 @settings(deadline=None)
@@ -50,3 +55,41 @@ def test_memory_that_the_system_refuses_is_named(size_bytes: int) -> None:
         Arena([size_bytes])
     assert caught.value.needed_bytes == size_bytes
     assert "MiB" in str(caught.value)
+
+
+def resident_bytes(address: int) -> int:
+    """Memory that the mapping which holds this address takes (Linux)."""
+    with open("/proc/self/smaps", encoding="ascii") as file:
+        inside = False
+        for line in file:
+            first = line.split(maxsplit=1)[0]
+            if "-" in first:
+                begin, end = (int(bound, 16) for bound in first.split("-"))
+                inside = begin <= address < end
+            elif inside and first == "Rss:":
+                return int(line.split()[1]) * 1024
+    raise LookupError(hex(address))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
+    size_bytes = 6 * PREFAULT_STEP_BYTES + 4160
+    arena = Arena([size_bytes])
+    slab = arena.slabs[0]
+    slab[:100] = 3
+    arena.prefault(stopped=lambda: False)
+    if KERNEL >= [5, 14]:
+        assert resident_bytes(slab.ctypes.data) >= size_bytes
+    assert np.all(slab[:100] == 3)
+    assert not slab[100:].any()
+
+
+def test_prefaulting_stops_when_told_to() -> None:
+    asked = []
+
+    def stopped() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
+    Arena([8 * PREFAULT_STEP_BYTES]).prefault(stopped)
+    assert len(asked) <= 3

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.checkpoints import SMALL_FILES, llama_contents, model_store
+from tests.support.checkpoints import SMALL_FILES, llama_contents, model_objects, model_store
 
 from teneral.loader.artifact import find_file, is_artifact, open_artifact, read_file, split_pin
 from teneral.loader.errors import (
+    AccessDeniedError,
     ChangedError,
     FormatError,
     IntegrityError,
@@ -17,6 +20,7 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.pack import pack
+from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
 
 
@@ -67,6 +71,36 @@ def test_plain_safetensors_are_opened_alike() -> None:
     assert not is_artifact(store)
     assert manifest.digest is None
     assert set(manifest.by_name) == set(llama_contents())
+
+
+class Guarded(MemoryStore):
+    """As a bucket that may be read from but not listed: it says "denied" about what does not exist."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        raise AccessDeniedError("listing is denied")
+
+    def stat(self, name: str) -> ObjectInfo:
+        try:
+            return super().stat(name)
+        except NotFoundError as error:
+            raise AccessDeniedError(f"{name} is denied", name=name) from error
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self.stat(name)
+        return super().read(name, max_bytes=max_bytes)
+
+
+def test_plain_safetensors_are_opened_where_absent_objects_count_as_denied() -> None:
+    store = Guarded(model_objects(llama_contents()))
+    assert not is_artifact(store)
+    assert set(open_artifact(store).by_name) == set(llama_contents())
+
+
+def test_a_folder_in_which_all_is_denied_names_the_manifest() -> None:
+    with pytest.raises(AccessDeniedError, match=r"manifest\.json is denied"):
+        open_artifact(Guarded())
+    with pytest.raises(AccessDeniedError, match=r"manifest\.json is denied"):
+        open_artifact(Guarded(model_objects(llama_contents())), digest=bytes(32))
 
 
 def test_a_replaced_artifact_is_refused_by_its_pin(artifact: MemoryStore) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from tests.support.store_server import StoreServer
+
 from teneral.loader.errors import (
     AlreadyExistsError,
     ChangedError,
@@ -25,7 +27,6 @@ from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.http import HttpSource
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3 import S3Store
-from tests.support.store_server import StoreServer
 
 DATA = bytes(range(256)) * 1200  # 300 KiB: more than arrives along with a head
 NAMES = ("blobs/a b+c.bin", "blobs/empty", "blobs/ü-名.bin", "config.json")
@@ -34,47 +35,41 @@ BUCKET, PREFIX = "models", "team/a model"
 
 @dataclass
 class Place:
-    """Somewhere that holds objects: `store` writes into it, `open` gives new sources on it."""
+    """Somewhere that holds objects: how to open a store that writes there, and a source that reads there."""
 
-    store: Store
+    open_store: Callable[[], Store]
     open: Callable[[], Source]
     can_list: bool = True
-
-
-def fill(store: Store) -> None:
-    for name in NAMES:
-        store.put(name, b"" if name.endswith("empty") else DATA)
 
 
 @contextmanager
 def memory_place(folder: Path) -> Iterator[Place]:
     store = MemoryStore()
-    yield Place(store, store.reopen)
+    yield Place(store.reopen, store.reopen)
 
 
 @contextmanager
 def file_place(folder: Path) -> Iterator[Place]:
-    yield Place(FileStore(folder / "not yet" / "there"), lambda: FileStore(folder / "not yet" / "there"))
+    def open_folder() -> FileStore:
+        return FileStore(folder / "not yet" / "there")
+
+    yield Place(open_folder, open_folder)
 
 
 @contextmanager
 def s3_place(folder: Path) -> Iterator[Place]:
     with StoreServer(folder) as server:
         server.objects.make_bucket(BUCKET)
-        options = SourceOptions(endpoint_url=server.url)
-        url = f"s3://{BUCKET}/{PREFIX}"
-        store = S3Store(url, options)
-        yield Place(store, lambda: S3Store(url, options))
-        store.close()
+        open_bucket = bucket_at(server.url)
+        yield Place(open_bucket, open_bucket)
 
 
 @contextmanager
 def http_place(folder: Path) -> Iterator[Place]:
     with StoreServer(folder) as server:
         server.objects.make_bucket(BUCKET)
-        store = S3Store(f"s3://{BUCKET}/{PREFIX}", SourceOptions(endpoint_url=server.url))
-        yield Place(store, lambda: HttpSource(f"{server.url}/{BUCKET}/{PREFIX}/"), can_list=False)
-        store.close()
+        url = f"{server.url}/{BUCKET}/{PREFIX}/"
+        yield Place(bucket_at(server.url), lambda: HttpSource(url), can_list=False)
 
 
 @contextmanager
@@ -82,15 +77,17 @@ def moto_place(folder: Path) -> Iterator[Place]:
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    endpoint_url = f"http://{host}:{port}"
-    client = boto3.client("s3", endpoint_url=endpoint_url, region_name="us-east-1")
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
     client.create_bucket(Bucket=BUCKET)
     client.close()
-    options = SourceOptions(endpoint_url=endpoint_url, max_attempts=1)
-    store = S3Store(f"s3://{BUCKET}/{PREFIX}", options)
-    yield Place(store, lambda: S3Store(f"s3://{BUCKET}/{PREFIX}", options))
-    store.close()
+    open_bucket = bucket_at(f"http://{host}:{port}")
+    yield Place(open_bucket, open_bucket)
     server.stop()
+
+
+def bucket_at(endpoint_url: str) -> Callable[[], S3Store]:
+    options = SourceOptions(endpoint_url=endpoint_url, max_attempts=1)
+    return lambda: S3Store(f"s3://{BUCKET}/{PREFIX}", options)
 
 
 PLACES = {
@@ -106,8 +103,12 @@ PLACES = {
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, s3_environment: None
 ) -> Iterator[Place]:
+    """With `NAMES` in it; tests that write more remove it again."""
     with PLACES[request.param](tmp_path_factory.mktemp(request.param)) as made:
-        fill(made.store)
+        store = made.open_store()
+        for name in NAMES:
+            store.put(name, b"" if name.endswith("empty") else DATA)
+        store.close()
         yield made
 
 
@@ -117,6 +118,7 @@ def s3_environment() -> Iterator[None]:
         for name in (
             "AWS_PROFILE",
             "AWS_REGION",
+            "AWS_DEFAULT_REGION",
             "AWS_SESSION_TOKEN",
             "AWS_ENDPOINT_URL",
             "AWS_ENDPOINT_URL_S3",
@@ -133,6 +135,13 @@ def s3_environment() -> Iterator[None]:
 @pytest.fixture
 def source(place: Place) -> Iterator[Source]:
     opened = place.open()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def store(place: Place) -> Iterator[Store]:
+    opened = place.open_store()
     yield opened
     opened.close()
 
@@ -219,13 +228,13 @@ def test_the_expected_version_is_read(source: Source) -> None:
     assert buffer == DATA[3:11]
 
 
-def test_a_replaced_object_is_noticed(place: Place, source: Source) -> None:
-    place.store.put("replaced.bin", b"old content")
+def test_a_replaced_object_is_noticed(store: Store, source: Source) -> None:
+    store.put("replaced.bin", b"old content")
     version = source.stat("replaced.bin").version
-    place.store.put("replaced.bin", b"new content")
+    store.put("replaced.bin", b"new content")
     with pytest.raises(ChangedError, match=r"replaced\.bin"):
         source.read_into("replaced.bin", 0, memoryview(bytearray(4)), version=version)
-    place.store.delete("replaced.bin")
+    store.delete("replaced.bin")
 
 
 def test_a_closed_source_reads_no_more(place: Place) -> None:
@@ -259,8 +268,8 @@ def test_objects_are_listed_in_name_order(place: Place, source: Source) -> None:
 # Writing
 
 
-def test_a_streamed_object_appears_when_it_is_committed(place: Place, source: Source) -> None:
-    with place.store.create("new/streamed.bin") as writer:
+def test_a_streamed_object_appears_when_it_is_committed(store: Store, source: Source) -> None:
+    with store.create("new/streamed.bin") as writer:
         piece = bytearray(b"abc")
         writer.write(piece)
         piece[:] = b"xyz"  # the writer has taken what it needs
@@ -269,86 +278,83 @@ def test_a_streamed_object_appears_when_it_is_committed(place: Place, source: So
         writer.write(memoryview(b"def"))
         info = writer.commit()
     assert source.read("new/streamed.bin", max_bytes=10) == (b"abcdef", info)
-    place.store.delete("new/streamed.bin")
+    store.delete("new/streamed.bin")
 
 
-def test_an_aborted_object_never_appears(place: Place, source: Source) -> None:
-    writer = place.store.create("new/aborted.bin")
+def test_an_aborted_object_never_appears(store: Store, source: Source) -> None:
+    writer = store.create("new/aborted.bin")
     writer.write(b"abc")
     writer.abort()
     writer.abort()
     with pytest.raises(ValueError, match="aborted"):
         writer.write(b"more")
-    with pytest.raises(RuntimeError, match="on the way"), place.store.create("new/failed.bin") as failing:
-        failing.write(b"abc")
-        raise RuntimeError("on the way")
+    with pytest.raises(TypeError), store.create("new/failed.bin") as failing:
+        failing.write("abc")
     for name in ("new/aborted.bin", "new/failed.bin"):
         with pytest.raises(NotFoundError):
             source.stat(name)
 
 
-def test_a_committed_object_survives_a_late_abort(place: Place, source: Source) -> None:
-    writer = place.store.create("new/kept.bin")
+def test_a_committed_object_survives_a_late_abort(store: Store, source: Source) -> None:
+    writer = store.create("new/kept.bin")
     writer.write(b"abc")
     info = writer.commit()
     writer.abort()
     assert writer.commit() == info
     assert source.read("new/kept.bin", max_bytes=3)[0] == b"abc"
-    place.store.delete("new/kept.bin")
+    store.delete("new/kept.bin")
 
 
-def test_creating_again_replaces_the_object(place: Place, source: Source) -> None:
+def test_creating_again_replaces_the_object(store: Store, source: Source) -> None:
     for content in (b"first", b"second"):
-        with place.store.create("new/twice.bin") as writer:
+        with store.create("new/twice.bin") as writer:
             writer.write(content)
     assert source.read("new/twice.bin", max_bytes=10)[0] == b"second"
-    place.store.delete("new/twice.bin")
+    store.delete("new/twice.bin")
 
 
-def test_a_put_that_must_not_replace_does_not(place: Place, source: Source) -> None:
-    info = place.store.put("new/once.json", b"first", if_absent=True)
+def test_a_put_that_must_not_replace_does_not(store: Store, source: Source) -> None:
+    info = store.put("new/once.json", b"first", if_absent=True)
     with pytest.raises(AlreadyExistsError, match=r"once\.json"):
-        place.store.put("new/once.json", b"second", if_absent=True)
+        store.put("new/once.json", b"second", if_absent=True)
     assert source.read("new/once.json", max_bytes=10) == (b"first", info)
-    place.store.delete("new/once.json")
+    store.delete("new/once.json")
 
 
-def test_a_put_replaces_only_the_version_that_it_expects(place: Place, source: Source) -> None:
-    first = place.store.put("new/manifest.json", b"first")
-    second = place.store.put("new/manifest.json", b"second", if_version=first.version)
+def test_a_put_replaces_only_the_version_that_it_expects(store: Store, source: Source) -> None:
+    first = store.put("new/manifest.json", b"first")
+    second = store.put("new/manifest.json", b"second", if_version=first.version)
     with pytest.raises(AlreadyExistsError, match=r"manifest\.json"):
-        place.store.put("new/manifest.json", b"third", if_version=first.version)
+        store.put("new/manifest.json", b"third", if_version=first.version)
     assert source.read("new/manifest.json", max_bytes=10) == (b"second", second)
-    place.store.delete("new/manifest.json")
+    store.delete("new/manifest.json")
     with pytest.raises(AlreadyExistsError):
-        place.store.put("new/manifest.json", b"fourth", if_version=second.version)
+        store.put("new/manifest.json", b"fourth", if_version=second.version)
     with pytest.raises(NotFoundError):
         source.stat("new/manifest.json")
 
 
-def test_deleting_twice_is_fine(place: Place, source: Source) -> None:
-    place.store.put("new/short-lived", b"x")
-    place.store.delete("new/short-lived")
-    place.store.delete("new/short-lived")
+def test_deleting_twice_is_fine(store: Store, source: Source) -> None:
+    store.put("new/short-lived", b"x")
+    store.delete("new/short-lived")
+    store.delete("new/short-lived")
     with pytest.raises(NotFoundError):
         source.stat("new/short-lived")
 
 
-def test_names_are_checked_before_writing(place: Place) -> None:
+def test_names_are_checked_before_writing(store: Store) -> None:
     for ask in (
-        lambda: place.store.put("../up", b"x"),
-        lambda: place.store.create("/up"),
-        lambda: place.store.delete("a/../../up"),
+        lambda: store.put("../up", b"x"),
+        lambda: store.create("/up"),
+        lambda: store.delete("a/../../up"),
     ):
         with pytest.raises(UsageError):
             ask()
 
 
 def test_a_closed_store_writes_no_more(place: Place) -> None:
-    closed = place.open()
+    closed = place.open_store()
     closed.close()
-    if not hasattr(closed, "put"):
-        pytest.skip("this kind of source is never written to")
     for ask in (
         lambda: closed.put("late", b"x"),
         lambda: closed.create("late"),

@@ -38,8 +38,9 @@ from teneral.loader.errors import (
 from teneral.loader.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
 from teneral.loader.manifest_json import dump_manifest
 from teneral.loader.pack import pack
+from teneral.loader.shard_writer import plan_shards
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.unpack import plan_shards, unpack
+from teneral.loader.unpack import unpack
 
 
 def packed(source: MemoryStore) -> MemoryStore:
@@ -298,7 +299,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, error) -> None:
         raise error
 
     with pytest.raises((KeyboardInterrupt, UnavailableError)):
-        unpack(packed(model_store(llama_contents())), tmp_path / "model", progress=interrupt)
+        unpack(packed(model_store(llama_contents())), tmp_path / "deep" / "model", progress=interrupt)
     assert list(tmp_path.iterdir()) == []
 
 

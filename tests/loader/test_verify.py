@@ -73,6 +73,7 @@ def test_every_damaged_part_is_named_with_its_place(artifact: MemoryStore) -> No
     group = manifest.groups[bad.part.group].name
     assert f"part {last} ({group} refine, bytes [{begin}, {end}) of {blob})" in report.render()
     assert report.render().startswith("damaged: 3 of ")
+    assert report.render().count(f"part {last} (") == 1
 
 
 def test_a_truncated_blob_is_named_and_so_are_the_parts_that_it_lacks(artifact: MemoryStore) -> None:

@@ -330,7 +330,7 @@ TOO_LARGE = {
     "format": "{{ '{:>1000000000}'.format(3) }}",
     "center": "{{ 'x' | center(10 ** 9) }}",
     "indent": "{{ 'x\\n\\nx' | indent(10 ** 9) }}",
-    "doubling": "{% set ns = namespace(a='x') %}{% for i in range(9) %}{% set ns.a = ns.a * 99 %}{% endfor %}",
+    "growth": "{% set ns = namespace(a='x') %}{% for i in range(9) %}{% set ns.a = ns.a * 99 %}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "nesting": "{{ " + "[" * 500 + "]" * 500 + " }}",
     "lipsum": "{{ lipsum(n=10 ** 7) }}",

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from teneral.loader.errors import UsageError
 from teneral.runtime.config import SETTINGS, ServeConfig, parse_bytes, resolve
 

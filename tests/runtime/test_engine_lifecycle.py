@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 
 import pytest
 from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish
@@ -42,6 +43,33 @@ def test_cancelling_frees_the_blocks_with_the_next_step():
         finish(other)
         statistics = rig.engine.statistics()
         assert statistics.free_blocks == statistics.num_blocks
+
+
+def test_a_cancellation_that_is_half_done_when_the_step_ends_disturbs_nobody():
+    with EngineRig() as rig:
+        rig.model.gate.clear()
+        generation = rig.submit(max_tokens=50)
+        assert rig.model.entered.wait(TIMEOUT_S)
+        reached, go_on = threading.Event(), threading.Event()
+        tell_engine = generation._on_end
+
+        def tell_engine_late(*args):
+            reached.set()
+            assert go_on.wait(TIMEOUT_S)
+            tell_engine(*args)
+
+        generation._on_end = tell_engine_late
+        canceller = threading.Thread(target=generation.cancel)
+        canceller.start()
+        assert reached.wait(TIMEOUT_S)
+        rig.model.gate.set()
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while rig.engine.statistics().running and time.monotonic() < give_up_s:
+            time.sleep(0.001)
+        go_on.set()
+        canceller.join(TIMEOUT_S)
+        assert finish(generation).finish_reason is FinishReason.CANCELLED
+        assert finish(rig.submit((5,), max_tokens=2)).tokens == rig.expected((5,), 2)
 
 
 def test_nothing_comes_after_a_cancellation():

@@ -14,7 +14,7 @@ from teneral.runtime.weights import DictWeights
 NUM_TOKENS = 32
 BLOCK_SIZE = 4
 TIMEOUT_S = 60.0
-PROMPTS = [tuple((number * 37 + index * 11) % 300 for index in range(3 + 9 * number)) for number in range(5)]
+PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(5)]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.paced import PacedSource, reads_of
+from tests.support.tiny_models import save_tiny
+
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import CheckpointError, NotFoundError, UnavailableError
 from teneral.loader.manifest import Manifest, Tier
@@ -18,9 +21,6 @@ from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import DEFAULT_KV_BYTES, Instance, default_kv_bytes
 from teneral.runtime.requests import GenerationRequest, SamplingParams
 from teneral.runtime.state import State
-
-from tests.support.paced import PacedSource, reads_of
-from tests.support.tiny_models import save_tiny
 
 WAIT_S = 60.0
 CONFIG = ServeConfig(model="memory", kv_bytes=8 << 20, connections=2)
@@ -86,7 +86,9 @@ def test_the_first_layer_has_executed_before_the_last_layers_bytes_arrive(
 
 
 def wait_for_span(instance: Instance, lane: str, name: str) -> Any:
-    """The span once it is there. The engine writes it from its own thread, so this looks again until the deadline."""
+    """The span once it is there. The engine writes it from its own thread, so this looks again until the
+    deadline.
+    """
     deadline = time.monotonic() + WAIT_S
     while (span := instance.timeline.first(lane, name)) is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -171,9 +173,13 @@ def test_closing_while_weights_are_held_back_ends_at_once(artifact: MemoryStore)
 
 @pytest.mark.parametrize(
     ("weight_bytes", "free_bytes", "expected"),
-    [(1 << 30, 64 << 30, DEFAULT_KV_BYTES), (1 << 30, 2 << 30, int(0.4 * (1 << 30))), (2 << 30, 1 << 30, 1 << 20)],
+    [
+        (1 << 30, 64 << 30, DEFAULT_KV_BYTES),
+        (1 << 30, 2 << 30, int(0.4 * (1 << 30))),
+        (2 << 30, 1 << 30, 1 << 20),
+    ],
 )
 def test_the_kv_pool_takes_a_share_of_what_the_weights_leave(
-    weight_bytes: int, free_bytes: int, expected: int
+    weight_bytes: int, free_bytes: int | None, expected: int
 ) -> None:
     assert default_kv_bytes(weight_bytes, free_bytes) == expected

@@ -1,4 +1,6 @@
-"""Synthetic models have the right shapes, compress as trained ones do, and load in the reference implementation."""
+"""Synthetic models have the right shapes, compress as trained ones do, and load in the reference
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from tokenizers import Tokenizer
+
 from teneral.loader.errors import UsageError
 from teneral.loader.progress_bar import TransferProgress
 from teneral.runtime.synth import SHAPES, synthesize, tensor_specs
-from tokenizers import Tokenizer
 
 KNOWN_WEIGHTS = {
     "qwen2.5-0.5b": 494_032_768,

@@ -18,15 +18,13 @@ from teneral.handlers.http.app import Limits, create_app, serve
 from teneral.handlers.http.service import SERVICE, Service
 from teneral.loader.errors import TeneralError
 
-from .instances import StagedInstance
-
 
 class Server:
     """A running server and a client for it."""
 
     def __init__(
         self,
-        instance: StagedInstance,
+        instance: Any,
         service: Service,
         client: aiohttp.ClientSession,
         address: tuple[str, int],
@@ -104,7 +102,7 @@ def events(body: bytes) -> list[str]:
 
 @asynccontextmanager
 async def running_server(
-    instance: StagedInstance,
+    instance: Any,
     *,
     handler: Handler | None = None,
     limits: Limits | None = None,

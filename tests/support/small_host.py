@@ -5,16 +5,16 @@ sentence.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from teneral.runtime.embedder import Embedder
 from teneral.runtime.engine import Engine, EngineOptions
 from teneral.runtime.tokenizer import TextTokenizer
 
@@ -66,21 +66,17 @@ class RecitingModel:
         return logits
 
 
-class LengthEmbedder:
-    """Embeds a text as (its number of tokens, its first token), when told to."""
+class CountingModel:
+    """Embeds a text as (its number of tokens, its first token). Waits for `gate`, as for weights."""
 
-    max_tokens = 16
+    def __init__(self, vocab_size: int) -> None:
+        self.config = SimpleNamespace(max_tokens=16, vocab_size=vocab_size)
+        self.gate = threading.Event()
+        self.gate.set()
 
-    def __init__(self) -> None:
-        self.held: list[Future[np.ndarray]] | None = None  # a list: futures are kept there unresolved
-
-    def embed(self, token_lists: list[list[int]]) -> Future[np.ndarray]:
-        future: Future[np.ndarray] = Future()
-        if self.held is not None:
-            self.held.append(future)
-        else:
-            future.set_result(np.array([[len(tokens), tokens[0]] for tokens in token_lists], np.float32))
-        return future
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
+        self.gate.wait()
+        return torch.tensor([[len(tokens), tokens[0]] for tokens in token_lists], dtype=torch.float32)
 
 
 class SmallHost:
@@ -101,10 +97,11 @@ class SmallHost:
             options=EngineOptions(max_running=2, max_queued=2, kv_bytes=64),
             eos_token_ids=frozenset({end}),
         )
-        self.real_embedder = LengthEmbedder()
+        self.encoder = CountingModel(backend.get_vocab_size())
+        self.real_embedder = Embedder(self.encoder)
         self.tokenizer: Future[TextTokenizer] = Future()
         self.engine: Future[Engine] = Future()
-        self.embedder: Future[LengthEmbedder] = Future()
+        self.embedder: Future[Embedder] = Future()
 
     def arrive(self) -> None:
         self.tokenizer.set_result(self.text_tokenizer)
@@ -116,13 +113,15 @@ class SmallHost:
 def small_host(*, arrived: bool = True) -> Iterator[SmallHost]:
     host = SmallHost()
     host.real_engine.start()
+    host.real_embedder.start()
     if arrived:
         host.arrive()
     try:
         yield host
     finally:
         host.model.gate.set()
-        stopped = host.real_engine.stop(timeout_s=10)
+        host.encoder.gate.set()
+        stopped = host.real_engine.stop(timeout_s=10) and host.real_embedder.stop(timeout_s=10)
         host.text_tokenizer.close()
         host.real_engine.check_integrity()
-        assert stopped, "the engine's thread ended"
+        assert stopped, "the threads of engine and embedder ended"

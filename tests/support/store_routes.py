@@ -107,11 +107,13 @@ def list_objects(objects: Objects, request: Request, stream: RequestStream) -> A
         for key, stored in page
     )
     token = f"<NextContinuationToken>{escape(page[-1][0])}</NextContinuationToken>" if is_truncated else ""
+    encoding = "<EncodingType>url</EncodingType>" if is_encoded else ""
     body = (
-        f"<ListBucketResult><Name>{request.bucket}</Name><Prefix>{encode(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
-        f"{'<EncodingType>url</EncodingType>' if is_encoded else ''}<IsTruncated>{str(is_truncated).lower()}</IsTruncated>{token}{contents}</ListBucketResult>"
+        f"<Name>{request.bucket}</Name><Prefix>{encode(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>{encoding}"
+        f"<IsTruncated>{str(is_truncated).lower()}</IsTruncated>{token}{contents}"
     )
-    return Answer(200, {"Content-Type": "application/xml"}, _xml(body))
+    document = _xml(f"<ListBucketResult>{body}</ListBucketResult>")
+    return Answer(200, {"Content-Type": "application/xml"}, document)
 
 
 def head_bucket(objects: Objects, request: Request, stream: RequestStream) -> Answer:

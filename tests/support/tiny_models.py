@@ -32,8 +32,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+VOCAB_SIZE = 320  # more than the tokenizers know, as real models have
+
 _DECODER = {
-    "vocab_size": 256 + len(SPECIAL_TOKENS),  # so that every token that a model may choose is a text
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -45,7 +47,7 @@ _DECODER = {
     "pad_token_id": None,
 }
 _ENCODER = {
-    "vocab_size": 256 + len(ENCODER_SPECIAL_TOKENS),
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,

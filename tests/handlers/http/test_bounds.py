@@ -104,10 +104,14 @@ async def test_a_request_that_takes_too_long_is_ended(start: Any) -> None:
         await server.eventually(lambda: server.running() == 0)
 
 
-async def test_waiting_for_weights_does_not_count_as_taking_too_long(start: Any) -> None:
-    async with start(loaded=False, limits=Limits(request_timeout_s=1.0)) as server:
+async def test_the_time_of_a_request_begins_when_the_engine_has_it(start: Any) -> None:
+    async with start(loaded=False, limits=Limits(request_timeout_s=60.0)) as server:
         waiting = asyncio.create_task(server.post("/v1/completions", BODY))
         await server.eventually(lambda: server.service.admission.num_waiting == 1)
-        await asyncio.sleep(1.2)
+        (work,) = server.service.in_flight.works
+        assert work.deadline_s is None  # it may wait for weights for as long as they take
+        server.instance.model.hold()
         server.instance.let_in()
+        await server.eventually(lambda: work.deadline_s is not None)
+        server.instance.model.release()
         assert (await waiting).status == 200

@@ -12,6 +12,7 @@ from tests.support.http_server import events
 from teneral.handlers.http.limits import Limits
 from teneral.loader.errors import NotFoundError
 from teneral.runtime.errors import ModelError
+from teneral.runtime.state import State
 
 BODY = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 IMPATIENT = Limits(keepalive_s=0.02)
@@ -93,6 +94,7 @@ async def test_a_server_whose_instance_fails_ends_with_its_error(start: Any) -> 
     async with start(loaded=False) as server:
         server.instance.fail(failure)
         assert await server.task is failure
+        assert server.service.state is State.FAILED
 
 
 async def test_an_early_request_that_cannot_be_meant_is_refused_at_once(start: Any) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tests.support.http_server import Server
 from tests.support.instances import TinyParts
 
-from teneral.handlers.http.limits import Limits
 from teneral.loader.errors import NotFoundError
+from teneral.runtime.errors import ModelError
 
 MODEL = "tiny/model"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -182,10 +182,12 @@ async def test_a_failed_load_is_a_server_error(start: Any) -> None:
 
 
 async def test_a_failure_in_mid_stream_is_an_api_error(start: Any) -> None:
-    async with start(limits=Limits(request_timeout_s=0.2)) as server, client_of(server) as client:
+    async with start() as server, client_of(server) as client:
         server.instance.model.step_s = 0.02
         body = {**GREEDY, "max_tokens": 400}
         stream = await client.chat.completions.create(messages=HELLO, stream=True, **body)
-        with pytest.raises(openai.APIError, match="longer than"):
+        await anext(stream)
+        server.instance.model.failure = ModelError("a layer broke")
+        with pytest.raises(openai.APIError, match="a layer broke"):
             async for _ in stream:
                 pass

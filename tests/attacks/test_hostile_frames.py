@@ -1,0 +1,188 @@
+"""Planes that were made to hurt: bombs, lies about sizes, cut and swapped bytes.
+
+They stand behind a digest, but whoever writes a whole artifact writes its digests too.
+"""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teneral.loader import codec, zstd
+from teneral.loader.errors import IntegrityError
+from teneral.loader.manifest import Codec, Encoding, Plane, Segment, Tensor, Tier
+
+CONTENT = bytes(np.random.default_rng(0).normal(120, 3, 3000).astype(np.uint8))
+
+
+def decoded(src: bytes, size_bytes: int = len(CONTENT), frame_bytes: int = 1000) -> bytes:
+    frames = zstd.decompressed_frames(memoryview(src), size_bytes, frame_bytes)
+    return b"".join(frame.tobytes() for frame in frames)
+
+
+def aligned(frame: bytes) -> bytes:
+    padding = -len(frame) % 8
+    return frame + (struct.pack("<II", 0x184D2A50, padding) + bytes(padding) if padding else b"")
+
+
+def frame_with(content: bytes, **parameters: object) -> bytes:
+    """A frame by zstd itself, with other settings than the format's."""
+    settings_ = zstandard.ZstdCompressionParameters.from_level(3, **parameters)
+    return zstandard.ZstdCompressor(compression_params=settings_).compress(content)
+
+
+def raw_block(content: bytes, *, last: bool = True) -> bytes:
+    return struct.pack("<I", len(content) << 3 | last)[:3] + content
+
+
+def handmade(*blocks: bytes, content_bytes: int, descriptor: int = 0b1010_0000) -> bytes:
+    """A frame with a 4-byte content size and any blocks."""
+    return aligned(struct.pack("<IBI", 0xFD2FB528, descriptor, content_bytes) + b"".join(blocks))
+
+
+def test_the_handmade_frame_of_these_tests_is_right_when_left_alone() -> None:
+    assert decoded(handmade(raw_block(b"abc"), content_bytes=3), 3) == b"abc"
+
+
+ABC = handmade(raw_block(b"abc"), content_bytes=3)  # 15 bytes, 9 of padding
+EMPTY = raw_block(b"", last=False)
+BOMB = handmade(*[b"\x02\x00\x10\x00"] * 511, b"\x03\x00\x10\x00", content_bytes=64 << 20)  # 2 KB, 64 MiB
+
+HOSTILE = {
+    "declares a gibibyte": (handmade(raw_block(b"abc"), content_bytes=1 << 30), "declares 1073741824 bytes"),
+    "wants 64 MiB for 2 KB": (BOMB, "declares 67108864 bytes"),
+    "declares a size of 8 bytes": (
+        handmade(raw_block(b"abc"), content_bytes=3, descriptor=0b1110_0000), "declares"
+    ),
+    "declares no size": (aligned(frame_with(b"abc", write_content_size=False)), "no content size"),
+    "has a checksum": (aligned(frame_with(b"abc", write_checksum=True)), "checksum"),
+    "has a dictionary": (handmade(raw_block(b"abc"), content_bytes=3, descriptor=0b1010_0001), "dictionary"),
+    "has a window": (handmade(b"\x58", raw_block(b"abc"), content_bytes=3, descriptor=0b1000_0000), "window"),
+    "has a reserved bit": (handmade(raw_block(b"abc"), content_bytes=3, descriptor=0b1010_1000), "window"),
+    "has an unused bit": (handmade(raw_block(b"abc"), content_bytes=3, descriptor=0b1011_0000), "window"),
+    "has a reserved block": (handmade(b"\x1f\x00\x00abc", content_bytes=3), "unknown type"),
+    "holds more than it declares": (handmade(raw_block(b"abcd"), content_bytes=3), "cannot be decoded"),
+    "holds less than it declares": (handmade(raw_block(b"ab"), content_bytes=3), "cannot be decoded"),
+    "repeats a byte too often": (handmade(b"\x03\x00\x08x", content_bytes=3), "cannot be decoded"),
+    "never ends": (handmade(*[EMPTY] * 300, content_bytes=3), "too many blocks"),
+    "has many empty blocks": (
+        handmade(*[EMPTY] * 300, raw_block(b"abc"), content_bytes=3), "too many blocks"
+    ),
+    "holds noise": (handmade(b"\x25\x00\x00\xa0\xb1\xc2\xd3", content_bytes=3), "cannot be decoded"),
+    "is a skippable frame": (struct.pack("<II", 0x184D2A50, 8) + bytes(8), "no zstd frame at byte 0"),
+    "is a huge skippable frame": (struct.pack("<II", 0x184D2A50, 0xFFFFFFFF), "no zstd frame at byte 0"),
+    "is followed by another": (ABC * 2, "24 bytes follow the last"),
+    "is followed by zeros": (ABC + bytes(8), "8 bytes follow the last"),
+    "is not padded": (ABC[:15], "end within"),
+    "is padded by zeros": (ABC[:15] + bytes(9), "padding at byte 15"),
+    "is padded by too much": (
+        ABC[:15] + struct.pack("<II", 0x184D2A50, 9) + bytes(9), "padding at byte 15"
+    ),
+    "is padded by something": (ABC[:-1] + b"\x01", "padding at byte 15"),
+    "is gzip": (b"\x1f\x8b\x08" + bytes(21), "no zstd frame at byte 0"),
+    "is nothing": (b"", "end within"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_frame_is_refused_that(what: str) -> None:
+    frame, message = HOSTILE[what]
+    with pytest.raises(IntegrityError, match=message):
+        decoded(frame, 3)
+
+
+def test_what_a_bomb_declares_is_never_allocated() -> None:
+    assert zstandard.ZstdDecompressor().decompress(BOMB) == bytes(64 << 20)  # it is a real one
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError, match="declares"):
+            decoded(BOMB, 65_536, 65_536)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+
+
+def test_a_frame_may_not_end_in_the_next_one() -> None:
+    coded = zstd.compress_frames(CONTENT, 1000, huf=True)
+    first_end = coded.index(struct.pack("<I", 0xFD2FB528), 4)
+    with pytest.raises(IntegrityError):
+        decoded(coded[: first_end - 8] + coded[first_end:])
+
+
+@pytest.mark.parametrize("huf", [False, True])
+def test_frames_cut_off_anywhere_are_refused(huf: bool) -> None:
+    coded = zstd.compress_frames(CONTENT, 1000, huf=huf)
+    for end in range(len(coded)):
+        with pytest.raises(IntegrityError):
+            decoded(coded[:end])
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
+    huf=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_changed_bytes_are_refused_or_give_content_of_the_right_size(
+    changes: list[tuple[int, int]], huf: bool
+) -> None:
+    coded = bytearray(zstd.compress_frames(CONTENT, 1000, huf=huf))
+    for place, value in changes:
+        coded[place % len(coded)] = value
+    try:
+        content = decoded(bytes(coded))
+    except IntegrityError:
+        return
+    assert len(content) == len(CONTENT)
+
+
+@given(noise=st.binary(max_size=200), size_bytes=st.integers(1, 300))
+@settings(max_examples=200, deadline=None)
+def test_noise_is_refused(noise: bytes, size_bytes: int) -> None:
+    with pytest.raises(IntegrityError):
+        decoded(noise, size_bytes, 100)
+
+
+# Whole planes, as a hostile part would hold them
+
+
+def refine(plane: Plane, stored: bytes, count: int) -> np.ndarray:
+    tensor = Tensor(0, "w", "BF16", (count,), 0, Encoding.BF16_3, 0)
+    out = np.zeros(2 * count, np.uint8)
+    segment = Segment(0, 0, count, (plane,))
+    codec.decode_planes(tensor, segment, Tier.REFINE, memoryview(stored), out, codec.Scratch())
+    return out
+
+
+def test_bits_in_the_unused_last_nibble_are_refused() -> None:
+    assert refine(Plane(Codec.RAW, 0, 2), b"\x21\x03", 3).tolist() == [1, 0, 3, 0, 2, 0]
+    with pytest.raises(IntegrityError, match="unused nibble"):
+        refine(Plane(Codec.RAW, 0, 2), b"\x21\x43", 3)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 3])
+def test_a_raw_plane_of_another_size_is_refused(size_bytes: int) -> None:
+    with pytest.raises(IntegrityError, match="a raw plane of 2 bytes was expected"):
+        refine(Plane(Codec.RAW, 0, size_bytes), bytes(8), 3)
+
+
+def test_a_plane_that_reaches_past_its_part_is_refused() -> None:
+    with pytest.raises(IntegrityError, match="raw plane of 1"):
+        refine(Plane(Codec.RAW, 7, 2), bytes(8), 3)
+    with pytest.raises(IntegrityError, match="end within a zstd frame"):
+        refine(Plane(Codec.ZSTD, 8, 16), bytes(8), 3)
+
+
+def test_a_coded_whole_plane_is_refused() -> None:
+    tensor = Tensor(0, "w", "F32", (2,), 0, Encoding.WHOLE, 0)
+    segment = Segment(0, 0, 2, (Plane(Codec.ZSTD, 0, 8),))
+    with pytest.raises(IntegrityError, match="a raw plane of 8 bytes was expected"):
+        codec.decode_planes(
+            tensor, segment, Tier.DRAFT, memoryview(bytes(8)), np.zeros(8, np.uint8), codec.Scratch()
+        )

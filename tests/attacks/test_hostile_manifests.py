@@ -1,0 +1,411 @@
+"""Manifests that lie: every one is refused with a place and a hint, before anything is allocated by it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.format_artifacts import build_format_artifact
+
+from teneral.loader.codec import plane_count
+from teneral.loader.errors import ManifestError
+from teneral.loader.manifest import FRAME_ELEMENTS, Manifest, Tier
+from teneral.loader.manifest_json import MAX_JSON_ITEMS, MAX_MANIFEST_BYTES, parse_manifest
+
+Document = dict[str, Any]
+
+SOUND: Document = json.loads(
+    build_format_artifact(
+        {
+            "embed": {"embed.weight": ("BF16", (2, FRAME_ELEMENTS + 5))},
+            "layers.0": {"norm.weight": ("F32", (7,)), "up.weight": ("F16", (30, 30)), "none": ("U8", (0,))},
+            "head": {"head.weight": ("BF16", (40, 40))},
+        },
+        files={"config.json": b"{}", "sub/more.json": b"[]"},
+        aliases={"tied.weight": "embed.weight"},
+        metadata={"format": "pt"},
+        part_elements=FRAME_ELEMENTS,
+    ).objects["manifest.json"]
+)
+# Parts 0, 1, 2: draft of embed.weight; 3: layers.0; 4: head. Parts 5, 6, 7: refine of embed.weight; 8: head.
+
+
+def encoded(document: Any) -> bytes:
+    return json.dumps(document).encode()
+
+
+def refused(data: bytes) -> ManifestError:
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(data)
+    assert caught.value.where
+    assert caught.value.hint
+    return caught.value
+
+
+def test_the_manifest_of_these_tests_is_sound_when_left_alone() -> None:
+    assert len(parse_manifest(encoded(SOUND)).parts) == 9
+
+
+# One value changed: where it stands, what it becomes, and what the error says
+
+NEWER = "newer"
+CHANGES: dict[str, tuple[str, Any, str]] = {
+    "another format": ("format", "onnx", "not the manifest of a Teneral artifact"),
+    "a newer version": ("version", 2, "format version 2 is not 1"),
+    "a version of another type": ("version", True, "not an integer"),
+    "a generator with a line break": ("generator", "a\nb", "control characters"),
+    "groups that are no list": ("groups", {}, "not a list"),
+    "a group that is no object": ("groups/0", [], "not a JSON object"),
+    "a group without tensors": ("groups/0/tensors", [], "no tensors"),
+    "an empty group name": ("groups/0/name", "", "control characters"),
+    "a group name twice": ("groups/0/name", "head", "stands there twice"),
+    "an unknown dtype": ("groups/0/tensors/0/dtype", "Q4_K", "not one of"),
+    "an unknown encoding": ("groups/0/tensors/0/encoding", "bf16.1", "not one of"),
+    "an encoding for another dtype": ("groups/1/tensors/1/encoding", "bf16.3", "is not for F16"),
+    "a negative dimension": ("groups/0/tensors/0/shape/0", -1, "not an integer from 0"),
+    "a fractional dimension": ("groups/0/tensors/0/shape/0", 2.0, "is not an integer"),
+    "a true dimension": ("groups/0/tensors/0/shape/0", True, "not an integer from 0"),
+    "a dimension as text": ("groups/0/tensors/0/shape/0", "2", "not an integer from 0"),
+    "a huge dimension": ("groups/0/tensors/0/shape/0", 2**53, "not an integer from 0"),
+    "an endless dimension": ("groups/0/tensors/0/shape/0", 10**4000, "not an integer from 0"),
+    "too many dimensions": ("groups/0/tensors/0/shape", [1] * 33, "at most 32"),
+    "too many elements": ("groups/0/tensors/0/shape", [2**24, 2**25], "more than 281474976710656 elements"),
+    "an overflow hidden by a zero": ("groups/1/tensors/2/shape", [2**48, 2**48, 0], "more than"),
+    "weights of 32 TiB": ("groups/0/tensors/0/shape", [2**44], "weights take more than"),
+    "half a byte": ("groups/1/tensors/2", {"name": "none", "dtype": "F4", "shape": [3], "encoding": "whole"},
+                    "whole bytes"),
+    "a smaller tensor": ("groups/0/tensors/0/shape", [2, FRAME_ELEMENTS], "what comes next"),
+    "a larger tensor": ("groups/0/tensors/0/shape", [3, FRAME_ELEMENTS], "no multiple of 65536"),
+    "a tensor called twice the same": ("groups/0/tensors/0/name", "head.weight", "stands there twice"),
+    "a tensor called as an alias is": ("groups/0/tensors/0/name", "tied.weight", "stands there twice"),
+    "a reserved tensor name": ("groups/2/tensors/0/name", "__metadata__", "can be called"),
+    "a long tensor name": ("groups/2/tensors/0/name", "é" * 513, "1 to 1024 bytes"),
+    "half of a surrogate pair": ("groups/2/tensors/0/name", "\ud800", "1 to 1024 bytes"),
+    "an alias of nothing": ("aliases/tied.weight", "lost.weight", "is not a tensor"),
+    "an alias of an alias": ("aliases/again", "tied.weight", "is not a tensor"),
+    "an alias of itself": ("aliases/self", "self", "is not a tensor"),
+    "an alias called as a tensor is": ("aliases/head.weight", "embed.weight", "stands there twice"),
+    "an empty alias": ("aliases/", "embed.weight", "cannot stand here"),
+    "aliases that are no object": ("aliases", [["a", "b"]], "not a JSON object"),
+    "metadata that is no text": ("metadata/format", 1, "cannot stand here"),
+    "half a surrogate in metadata": ("metadata/format", "\udfff", "cannot stand here"),
+    "a blob outside": ("blobs/0/name", "../secret", "not a usable object name"),
+    "an absolute blob": ("blobs/0/name", "/etc/passwd", "not a usable object name"),
+    "a blob with a backslash": ("blobs/0/name", "a\\b", "not a usable object name"),
+    "a blob with a NUL": ("blobs/0/name", "a\0b", "control characters"),
+    "a blob that is the manifest": ("blobs/0/name", "manifest.json", "stands there twice"),
+    "a blob twice": ("blobs/0/name", "blobs/001.bin", "stands there twice"),
+    "a blob that is a file": ("blobs/0/name", "files/config.json", "stands there twice"),
+    "a blob in a blob": ("blobs/0/name", "blobs/001.bin/a", "is an object"),
+    "a longer blob": ("blobs/0/size", 10**9, "its parts end at"),
+    "an empty blob": ("blobs/0/size", 0, "its parts end at"),
+    "one more blob": ("blobs/3", {"name": "b", "size": 8}, "its parts end at 0"),
+    "a file outside": ("files/0/name", "../../.bashrc", "not a usable object name"),
+    "a file stored outside": ("files/0/path", "../x", "not a usable object name"),
+    "a file in a file": ("files/0/name", "sub/more.json/x", "is an object"),
+    "a file twice": ("files/0/name", "sub/more.json", "stands there twice"),
+    "a file of a gibibyte": ("files/0/size", 2**30, "from 0 to 268435456"),
+    "half a digest": ("files/0/blake3", "00" * 31, "64 lower-case"),
+    "a digest in capitals": ("parts/0/blake3", "AB" * 32, "64 lower-case"),
+    "a digest with a line break": ("parts/0/blake3", "ab" * 32 + "\n", "64 lower-case"),
+    "no digest": ("parts/0/blake3", None, "64 lower-case"),
+    "an unknown tier": ("parts/0/tier", "sketch", "not one of draft, refine"),
+    "a refine part among drafts": ("parts/1/tier", "refine", "what comes next is the draft tier"),
+    "a part of a group that there is not": ("parts/0/group", 7, "what comes next"),
+    "a part of another group": ("parts/3/group", 2, "what comes next"),
+    "a part of a blob that there is not": ("parts/0/blob", 7, "no blob 7"),
+    "a part of another blob": ("parts/0/blob", 1, "what stands before it ends at"),
+    "a part that overlaps another": ("parts/1/offset", 8, "what stands before it ends at"),
+    "a part behind its blob": ("parts/8/offset", 2**50, "what stands before it ends at"),
+    "a longer part": ("parts/8/size", 2**30, "its parts end at"),
+    "a shorter part": ("parts/8/size", 1, "its parts end at"),
+    "a part without segments": ("parts/0/segments", [], "0 segments"),
+    "a segment of another tensor": ("parts/0/segments/0/tensor", 1, "what comes next"),
+    "a segment of a tensor that there is not": ("parts/0/segments/0/tensor", 99, "what comes next"),
+    "a segment that leaves a gap": ("parts/0/segments/0/start", FRAME_ELEMENTS, "from element 0 on"),
+    "a segment that overlaps": ("parts/1/segments/0/start", 0, "from element 65536 on"),
+    "a segment of nothing": ("parts/0/segments/0/count", 0, "has 131082 elements"),
+    "a segment past its tensor": ("parts/2/segments/0/count", 11, "has 131082 elements, not 131083"),
+    "a segment that ends within a frame": ("parts/0/segments/0/count", 65_535, "no multiple of 65536"),
+    "a segment of two frames in one's place": ("parts/0/segments/0/count", 131_072, "cannot be a"),
+    "a segment without planes": ("parts/0/segments/0/planes", [], "0 planes, not 2"),
+    "one plane too many": ("parts/0/segments/0/planes/2", ["raw", 0, 0], "3 planes, not 2"),
+    "a plane that is no list": ("parts/0/segments/0/planes/0", "raw", "a plane is a list"),
+    "a plane of two values": ("parts/0/segments/0/planes/0", ["raw", 0], "a plane is a list"),
+    "an unknown codec": ("parts/0/segments/0/planes/0/0", "lz4", "not one of raw, zstd"),
+    "a codec that is no text": ("parts/0/segments/0/planes/0/0", ["raw"], "not one of raw, zstd"),
+    "a coded plane called raw": ("parts/0/segments/0/planes/0/0", "raw", "cannot be a raw plane"),
+    "a raw plane called coded": ("parts/0/segments/0/planes/1/0", "zstd", "cannot be a zstd plane"),
+    "a coded whole plane": ("parts/3/segments/0/planes/0/0", "zstd", "cannot be a zstd plane"),
+    "a plane that overlaps another": ("parts/0/segments/0/planes/1/1", 0, "a plane starts at 0"),
+    "a plane that starts late": ("parts/0/segments/0/planes/0/1", 8, "a plane starts at 8"),
+    "a coded plane of no bytes": ("parts/0/segments/0/planes/0/2", 0, "cannot be a zstd plane"),
+    "a coded plane of odd size": ("parts/0/segments/0/planes/0/2", 1001, "cannot be a zstd plane"),
+    "a coded plane that grew": ("parts/0/segments/0/planes/0/2", 65_536, "cannot be a zstd plane"),
+}  # fmt: skip
+
+
+def changed(path: str, value: Any) -> Document:
+    document = copy.deepcopy(SOUND)
+    *parents, last = path.split("/")
+    target: Any = document
+    for key in parents:
+        target = target[int(key) if isinstance(target, list) else key]
+    if isinstance(target, list) and int(last) == len(target):
+        target.append(value)
+    else:
+        target[int(last) if isinstance(target, list) else last] = value
+    return document
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_it_is_refused_when_it_has(what: str) -> None:
+    path, value, message = CHANGES[what]
+    assert message in str(refused(encoded(changed(path, value))))
+
+
+@pytest.mark.parametrize("path", ["version", "groups/0/tensors/0/dtype", "groups/0/tensors/0/encoding",
+                                  "parts/0/tier", "parts/0/segments/0/planes/0/0"])  # fmt: skip
+def test_what_a_newer_version_may_have_written_is_called_so(path: str) -> None:
+    value: Any = 2 if path == "version" else "from-the-future"
+    assert "newer Teneral" in refused(encoded(changed(path, value))).hint
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["", "blobs/0/", "files/0/", "groups/0/", "groups/0/tensors/0/", "parts/0/", "parts/0/segments/0/"],
+)
+def test_keys_that_nobody_knows_are_refused_as_a_newer_versions(path: str) -> None:
+    error = refused(encoded(changed(f"{path}extra", 1)))
+    assert "'extra' is unknown" in str(error)
+    assert "newer Teneral" in error.hint
+
+
+def objects_in(value: Any, path: str = "") -> list[tuple[str, Document]]:
+    """Every object of the document with fixed keys, by its path."""
+    if isinstance(value, list):
+        return [found for index, item in enumerate(value) for found in objects_in(item, f"{path}/{index}")]
+    if not isinstance(value, dict) or path in ("/aliases", "/metadata"):
+        return []
+    inner = [found for key, item in value.items() for found in objects_in(item, f"{path}/{key}")]
+    return [(path, value), *inner]
+
+
+def test_no_key_may_be_missing() -> None:
+    num_tried = 0
+    for path, found in objects_in(SOUND):
+        for key in found:
+            document = copy.deepcopy(SOUND)
+            target: Any = document
+            for step in path.split("/")[1:]:
+                target = target[int(step) if isinstance(target, list) else step]
+            del target[key]
+            refused(encoded(document))
+            num_tried += 1
+    assert num_tried > 100
+
+
+def reordered(change: Callable[[Document], object]) -> Document:
+    document = copy.deepcopy(SOUND)
+    change(document)
+    return document
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda document: document["parts"].reverse(), id="reversed"),
+        pytest.param(lambda document: document["parts"].pop(), id="without the last"),
+        pytest.param(lambda document: document["parts"].pop(0), id="without the first"),
+        pytest.param(lambda document: document["parts"].clear(), id="none"),
+        pytest.param(lambda document: document["parts"].append(document["parts"][-1]), id="the last twice"),
+        pytest.param(
+            lambda document: document["parts"].insert(0, document["parts"][0]), id="the first twice"
+        ),
+    ],
+)
+def test_parts_that_do_not_hold_every_tensor_once_in_order_are_refused(
+    change: Callable[[Document], object],
+) -> None:
+    refused(encoded(reordered(change)))
+
+
+def test_a_part_of_too_many_elements_is_refused() -> None:
+    num_elements = 17 * 1024 * 1024
+    document = json.loads(build_format_artifact({"g": {"w": ("U8", (8, 8))}}).objects["manifest.json"])
+    document["groups"][0]["tensors"][0]["shape"] = [num_elements]
+    part = document["parts"][0]
+    part["segments"][0].update(count=num_elements, planes=[["raw", 0, num_elements]])
+    part["size"] = document["blobs"][0]["size"] = num_elements
+    assert "more than a part may" in str(refused(encoded(document)))
+
+
+def test_a_part_of_too_many_bytes_is_refused() -> None:
+    num_elements = 9 * 1024 * 1024
+    document = json.loads(build_format_artifact({"g": {"w": ("F64", (8,))}}).objects["manifest.json"])
+    document["groups"][0]["tensors"][0]["shape"] = [num_elements]
+    part = document["parts"][0]
+    part["segments"][0].update(count=num_elements, planes=[["raw", 0, 8 * num_elements]])
+    part["size"] = document["blobs"][0]["size"] = 8 * num_elements
+    assert "1 segments in 75497472 bytes" in str(refused(encoded(document)))
+
+
+# Not even JSON
+
+NOT_A_MANIFEST: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "not valid JSON"),
+    "a list": (b"[]", "not a JSON object"),
+    "a number": (b"1", "not a JSON object"),
+    "an empty object": (b"{}", "not the manifest of a Teneral artifact"),
+    "another encoding": ("{}".encode("utf-16"), "not valid JSON"),
+    "a byte order mark": (b"\xef\xbb\xbf" + encoded(SOUND), "not valid JSON"),
+    "bytes that are no UTF-8": (b'{"format":"\xff"}', "not valid JSON"),
+    "two documents": (encoded(SOUND) * 2, "not valid JSON"),
+    "the first half": (encoded(SOUND)[:900], "not valid JSON"),
+    "NaN": (b'{"format":NaN}', "NaN is not an integer"),
+    "infinity": (b'{"format":-Infinity}', "-Infinity is not an integer"),
+    "a fraction": (b'{"format":1.5}', "1.5 is not an integer"),
+    "an exponent": (b'{"format":1e999}', "1e999 is not an integer"),
+    "a number of 5,000 digits": (b'{"format":' + b"9" * 5000 + b"}", "not valid JSON"),
+    "a key twice": (b'{"format":"teneral","format":"teneral"}', "stands twice"),
+    "a key twice, deep down": (encoded(SOUND).replace(b'"dtype"', b'"name"', 1), "stands twice"),
+    "100,000 levels": (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
+    "100,000 levels of objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+    "too many values": (b"[" + b"0," * MAX_JSON_ITEMS + b"0]", "more than 5000000 items"),
+    "too many bytes": (b" " * (MAX_MANIFEST_BYTES + 1), "more than 67108864"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_A_MANIFEST)
+def test_it_is_refused_when_it_is(what: str) -> None:
+    data, message = NOT_A_MANIFEST[what]
+    assert message in str(refused(data))
+
+
+# Anything else that could be changed
+
+JSON_VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 70_000),
+        st.sampled_from([2**31, 2**48, 2**53, 2**64]),
+        st.floats(),
+        st.text(max_size=5),
+        st.sampled_from(["raw", "zstd", "whole", "bytes", "bf16.3", "BF16", "F32", "U8", "refine", "draft"]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def assert_sound(manifest: Manifest) -> None:
+    """By brute force, and not as the checks do it: everything is there once and lies within what holds it."""
+    for tier in Tier:
+        for tensor in manifest.tensors:
+            covered = sorted(
+                (segment.start, segment.start + segment.count)
+                for part in manifest.parts
+                for segment in part.segments
+                if part.tier is tier and segment.tensor == tensor.index
+            )
+            wanted = tensor.num_elements if tier is Tier.DRAFT or tensor.has_refine else 0
+            assert [start for start, _ in covered] == [0, *(end for _, end in covered)][: len(covered)]
+            assert (covered[-1][1] if covered else 0) == wanted
+    for part in manifest.parts:
+        for segment in part.segments:
+            tensor = manifest.tensors[segment.tensor]
+            assert tensor.group == part.group
+            assert len(segment.planes) == plane_count(tensor.encoding, part.tier, tensor.element_bytes)
+        assert_apart(
+            [(plane.offset_bytes, plane.size_bytes) for s in part.segments for plane in s.planes],
+            part.size_bytes,
+        )
+    for index, blob in enumerate(manifest.blobs):
+        inside = [(part.offset_bytes, part.size_bytes) for part in manifest.parts if part.blob == index]
+        assert_apart(inside, blob.size_bytes)
+
+
+def assert_apart(stretches: list[tuple[int, int]], size_bytes: int) -> None:
+    ordered = sorted(stretches)
+    ends = [0, *(offset + length for offset, length in ordered)]
+    assert all(offset >= end for (offset, _), end in zip(ordered, ends, strict=False))
+    assert ends[-1] <= size_bytes
+
+
+def try_parse(data: bytes) -> None:
+    try:
+        manifest = parse_manifest(data)
+    except ManifestError as error:
+        place = error.where
+    else:
+        assert_sound(manifest)
+        return
+    assert place
+
+
+@st.composite
+def mutated_documents(draw: st.DrawFn) -> Document:
+    """The sound manifest with one to three places replaced, removed, doubled or swapped."""
+    document = copy.deepcopy(SOUND)
+    for _ in range(draw(st.integers(1, 3))):
+        target: Any = document
+        while True:
+            keys = list(range(len(target))) if isinstance(target, list) else sorted(target)
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            inner = target[key]
+            if isinstance(inner, list | dict) and inner and draw(st.integers(0, 5)):
+                target = inner
+                continue
+            action = draw(st.sampled_from(["replace", "nudge", "remove", "double", "swap"]))
+            if action == "nudge" and type(inner) is int:
+                target[key] = inner + draw(st.sampled_from([-65_536, -8, -1, 1, 8, 65_536]))
+            elif action == "remove":
+                del target[key]
+            elif action == "double" and isinstance(target, list):
+                target.insert(key, copy.deepcopy(inner))
+            elif action == "swap":
+                other = draw(st.sampled_from(keys))
+                target[key], target[other] = target[other], target[key]
+            else:
+                target[key] = draw(JSON_VALUES)
+            break
+    return document
+
+
+@given(document=mutated_documents())
+@settings(max_examples=300, deadline=None)
+def test_a_mutated_manifest_is_refused_or_still_sound(document: Document) -> None:
+    try_parse(encoded(document))
+
+
+@given(
+    changes=st.lists(
+        st.tuples(
+            st.integers(0, 100_000), st.sampled_from([b"", b"0", b"9", b'"', b",", b"]", b"\xff", b"-"])
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_a_manifest_with_changed_bytes_is_refused_or_still_sound(changes: list[tuple[int, bytes]]) -> None:
+    data = encoded(SOUND)
+    for place, replacement in changes:
+        at = place % len(data)
+        data = data[:at] + replacement + data[at + 1 :]
+    try_parse(data)
+
+
+@given(noise=st.binary(max_size=100))
+def test_noise_is_refused(noise: bytes) -> None:
+    refused(noise)

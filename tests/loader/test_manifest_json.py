@@ -1,0 +1,124 @@
+"""The manifest's JSON: what is written is canonical and comes back equal."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.format_artifacts import MIXED_LAYOUT, Shapes, build_format_artifact
+
+from teneral.loader.errors import IntegrityError, ManifestError
+from teneral.loader.manifest import FRAME_ELEMENTS, Blob, Manifest, Tier
+from teneral.loader.manifest_json import dump_manifest, parse_manifest
+
+PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Manifest:
+    return build_format_artifact(
+        MIXED_LAYOUT,
+        files={"config.json": b"{}", "1_Pooling/config.json": b"{ }"},
+        aliases={"lm_head.weight": "embed.weight"},
+        metadata={"format": "pt", "note": 'several\nlines, "quoted" — é 🦋', "": ""},
+        part_elements=FRAME_ELEMENTS,
+    ).manifest
+
+
+def test_a_manifest_comes_back_equal_and_knows_its_digest(manifest: Manifest) -> None:
+    data = dump_manifest(manifest)
+    assert parse_manifest(data) == replace(manifest, digest=blake3(data).digest())
+
+
+def test_what_was_read_is_written_as_it_was(manifest: Manifest) -> None:
+    data = dump_manifest(manifest)
+    assert dump_manifest(parse_manifest(data)) == data
+
+
+def test_white_space_and_the_order_of_keys_mean_nothing(manifest: Manifest) -> None:
+    document = json.loads(dump_manifest(manifest))
+    other = json.dumps(dict(reversed(document.items())), indent=2).encode()
+    assert replace(parse_manifest(other), digest=None) == manifest
+
+
+def test_the_example_of_the_format_page_is_valid() -> None:
+    example = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert example is not None
+    parsed = parse_manifest(example[1].replace("<64 digits>", "0" * 64).encode())
+    assert [tensor.name for tensor in parsed.tensors] == ["embed.weight", "norm.weight"]
+    assert parsed.stored_bytes(Tier.REFINE) == 1024
+
+
+def test_the_pinned_manifest_is_accepted_and_another_one_refused(manifest: Manifest) -> None:
+    data = dump_manifest(manifest)
+    pin = blake3(data).digest()
+    assert parse_manifest(data, expected_digest=pin).digest == pin
+    with pytest.raises(IntegrityError, match="pinned") as caught:
+        parse_manifest(data + b" ", expected_digest=pin)
+    assert caught.value.expected == pin.hex()
+
+
+def test_a_model_without_tensors_has_a_manifest() -> None:
+    manifest = build_format_artifact({}).manifest
+    assert replace(parse_manifest(dump_manifest(manifest)), digest=None) == manifest
+
+
+def test_slabs_follow_from_the_order_of_the_tensors(manifest: Manifest) -> None:
+    parsed = parse_manifest(dump_manifest(manifest))
+    assert [tensor.offset_bytes for tensor in parsed.tensors] == [t.offset_bytes for t in manifest.tensors]
+    assert [group.slab_bytes for group in parsed.groups] == [group.slab_bytes for group in manifest.groups]
+
+
+def test_weights_that_were_never_packed_have_no_manifest_to_write(manifest: Manifest) -> None:
+    part = replace(manifest.parts[0], digest=None)
+    with pytest.raises(ManifestError, match="no digest"):
+        dump_manifest(replace(manifest, parts=(part, *manifest.parts[1:])))
+
+
+def test_what_the_format_cannot_express_is_not_written(manifest: Manifest) -> None:
+    moved = replace(manifest.tensors[0], offset_bytes=64)
+    versioned = Blob(manifest.blobs[0].name, manifest.blobs[0].size_bytes, version="1")
+    for wrong, where in (
+        (replace(manifest, tensors=(moved, *manifest.tensors[1:])), "tensors"),
+        (replace(manifest, blobs=(versioned, *manifest.blobs[1:])), "blobs"),
+        (replace(manifest, parts=manifest.parts[1:]), "parts"),
+        (replace(manifest, metadata={"half": "\ud800"}), ""),
+    ):
+        with pytest.raises(ManifestError) as caught:
+            dump_manifest(wrong)
+        assert caught.value.where.startswith(where)
+
+
+SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+LAYOUTS = st.dictionaries(
+    st.text("abc.0é", min_size=1, max_size=6),
+    st.integers(1, 4).flatmap(
+        lambda count: st.lists(
+            st.tuples(st.sampled_from(["BF16", "F32", "F16", "U8", "BOOL", "I64", "F64"]), SHAPES),
+            min_size=count,
+            max_size=count,
+        )
+    ),
+    max_size=4,
+)
+
+
+@given(layout=LAYOUTS, part_frames=st.integers(1, 3), parts_in_blob=st.integers(1, 4))
+@settings(max_examples=50, deadline=None)
+def test_any_layout_comes_back_equal(
+    layout: dict[str, list[tuple[str, tuple[int, ...]]]], part_frames: int, parts_in_blob: int
+) -> None:
+    named: dict[str, Shapes] = {
+        group: {f"{group}/{index}": spec for index, spec in enumerate(specs)}
+        for group, specs in layout.items()
+    }
+    manifest = build_format_artifact(
+        named, part_elements=part_frames * FRAME_ELEMENTS, parts_in_blob=parts_in_blob
+    ).manifest
+    assert replace(parse_manifest(dump_manifest(manifest)), digest=None) == manifest

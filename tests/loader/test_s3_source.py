@@ -1,0 +1,503 @@
+"""S3: regions, credentials, refusals, listings and uploads, against our own server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.store_faults import Fault
+from tests.support.store_http import Request
+from tests.support.store_server import StoreServer
+
+from teneral.loader.errors import (
+    AccessDeniedError,
+    ChangedError,
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    SourceClosedError,
+    SourceError,
+    UnavailableError,
+    UsageError,
+)
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.s3 import S3Store
+from teneral.loader.sources.s3_address import S3Settings, address_of, parse_url, settings_from
+from teneral.loader.sources.s3_writer import PART_BYTES
+from teneral.loader.sources.s3_xml import parse_page, parse_problem
+
+DATA = bytes(range(256)) * 40
+URL = "s3://models/m"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Credentials in the environment, and nothing else that could decide anything."""
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SESSION_TOKEN", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAENVIRONMENT")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return monkeypatch
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    (tmp_path / "root" / "models" / "m").mkdir(parents=True)
+    (tmp_path / "root" / "models" / "m" / "blob").write_bytes(DATA)
+    with StoreServer(tmp_path / "root") as started:
+        yield started
+
+
+@pytest.fixture
+def opened(server: StoreServer) -> Iterator[Callable[..., S3Store]]:
+    """Makes stores on the server that are closed in the end."""
+    stores: list[S3Store] = []
+
+    def open_at(url: str = URL, **options: object) -> S3Store:
+        stores.append(
+            S3Store(url, SourceOptions(**{"endpoint_url": server.url, "max_attempts": 2, **options}))
+        )
+        return stores[-1]
+
+    yield open_at
+    for store in stores:
+        store.close()
+
+
+def record(server: StoreServer, answer: Callable[[Request], Fault | None] = lambda _: None) -> list[Request]:
+    """The requests that arrive from now on, each answered as `answer` says."""
+    seen: list[Request] = []
+
+    def hook(request: Request) -> Fault | None:
+        seen.append(request)
+        return answer(request)
+
+    server.set_fault(hook)
+    return seen
+
+
+def read(store: S3Store) -> bytes:
+    return store.read("blob", max_bytes=len(DATA))[0]
+
+
+def region_of(request: Request) -> str:
+    return request.headers["authorization"].split("/")[2]
+
+
+# Regions
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(301, "PermanentRedirect"), (400, "AuthorizationHeaderMalformed")]
+)
+def test_a_bucket_in_another_region_is_asked_there_from_then_on(
+    server: StoreServer, opened: Callable[..., S3Store], status: int, code: str
+) -> None:
+    elsewhere = Fault(status=status, code=code, headers={"x-amz-bucket-region": "eu-west-1"})
+    seen = record(server, lambda request: None if region_of(request) == "eu-west-1" else elsewhere)
+    store = opened()
+    assert read(store) == DATA
+    assert read(store) == DATA
+    assert [region_of(request) for request in seen] == ["us-east-1", "eu-west-1", "eu-west-1"]
+
+
+def test_a_store_that_never_agrees_on_its_region_is_given_up(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    def contradict(request: Request) -> Fault:
+        other = "eu-west-1" if region_of(request) == "us-east-1" else "us-east-1"
+        return Fault(status=301, code="PermanentRedirect", headers={"x-amz-bucket-region": other})
+
+    seen = record(server, contradict)
+    with pytest.raises(SourceError, match="again and again"):
+        read(opened())
+    assert len(seen) < 20
+
+
+def test_a_wrong_region_without_the_right_one_says_what_to_set(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    record(server, lambda _: Fault(status=301, code="PermanentRedirect"))
+    with pytest.raises(SourceError, match="in another region") as caught:
+        read(opened())
+    assert "AWS_REGION" in caught.value.hint
+
+
+@pytest.mark.parametrize("region", ["evil.example.com/x", "a b", "-x", "x" * 80])
+def test_a_region_that_a_server_made_up_never_becomes_a_host(
+    server: StoreServer, opened: Callable[..., S3Store], region: str
+) -> None:
+    seen = record(server, lambda _: Fault(status=301, headers={"x-amz-bucket-region": region}))
+    with pytest.raises(SourceError, match="region"):
+        read(opened())
+    assert len(seen) == 1
+
+
+# Credentials
+
+
+def test_an_expired_token_is_renewed_once(
+    server: StoreServer, opened: Callable[..., S3Store], environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("AWS_SESSION_TOKEN", "old")
+
+    def expire(request: Request) -> Fault | None:
+        environment.setenv("AWS_SESSION_TOKEN", "new")  # as a sidecar would have done meanwhile
+        is_old = request.headers["x-amz-security-token"] == "old"
+        return Fault(status=400, code="ExpiredToken") if is_old else None
+
+    seen = record(server, expire)
+    assert read(opened()) == DATA
+    assert [request.headers["x-amz-security-token"] for request in seen] == ["old", "new"]
+
+
+def test_an_expired_token_that_cannot_be_renewed_is_an_error(
+    server: StoreServer, opened: Callable[..., S3Store], environment: pytest.MonkeyPatch
+) -> None:
+    environment.setenv("AWS_SESSION_TOKEN", "old")
+    seen = record(server, lambda _: Fault(status=400, code="ExpiredToken"))
+    with pytest.raises(AccessDeniedError, match="has expired") as caught:
+        read(opened())
+    assert "new credentials" in caught.value.hint
+    assert len(seen) == 1
+
+
+def test_without_credentials_the_ways_to_give_them_are_told(
+    server: StoreServer, opened: Callable[..., S3Store], environment: pytest.MonkeyPatch
+) -> None:
+    environment.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(AccessDeniedError, match="no credentials") as caught:
+        read(opened())
+    for way in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "role", "--anonymous"):
+        assert way in caught.value.hint
+    with pytest.raises(AccessDeniedError, match="no credentials"):
+        opened().put("new", b"x")
+    assert server.log() == []
+
+
+def test_an_anonymous_reader_signs_nothing(
+    server: StoreServer, opened: Callable[..., S3Store], environment: pytest.MonkeyPatch
+) -> None:
+    environment.delenv("AWS_ACCESS_KEY_ID")
+    seen = record(server)
+    assert read(opened(anonymous=True)) == DATA
+    assert not [name for name in seen[0].headers if name == "authorization" or name.startswith("x-amz")]
+
+
+def test_a_requester_who_pays_says_so(server: StoreServer, opened: Callable[..., S3Store]) -> None:
+    seen = record(server)
+    store = opened(requester_pays=True)
+    store.put("other", DATA)
+    assert store.read("other", max_bytes=len(DATA))[0] == DATA
+    assert [request.headers["x-amz-request-payer"] for request in seen] == ["requester"] * 2
+
+
+def test_a_named_profile_goes_before_the_environment(
+    server: StoreServer, opened: Callable[..., S3Store], tmp_path: Path
+) -> None:
+    (tmp_path / "aws-credentials").write_text(
+        "[work]\naws_access_key_id = AKIAWORK\naws_secret_access_key = x\naws_session_token = t\n"
+    )
+    (tmp_path / "aws-config").write_text("[profile work]\nregion = ap-south-1\n")
+    seen = record(server)
+    store = opened(profile="work")
+    assert read(store) == DATA
+    store.put("new", b"x")
+    for request in seen:
+        assert "Credential=AKIAWORK/" in request.headers["authorization"]
+        assert region_of(request) == "ap-south-1"
+
+
+def test_a_profile_that_does_not_exist_is_named(opened: Callable[..., S3Store], tmp_path: Path) -> None:
+    with pytest.raises(AccessDeniedError, match="nobody"):
+        read(opened(profile="nobody"))
+    (tmp_path / "aws-config").write_text("[default]\n")
+    with pytest.raises(AccessDeniedError, match="nobody"):
+        opened(profile="nobody")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "words"),
+    [
+        (403, "AccessDenied", AccessDeniedError, "access is denied"),
+        (403, "InvalidAccessKeyId", AccessDeniedError, "access key is not known"),
+        (403, "SignatureDoesNotMatch", AccessDeniedError, "signature is wrong"),
+        (400, "InvalidToken", AccessDeniedError, "token is not valid"),
+        (403, "RequestTimeTooSkewed", AccessDeniedError, "clock differs"),
+        (403, "SomethingNew", AccessDeniedError, "SomethingNew"),
+        (404, "NoSuchBucket", NotFoundError, "bucket of s3://models/m does not exist"),
+        (404, "NoSuchKey", NotFoundError, "there is no blob in s3://models/m"),
+        (403, "InvalidObjectState", SourceError, "archived"),
+        (503, "SlowDown", UnavailableError, r"SlowDown.*after 2 attempts"),
+        (400, "RequestTimeout", UnavailableError, r"RequestTimeout.*after 2 attempts"),
+        (500, "InternalError", UnavailableError, "InternalError"),
+        (412, "PreconditionFailed", ChangedError, "another version"),
+        (400, "SomethingElse", SourceError, "400 SomethingElse"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(
+    server: StoreServer,
+    opened: Callable[..., S3Store],
+    status: int,
+    code: str,
+    kind: type[SourceError],
+    words: str,
+) -> None:
+    record(server, lambda _: Fault(status=status, code=code))
+    with pytest.raises(kind, match=words) as caught:
+        read(opened())
+    assert caught.value.source == URL
+
+
+def test_a_missing_bucket_differs_from_a_missing_object(opened: Callable[..., S3Store]) -> None:
+    with pytest.raises(NotFoundError, match="bucket of s3://nowhere/m does not exist") as caught:
+        opened("s3://nowhere/m").stat("blob")
+    assert caught.value.name == ""
+    with pytest.raises(NotFoundError, match=r"there is no other in s3://models/m"):
+        opened().stat("other")
+    with pytest.raises(NotFoundError, match="bucket of s3://nowhere does not exist"):
+        list(opened("s3://nowhere").list())
+
+
+def test_a_refusal_while_writing_says_the_same(server: StoreServer, opened: Callable[..., S3Store]) -> None:
+    store = opened()
+    for code, status, kind in (
+        ("AccessDenied", 403, AccessDeniedError),
+        ("NoSuchBucket", 404, NotFoundError),
+        ("QuotaExceeded", 403, NoSpaceError),
+    ):
+        record(server, lambda _, code=code, status=status: Fault(status=status, code=code))
+        with pytest.raises(kind) as caught:
+            store.put("new", b"x")
+        assert caught.value.source == URL
+
+
+def test_a_store_that_is_not_there_is_unavailable_for_writing(
+    opened: Callable[..., S3Store], tmp_path: Path
+) -> None:
+    with StoreServer(tmp_path / "other") as gone:
+        endpoint_url = gone.url
+    with pytest.raises(UnavailableError, match="new could not be written"):
+        opened(endpoint_url=endpoint_url, max_attempts=1).put("new", b"x")
+
+
+@settings(deadline=None)
+@given(
+    st.binary(max_size=400) | st.text(alphabet="<>/&;#xCodeErrorMessage0123", max_size=200).map(str.encode)
+)
+def test_any_error_document_is_survived(document: bytes) -> None:
+    problem = parse_problem(document)
+    assert len(problem.code) <= 500
+    assert len(problem.message) <= 500
+
+
+def test_an_error_document_cannot_expand_entities() -> None:
+    bomb = b'<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;">]><Error><Code>&b;&amp;&#65;</Code></Error>'
+    assert parse_problem(bomb).code == "&b;&A"
+
+
+# Listing
+
+
+def test_a_long_list_comes_in_pages(
+    server: StoreServer, opened: Callable[..., S3Store], tmp_path: Path
+) -> None:
+    folder = tmp_path / "root" / "models" / "m" / "many"
+    folder.mkdir()
+    names = sorted(f"many/{number:04d} &+ü" for number in range(1_100))
+    for name in names:
+        (folder / name.partition("/")[2]).touch()
+    seen = record(server)
+    assert [info.name for info in opened().list("many/")] == names
+    assert len(seen) == 2
+
+
+def test_a_folders_own_marker_is_not_an_object(server: StoreServer, opened: Callable[..., S3Store]) -> None:
+    page = b"<ListBucketResult><Contents><Key>m/</Key><Size>0</Size></Contents></ListBucketResult>"
+    assert [found.key for found in parse_page(page, where="here").objects] == ["m/"]
+    server.objects.make_bucket("empty")
+    assert list(opened("s3://empty/m").list()) == []
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"<html>not S3</html>",
+        b"<ListBucketResult><Contents><Key>a</Key></Contents></ListBucketResult>",
+        b"<ListBucketResult><Contents><Key>a</Key><Size>-1</Size></Contents></ListBucketResult>",
+        b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>",
+    ],
+)
+def test_a_list_that_is_none_is_refused(document: bytes) -> None:
+    with pytest.raises(FormatError, match="here"):
+        parse_page(document, where="here")
+
+
+# Uploads
+
+
+def test_a_large_object_goes_up_in_parts(server: StoreServer, opened: Callable[..., S3Store]) -> None:
+    seen = record(server)
+    store = opened()
+    content = bytes(bytearray(range(256)) * 4) * (2 * PART_BYTES // 1024 + 100)
+    with store.create("large") as writer:
+        for start in range(0, len(content), 3_000_000):
+            writer.write(content[start : start + 3_000_000])
+    assert store.read("large", max_bytes=len(content))[0] == content
+    sizes = sorted(
+        int(request.headers["content-length"]) for request in seen if "partNumber" in request.query
+    )
+    assert sizes == [len(content) - 2 * PART_BYTES, PART_BYTES, PART_BYTES]
+    assert server.objects.pending_uploads() == []
+
+
+def test_an_aborted_upload_leaves_no_parts(server: StoreServer, opened: Callable[..., S3Store]) -> None:
+    writer = opened().create("large")
+    writer.write(bytes(2 * PART_BYTES))
+    assert len(server.objects.pending_uploads()) == 1
+    writer.abort()
+    assert server.objects.pending_uploads() == []
+    with pytest.raises(NotFoundError):
+        opened().stat("large")
+
+
+@pytest.mark.parametrize("failing", ["part", "completion"])
+def test_an_upload_that_fails_leaves_no_parts(
+    server: StoreServer, opened: Callable[..., S3Store], failing: str
+) -> None:
+    def fail(request: Request) -> Fault | None:
+        is_part = request.query.get("partNumber") == "2"
+        is_completion = request.method == "POST" and "uploadId" in request.query
+        return (
+            Fault(status=403, code="AccessDenied")
+            if (is_part if failing == "part" else is_completion)
+            else None
+        )
+
+    record(server, fail)
+    with pytest.raises(AccessDeniedError, match="large"), opened().create("large") as writer:
+        writer.write(bytes(2 * PART_BYTES + 1))
+    assert server.objects.pending_uploads() == []
+
+
+def test_closing_a_store_ends_its_writing(opened: Callable[..., S3Store]) -> None:
+    store = opened()
+    store.put("new", b"x")
+    store.close()
+    with pytest.raises(SourceClosedError):
+        store.put("newer", b"x")
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("bucket", "region", "style", "endpoint", "expected"),
+    [
+        ("models", "eu-west-1", "auto", None, "https://models.s3.eu-west-1.amazonaws.com"),
+        ("models", "eu-west-1", "path", None, "https://s3.eu-west-1.amazonaws.com/models"),
+        ("my.models", "eu-west-1", "auto", None, "https://s3.eu-west-1.amazonaws.com/my.models"),
+        ("Old_Name", "us-east-1", "virtual", None, "https://s3.us-east-1.amazonaws.com/Old_Name"),
+        ("models", "cn-north-1", "auto", None, "https://models.s3.cn-north-1.amazonaws.com.cn"),
+        ("models", "us-east-1", "auto", "http://minio:9000", "http://minio:9000/models"),
+        ("models", "us-east-1", "virtual", "http://minio:9000", "http://models.minio:9000"),
+        ("models", "us-east-1", "auto", "https://gw.example.com/s3/", "https://gw.example.com/s3/models"),
+    ],
+)
+def test_a_bucket_has_its_host_and_path(
+    bucket: str, region: str, style: str, endpoint: str | None, expected: str
+) -> None:
+    settings = S3Settings(region, endpoint, style, profile=None, ca_file=None)
+    address = address_of(bucket, region, settings)
+    assert f"{address.origin}{address.path}" == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://models", ("models", "")),
+        ("s3://models/", ("models", "")),
+        ("s3://models/a b/c?d#e/", ("models", "a b/c?d#e")),
+        ("S3://models//x", ("models", "x")),
+    ],
+)
+def test_an_address_has_a_bucket_and_a_prefix(url: str, expected: tuple[str, str]) -> None:
+    assert parse_url(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "s3://a", "s3://arn:aws:s3:::x/y", "s3://a b/c", "s3://.../x"]
+)
+def test_an_address_without_a_usable_bucket_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="bucket"):
+        parse_url(url)
+
+
+def test_options_go_before_the_environment_and_that_before_the_configuration(tmp_path: Path) -> None:
+    config = tmp_path / "aws-config"
+    config.write_text(
+        "[default]\nregion = eu-south-1\nservices = local\ns3 =\n  addressing_style = virtual\n"
+        "[services local]\ns3 =\n  endpoint_url = http://configured:1\n"
+    )
+    environment = {"AWS_CONFIG_FILE": str(config)}
+    found = settings_from(SourceOptions(), environment)
+    assert (found.region, found.endpoint_url, found.addressing_style) == (
+        "eu-south-1",
+        "http://configured:1",
+        "virtual",
+    )
+    environment |= {"AWS_REGION": "eu-north-1", "AWS_ENDPOINT_URL": "http://general:1"}
+    found = settings_from(SourceOptions(), environment)
+    assert (found.region, found.endpoint_url) == ("eu-north-1", "http://general:1")
+    environment["AWS_ENDPOINT_URL_S3"] = "http://specific:1"
+    assert settings_from(SourceOptions(), environment).endpoint_url == "http://specific:1"
+    options = SourceOptions(region="us-west-2", endpoint_url="http://given:1", addressing_style="path")
+    found = settings_from(options, environment)
+    assert (found.region, found.endpoint_url, found.addressing_style) == (
+        "us-west-2",
+        "http://given:1",
+        "path",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (SourceOptions(region="Europe!"), "region"),
+        (SourceOptions(endpoint_url="minio:9000"), "endpoint_url"),
+        (SourceOptions(endpoint_url="http://user:pass@minio"), "endpoint_url"),
+        (SourceOptions(addressing_style="sideways"), "addressing_style"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_named(options: SourceOptions, key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_from(options, {})
+    assert caught.value.key == key
+
+
+def test_reading_with_credentials_from_the_environment_never_imports_boto(server: StoreServer) -> None:
+    code = (
+        "import sys\n"
+        "from teneral.loader.sources.open import open_source\n"
+        "from teneral.loader.sources.base import SourceOptions\n"
+        f"source = open_source({URL!r}, SourceOptions(endpoint_url={server.url!r}))\n"
+        "print(len(source.read('blob', max_bytes=1_000_000)[0]), len(list(source.list())))\n"
+        "source.close()\n"
+        "print([name for name in ('boto3', 'botocore', 'ssl', 'xml', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == [f"{len(DATA)} 1", "[]"]

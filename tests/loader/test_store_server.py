@@ -1,0 +1,168 @@
+"""The test server itself: what the other tests take for granted about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+from tests.support.store_faults import Fault
+from tests.support.store_pacing import SLICE_BYTES, Pacer
+from tests.support.store_server import StoreServer
+
+DATA = bytes(range(256)) * 1000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    (tmp_path / "b" / "folder").mkdir(parents=True)
+    (tmp_path / "b" / "folder" / "x y").write_bytes(DATA)
+    with StoreServer(tmp_path) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: StoreServer) -> Iterator[Any]:
+    made = boto3.client(
+        "s3",
+        endpoint_url=server.url,
+        region_name="us-east-1",
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
+    )
+    yield made
+    made.close()
+
+
+def get(server: StoreServer, path: str, **headers: str) -> tuple[int, bytes, dict[str, str]]:
+    request = Request(
+        server.url + path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
+    try:
+        with urlopen(request) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except HTTPError as error:
+        with error:
+            return error.code, error.read(), dict(error.headers)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "start", "end"),
+    [("bytes=0-9", 0, 10), ("bytes=1000-", 1000, len(DATA)), ("bytes=-7", len(DATA) - 7, len(DATA))],
+)
+def test_ranges_are_answered_as_http_wants_it(server: StoreServer, wanted: str, start: int, end: int) -> None:
+    status, body, headers = get(server, "/b/folder/x%20y", Range=wanted)
+    assert (status, body) == (206, DATA[start:end])
+    assert headers["Content-Range"] == f"bytes {start}-{end - 1}/{len(DATA)}"
+
+
+def test_conditions_and_ends_are_respected(server: StoreServer) -> None:
+    etag = get(server, "/b/folder/x%20y")[2]["ETag"]
+    assert get(server, "/b/folder/x%20y", If_Match=etag)[0] == 200
+    assert get(server, "/b/folder/x%20y", If_Match='"other"')[0] == 412
+    assert get(server, "/b/folder/x%20y", If_None_Match=etag)[0] == 304
+    assert get(server, "/b/folder/x%20y", Range=f"bytes={len(DATA)}-")[0] == 416
+    assert get(server, "/b/none")[0] == 404
+    assert get(server, "/b/%2e%2e/%2e%2e/etc/passwd")[0] == 400
+
+
+def test_boto3_can_do_with_it_what_it_does_with_s3(client: Any) -> None:
+    client.create_bucket(Bucket="new")
+    client.put_object(Bucket="new", Key="dir/ü+ &<>.bin", Body=DATA)
+    assert client.get_object(Bucket="new", Key="dir/ü+ &<>.bin")["Body"].read() == DATA
+    assert client.head_object(Bucket="new", Key="dir/ü+ &<>.bin")["ContentLength"] == len(DATA)
+    upload = client.create_multipart_upload(Bucket="new", Key="large")["UploadId"]
+    parts = [
+        {
+            "PartNumber": number,
+            "ETag": client.upload_part(
+                Bucket="new", Key="large", UploadId=upload, PartNumber=number, Body=DATA[:number]
+            )["ETag"],
+        }
+        for number in (1, 2)
+    ]
+    client.complete_multipart_upload(
+        Bucket="new", Key="large", UploadId=upload, MultipartUpload={"Parts": parts}
+    )
+    assert client.get_object(Bucket="new", Key="large")["Body"].read() == DATA[:1] + DATA[:2]
+    with pytest.raises(ClientError, match="PreconditionFailed"):
+        client.put_object(Bucket="new", Key="large", Body=b"", IfNoneMatch="*")
+    pages = client.get_paginator("list_objects_v2").paginate(Bucket="new", PaginationConfig={"PageSize": 1})
+    assert [found["Key"] for page in pages for found in page["Contents"]] == ["dir/ü+ &<>.bin", "large"]
+    client.delete_object(Bucket="new", Key="large")
+    with pytest.raises(ClientError, match="NoSuchKey"):
+        client.get_object(Bucket="new", Key="large")
+
+
+def test_the_log_tells_what_was_asked_for(server: StoreServer) -> None:
+    get(server, "/b/folder/x%20y", Range="bytes=5-9")
+    entry = server.log()[0]
+    assert (entry.method, entry.bucket, entry.key) == ("GET", "b", "folder/x y")
+    assert (entry.start, entry.end, entry.status, entry.sent_bytes) == (5, 10, 206, 5)
+    assert entry.done_s is not None
+    assert entry.done_s >= entry.received_s
+
+
+def test_a_flipped_byte_is_the_only_one(server: StoreServer) -> None:
+    server.set_fault(lambda _: Fault(flip_byte=1234))
+    body = get(server, "/b/folder/x%20y", Range="bytes=100-9999")[1]
+    assert [
+        at for at, (sent, stored) in enumerate(zip(body, DATA[100:], strict=False)) if sent != stored
+    ] == [1234]
+
+
+def test_bytes_never_leave_faster_than_the_rate_over_all_connections(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(bytes(500_000))
+    with StoreServer(tmp_path, rate_mb_s=20) as server:
+        began_s = time.monotonic()
+        threads = [threading.Thread(target=get, args=(server, "/b/x")) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began_s >= 2_000_000 / 20e6 - 0.01
+
+
+def test_a_pacer_gives_nobody_more_than_the_rate() -> None:
+    pacer, began_s = Pacer(100), time.monotonic()
+    for _ in range(40):
+        pacer.wait(SLICE_BYTES)
+    assert time.monotonic() - began_s >= 40 * SLICE_BYTES / 100e6 - 0.006
+
+
+def test_the_first_byte_is_late_by_the_latency(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"1")
+    with StoreServer(tmp_path, latency_ms=50) as server:
+        began_s = time.monotonic()
+        assert get(server, "/b/x")[1] == b"1"
+        assert time.monotonic() - began_s >= 0.05
+
+
+def test_it_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.store_server",
+        "--root",
+        str(tmp_path),
+        "--bucket",
+        "made",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with urlopen(f"{url}/made?list-type=2") as answer:
+            assert b"<KeyCount>0</KeyCount>" in answer.read()
+        process.terminate()
+    assert process.returncode == 0

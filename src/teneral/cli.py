@@ -57,7 +57,8 @@ def run(arguments: list[str]) -> int:
     except loading.TeneralError as error:
         if options.debug:
             raise
-        print(f"teneral: {error}", file=sys.stderr)
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"teneral: {error}{notes}", file=sys.stderr)
         return exit_code(error)
     except Exception as error:
         if options.debug:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ ByteArray = npt.NDArray[np.uint8]
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
+SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
+MAX_SLOW_STEPS = 3
 
 
 class Arena:
@@ -30,33 +33,41 @@ class Arena:
     def __init__(self, slab_sizes_bytes: Sequence[int]) -> None:
         """Raises `InsufficientMemoryError` when the system refuses the address space."""
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
-        self._memory = memory = map_bytes(self.size_bytes, what="the model's weights")
+        self._memory = memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
         slabs, start = [], 0
         for size_bytes in slab_sizes_bytes:
             slabs.append(memory[start : start + size_bytes])
             start += align(size_bytes)
         self.slabs: tuple[ByteArray, ...] = tuple(slabs)
 
-    def prefault(self, stopped: Callable[[], bool]) -> None:
+    def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> None:
         """Take all pages from the system now, front to back, changing no content; `stopped` ends it early.
 
-        First writes cost as much as decoding does, and on a fresh virtual machine several times as much. A
-        thread that pays this while all wait for the network takes it off the bytes' way. Blocks, without the
-        GIL. Does nothing where the kernel cannot.
+        First writes cost as much as decoding does, or more. A thread that pays this while all wait for the
+        network takes it off the bytes' way. Blocks, without the GIL. Does nothing where the kernel cannot.
+
+        Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
+        has to provide them first they were seen to cost 2.5 CPU-s a GB, against 0.4 for small ones: where steps
+        are that slow, the rest comes in small ones.
         """
-        if sys.platform != "linux":
+        if sys.platform != "linux" or self.size_bytes == 0:
             return
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         begin = self._memory.ctypes.data  # of a mapping, so at a page's start
+        slow_steps = 0
         for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
-            length = min(PREFAULT_STEP_BYTES, self.size_bytes - offset)
-            if stopped() or madvise(begin + offset, length, MADV_POPULATE_WRITE) != 0:
+            left = self.size_bytes - offset
+            begun_s = time.thread_time()
+            if stopped() or madvise(begin + offset, min(PREFAULT_STEP_BYTES, left), MADV_POPULATE_WRITE) != 0:
                 return
+            slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
+            if slow_steps == MAX_SLOW_STEPS:
+                madvise(begin + offset, left, mmap.MADV_NOHUGEPAGE)
 
 
-def map_bytes(size_bytes: int, *, what: str) -> ByteArray:
-    """Fresh zeroed memory that the system hands over as it is first written, in huge pages if it can.
+def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> ByteArray:
+    """Fresh zeroed memory that the system hands over as it is first written; `huge_pages` asks for 2 MiB ones.
 
     The array owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system refuses.
     """
@@ -68,12 +79,12 @@ def map_bytes(size_bytes: int, *, what: str) -> ByteArray:
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
-    advise_huge_pages(mapping)
+    if huge_pages:
+        _advise_huge_pages(mapping)
     return np.frombuffer(mapping, np.uint8)
 
 
-def advise_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for 2 MiB pages, which make first writes several times cheaper. No kernel need heed it."""
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
     if advice is None:
         return

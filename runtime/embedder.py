@@ -67,6 +67,7 @@ class _Call:
     future: Future[np.ndarray]
     left: list[int]  # indices of the texts not taken yet, the longest last
     num_missing: int  # texts without their embedding
+    claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
     embeddings: np.ndarray | None = field(default=None)  # (N, dim) float32, once the first batch tells dim
 
 
@@ -190,8 +191,7 @@ class Embedder:
         with self._changed:
             self._refusal = self._refusal or _shutting_down()
             self._is_stopping = True
-            calls, self._calls = self._calls, []
-            self._changed.notify_all()
+            calls = self._take_out(self._calls)
         _fail(calls, _shutting_down())
 
     # -- the embedder's thread -------------------------------------------------------------------------------
@@ -222,9 +222,8 @@ class Embedder:
                 longest = max(longest, len(call.token_lists[call.left[-1]]))
                 if batch and longest * (len(batch) + 1) > self._max_batch_tokens:
                     return batch
-                is_new = len(call.left) == len(call.token_lists)
-                if is_new and not call.future.set_running_or_notify_cancel():
-                    break  # cancelled
+                if not _claim(call):
+                    break
                 batch.append((call, call.left.pop()))
         return batch
 
@@ -279,20 +278,27 @@ class Embedder:
                 calls = list(self._calls)
         _fail(self._take_out(calls), failure)
 
-    def _take_out(self, calls: list[_Call]) -> list[_Call]:
-        """Those of the calls that are still in the queue: they are the taker's to resolve."""
+    def _take_out(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Those of the calls that were still in the queue and not cancelled: they are the taker's to resolve."""
         with self._changed:
-            taken = [call for call in calls if call in self._calls]
-            self._calls = [call for call in self._calls if call not in taken]
+            present = [call for call in calls if call in self._calls]
+            self._calls = [call for call in self._calls if call not in present]
             self._changed.notify_all()
-        return taken
+            return [call for call in present if _claim(call)]
+
+
+def _claim(call: _Call) -> bool:
+    """Whether the call is to be resolved, which its owner can then prevent no more. Call it under the lock: a future
+    may be asked only once.
+    """
+    if call.claimed is None:
+        call.claimed = call.future.set_running_or_notify_cancel()
+    return call.claimed
 
 
 def _fail(calls: Sequence[_Call], error: TeneralError) -> None:
     for call in calls:
-        # One that nobody has worked on can be cancelled by its owner at any moment, so it is claimed first.
-        if call.future.running() or call.future.set_running_or_notify_cancel():
-            call.future.set_exception(error)
+        call.future.set_exception(error)
 
 
 def _shutting_down() -> DrainingError:

@@ -244,6 +244,9 @@ class Engine:
                 if self._some_ended_early:
                     self._forget_ended()
                 if self._is_stopping:
+                    # Whoever stops the engine gives these their last events, maybe after this thread has gone.
+                    for sequence in (*self._running, *self._waiting):
+                        self._forget(sequence)
                     return None
                 if self._running or self._waiting:
                     break

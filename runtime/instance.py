@@ -98,13 +98,13 @@ class Instance:
         """
         self._draining = True
         self._settle(DrainingError("the instance was closed"))
-        for worker in self._workers():
-            worker.stop()
         tokenizer = _result_or_none(self.tokenizer)
         if tokenizer is not None:
             tokenizer.close()
         if self._load is not None:
-            self._load.close()
+            self._load.close()  # first: a forward pass that waits at a gate ends with it
+        for worker in self._workers():
+            worker.stop()
         if self._source is not None:
             self._source.close()
         with self._lock:

@@ -57,31 +57,48 @@ def test_memory_that_the_system_refuses_is_named(size_bytes: int) -> None:
     assert "MiB" in str(caught.value)
 
 
-def resident_bytes(address: int) -> int:
-    """Memory that the mapping which holds this address takes (Linux)."""
+def mapping_of(address: int) -> dict[str, str]:
+    """What the system says of the mapping that holds this address (Linux)."""
+    found: dict[str, str] = {}
     with open("/proc/self/smaps", encoding="ascii") as file:
-        inside = False
         for line in file:
-            first = line.split(maxsplit=1)[0]
-            if "-" in first:
-                begin, end = (int(bound, 16) for bound in first.split("-"))
-                inside = begin <= address < end
-            elif inside and first == "Rss:":
-                return int(line.split()[1]) * 1024
+            key, _, value = line.partition(" ")
+            if not key.endswith(":"):
+                begin, end = (int(bound, 16) for bound in key.split("-"))
+                found = {"begin": key} if begin <= address < end else {}
+            elif found:
+                found[key.rstrip(":")] = value.strip()
+                if key == "VmFlags:":
+                    return found
     raise LookupError(hex(address))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+prefaults = pytest.mark.skipif(
+    sys.platform != "linux" or KERNEL < [5, 14], reason="the kernel cannot populate a mapping"
+)
+
+
+@prefaults
 def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
     size_bytes = 6 * PREFAULT_STEP_BYTES + 4160
-    arena = Arena([size_bytes])
-    slab = arena.slabs[0]
+    slab = (arena := Arena([size_bytes])).slabs[0]
     slab[:100] = 3
-    arena.prefault(stopped=lambda: False)
-    if KERNEL >= [5, 14]:
-        assert resident_bytes(slab.ctypes.data) >= size_bytes
+    arena.prefault(stopped=lambda: False, slow_step_s=60)
+    assert int(mapping_of(slab.ctypes.data)["Rss"].split()[0]) * 1024 >= size_bytes
     assert np.all(slab[:100] == 3)
     assert not slab[100:].any()
+
+
+@prefaults
+def test_prefaulting_does_without_huge_pages_where_they_are_slow() -> None:
+    slab = (arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0]
+    slab[-100:] = 3
+    arena.prefault(stopped=lambda: False, slow_step_s=0)
+    tail = mapping_of(slab.ctypes.data + slab.size - 1)
+    assert "nh" in tail["VmFlags"].split()
+    assert int(tail["Rss"].split()[0]) > 0
+    assert np.all(slab[-100:] == 3)
+    assert "nh" not in mapping_of(slab.ctypes.data)["VmFlags"].split()
 
 
 def test_prefaulting_stops_when_told_to() -> None:
@@ -93,3 +110,9 @@ def test_prefaulting_stops_when_told_to() -> None:
 
     Arena([8 * PREFAULT_STEP_BYTES]).prefault(stopped)
     assert len(asked) <= 3
+
+
+def test_prefaulting_nothing_is_fine() -> None:
+    arena = Arena([0])
+    arena.prefault(stopped=lambda: False)
+    assert arena.slabs[0].size == 0

@@ -146,6 +146,7 @@ def test_a_cancelled_call_gives_its_place_back_and_is_not_computed():
     with Rig(max_queued=0, start=False) as rig:
         cancelled = rig.embed([1])
         assert cancelled.cancel()
+        assert wait([cancelled], TIMEOUT_S).done == {cancelled}
         future = rig.embed([2])
         rig.embedder.start()
         assert_embeds(future, [2])

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish
@@ -45,31 +46,57 @@ def test_cancelling_frees_the_blocks_with_the_next_step():
         assert statistics.free_blocks == statistics.num_blocks
 
 
+@contextmanager
+def ended_halfway(generation, end):
+    """Inside, `end` has marked the generation as ended in another thread, and has not yet told the engine."""
+    reached, go_on = threading.Event(), threading.Event()
+    tell_engine = generation._on_end
+
+    def tell_engine_late(*args):
+        reached.set()
+        assert go_on.wait(TIMEOUT_S)
+        tell_engine(*args)
+
+    generation._on_end = tell_engine_late
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert reached.wait(TIMEOUT_S)
+    yield
+    go_on.set()
+    thread.join(TIMEOUT_S)
+
+
+def wait_until_nothing_runs(engine):
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while engine.statistics().running and time.monotonic() < give_up_s:
+        time.sleep(0.001)
+    assert engine.statistics().running == 0
+
+
 def test_a_cancellation_that_is_half_done_when_the_step_ends_disturbs_nobody():
     with EngineRig() as rig:
         rig.model.gate.clear()
         generation = rig.submit(max_tokens=50)
         assert rig.model.entered.wait(TIMEOUT_S)
-        reached, go_on = threading.Event(), threading.Event()
-        tell_engine = generation._on_end
-
-        def tell_engine_late(*args):
-            reached.set()
-            assert go_on.wait(TIMEOUT_S)
-            tell_engine(*args)
-
-        generation._on_end = tell_engine_late
-        canceller = threading.Thread(target=generation.cancel)
-        canceller.start()
-        assert reached.wait(TIMEOUT_S)
-        rig.model.gate.set()
-        give_up_s = time.monotonic() + TIMEOUT_S
-        while rig.engine.statistics().running and time.monotonic() < give_up_s:
-            time.sleep(0.001)
-        go_on.set()
-        canceller.join(TIMEOUT_S)
+        with ended_halfway(generation, generation.cancel):
+            rig.model.gate.set()
+            wait_until_nothing_runs(rig.engine)
         assert finish(generation).finish_reason is FinishReason.CANCELLED
         assert finish(rig.submit((5,), max_tokens=2)).tokens == rig.expected((5,), 2)
+
+
+def test_a_stop_that_is_half_done_when_the_step_ends_loses_no_block():
+    with EngineRig() as rig:
+        rig.model.gate.clear()
+        generations = [rig.submit(max_tokens=50), rig.submit(max_tokens=50)]
+        assert rig.model.entered.wait(TIMEOUT_S)
+        with ended_halfway(generations[0], rig.engine.stop):
+            rig.model.gate.set()
+            wait_until_nothing_runs(rig.engine)
+            rig.engine.check_integrity()
+        for generation in generations:
+            with pytest.raises(DrainingError):
+                finish(generation)
 
 
 def test_nothing_comes_after_a_cancellation():

@@ -1,4 +1,4 @@
-"""The engine over real decoders: in company, chunked and preempted it says what transformers says."""
+"""Engine and embedder over real models: in company, chunked and preempted they say what transformers says."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from tests.support.decoding import oracle_greedy
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.embedder import Embedder
 from teneral.runtime.engine import Engine, EngineOptions
 from teneral.runtime.models.build import build_model
 from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams
@@ -67,3 +68,19 @@ def test_chunks_and_preemption_change_no_token(model, sampling):
     )
     assert statistics.preemptions_total > 0
     assert tight == roomy
+
+
+def test_embeddings_are_the_encoders_whoever_else_is_in_the_batch():
+    oracle = tiny_model("bert")
+    encoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    texts = [list(prompt) for prompt in PROMPTS]
+    embedder = Embedder(encoder, max_batch_tokens=64)
+    futures = [embedder.embed([text]) for text in texts] + [embedder.embed(texts)]
+    embedder.start()
+    *alone, together = [future.result(TIMEOUT_S) for future in futures]
+    assert embedder.stop(TIMEOUT_S)
+    expected = torch.cat([encoder.embed([text]) for text in texts])
+    torch.testing.assert_close(torch.from_numpy(together), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.cat([torch.from_numpy(each) for each in alone]), expected, atol=1e-5, rtol=1e-5
+    )

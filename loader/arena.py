@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,10 +31,17 @@ MAX_SLOW_STEPS = 3
 class Arena:
     """Slabs of given sizes, each aligned to `SLAB_ALIGNMENT_BYTES`, zero until written."""
 
-    def __init__(self, slab_sizes_bytes: Sequence[int]) -> None:
-        """Raises `InsufficientMemoryError` when the system refuses the address space."""
+    def __init__(self, slab_sizes_bytes: Sequence[int], *, shared_fd: int | None = None) -> None:
+        """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays the caller's.
+
+        Raises `InsufficientMemoryError` when the system refuses the address space.
+        """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
-        self._memory = memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
+        if shared_fd is None:
+            memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
+        else:
+            memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
+        self._memory = memory
         slabs, start = [], 0
         for size_bytes in slab_sizes_bytes:
             slabs.append(memory[start : start + size_bytes])
@@ -81,6 +89,23 @@ def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> ByteAr
         raise refused(size_bytes, None, what=what) from error
     if huge_pages:
         _advise_huge_pages(mapping)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def map_shared(fd: int, size_bytes: int, *, what: str) -> ByteArray:
+    """The first `size_bytes` of a memory file, seen by every process that maps it. It is made longer where it is short.
+
+    The array owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
+    """
+    if size_bytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        if os.fstat(fd).st_size < size_bytes:
+            os.ftruncate(fd, size_bytes)
+        mapping = mmap.mmap(fd, size_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise refused(size_bytes, None, what=what) from error
+    _advise_huge_pages(mapping)  # taken where the system lets memory files have them
     return np.frombuffer(mapping, np.uint8)
 
 

@@ -7,31 +7,14 @@ replaced unnoticed. Reads only the manifest (or the safetensors headers) and sma
 
 from __future__ import annotations
 
-import re
-
 from blake3 import blake3
 
 from .checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
-from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError, UsageError
+from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError
 from .manifest import MANIFEST_NAME, File, Manifest
 from .manifest_json import MAX_MANIFEST_BYTES, parse_manifest
+from .pin import PIN_MARK
 from .sources.base import Source
-
-_PIN_MARK = "@b3:"
-_PIN = re.compile(r"[0-9a-f]{64}\Z", re.IGNORECASE)
-
-
-def split_pin(url: str) -> tuple[str, bytes | None]:
-    """The address and the pinned digest (32 bytes), or None. Raises `UsageError` for half a pin."""
-    address, mark, digits = url.rpartition(_PIN_MARK)
-    if not mark:
-        return url, None
-    if not address or not _PIN.match(digits):
-        raise UsageError(
-            f"{url!r} does not end in a whole pin",
-            hint=f"A pin is {_PIN_MARK} and the 64 hexadecimal digits that `teneral inspect` shows.",
-        )
-    return address, bytes.fromhex(digits)
 
 
 def is_artifact(source: Source) -> bool:
@@ -57,7 +40,7 @@ def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
             return _open_plain(source, error)
         if isinstance(error, NotFoundError):
             raise NotFoundError(
-                f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {_PIN_MARK}{digest.hex()} pins",
+                f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {PIN_MARK}{digest.hex()} pins",
                 source=source.url,
                 name=MANIFEST_NAME,
                 hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -25,11 +24,12 @@ import numpy.typing as npt
 
 from .arena import Arena, ByteArray
 from .decode import Decoder
-from .errors import LoadCancelledError, TeneralError, UsageError
+from .errors import LoadCancelledError, TeneralError
 from .fetch import Fetcher
+from .load_options import LoadOptions
 from .manifest import Manifest, Tier, align
 from .memory import available_bytes, check_fits
-from .plan import Order, Plan, Step, plan_load
+from .plan import Plan, Step, plan_load
 from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
 from .sources.base import Source
@@ -37,36 +37,11 @@ from .staging import ALIGNMENT_BYTES, Staging
 from .timeline import Timeline
 from .work import WorkQueue
 
-MIB = 1024 * 1024
-
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
     "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load. Raises `UsageError` for values that cannot be meant."""
-
-    connections: int = 8  # fetch threads, each with one request on its way
-    staging_bytes: int = 64 * MIB  # memory beside the weights; at least one part's, whatever is said here
-    range_bytes: int = 4 * MIB  # most that one request asks for
-    decode_threads: int | None = None  # default: as many as this process may use CPUs
-    order: Order = Order.EXACT
-    available_bytes: int | None = None  # memory that may be taken; default: what the system says
-
-    def __post_init__(self) -> None:
-        limits = {
-            "connections": (self.connections, 1, 256),
-            "staging_bytes": (self.staging_bytes, 0, 1 << 40),
-            "range_bytes": (self.range_bytes, 1, 1 << 30),
-            "decode_threads": (self.decode_threads, 1, 256),
-        }
-        for key, (value, least, most) in limits.items():
-            if value is not None and not least <= value <= most:
-                raise UsageError(f"{key} must be between {least} and {most}, not {value}", key=key)
 
 
 class WeightLoad:
@@ -84,8 +59,12 @@ class WeightLoad:
         *,
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
+        shared_fd: int | None = None,
     ) -> None:
-        """Reserve the memory; nothing is read yet. Raises `InsufficientMemoryError` when it would not fit."""
+        """Reserve the memory, in the memory file `shared_fd` if there is one; nothing is read yet.
+
+        Raises `InsufficientMemoryError` when it would not fit.
+        """
         self.manifest = manifest
         self._source = source
         self._options = options or LoadOptions()
@@ -104,7 +83,7 @@ class WeightLoad:
             available_bytes() if available is None else available,
             what=f"loading the model from {source.url}",
         )
-        self._arena = Arena([group.slab_bytes for group in manifest.groups])
+        self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=shared_fd)
         self._staging = Staging(self._staging_bytes)
         self._work = WorkQueue(self._plan, self._staging, self._arena.slabs)
         self._meter = Meter()

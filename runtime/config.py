@@ -133,6 +133,12 @@ class ServeConfig:
     anonymous: bool = _setting(False, _flag, "send unsigned requests")
     requester_pays: bool = _setting(False, _flag, "agree to pay for the requests")
     # Loading
+    loader: str = _setting(
+        "process",
+        _choice("process", "thread"),
+        "where the weights are read and decoded: in a process beside the server, or in its own threads",
+        metavar="WHERE",
+    )
     connections: int = _setting(8, _integer(1, 256), "connections that fetch at the same time")
     staging_bytes: int = _setting(128 << 20, parse_bytes, "memory for bytes in flight", metavar="SIZE")
     # The engine

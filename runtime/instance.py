@@ -1,8 +1,8 @@
 """The life of one instance: from an address to a running engine, everything beside everything else.
 
-`start` returns at once. Three threads then work side by side: one opens the store and starts the stream of
-weights, one loads the tokenizer, one imports torch, builds the model's skeleton over storage that is still
-empty, and starts the engine. Each result is a future; a request waits for the ones that it needs, and its
+`start` returns at once. A process of its own then streams the weights into shared memory, and here three
+threads work side by side: one follows that stream, one loads the tokenizer, one imports torch, builds the
+model's skeleton over storage that is still empty, and starts the engine. Each result is a future; a request waits for the ones that it needs, and its
 forward pass for the layers that it has reached. The first failure fails the instance, and everything that
 waits for it.
 
@@ -18,12 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..loader.artifact import open_artifact, read_file, split_pin
 from ..loader.errors import CheckpointError, TeneralError
-from ..loader.load import LoadOptions, WeightLoad
-from ..loader.manifest import Manifest
-from ..loader.memory import available_bytes
-from ..loader.sources.base import Source
+from ..loader.load_options import LoadOptions
+from ..loader.pin import split_pin
+from ..loader.process_load import ProcessLoad
 from ..loader.sources.open import open_source
 from ..loader.timeline import Timeline
 from .config import ServeConfig
@@ -32,6 +30,9 @@ from .host import available_cores
 from .state import State
 
 if TYPE_CHECKING:
+    from ..loader.load import WeightLoad
+    from ..loader.manifest import Manifest
+    from ..loader.sources.base import Source
     from .embedder import Embedder
     from .engine import Engine
     from .models.decoder import Decoder
@@ -71,7 +72,7 @@ class Instance:
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
         self._opened: Future[tuple[Source, Manifest]] = Future()
         self._source = source
-        self._load: WeightLoad | None = None
+        self._load: WeightLoad | ProcessLoad | None = None
         self._draining = False
         self._failure: TeneralError | None = None
         self._lock = threading.Lock()
@@ -79,6 +80,9 @@ class Instance:
     # life
 
     def start(self) -> Instance:
+        """Begin everything; return at once. What cannot even begin fails the instance, as what fails later does."""
+        if self._source is None and self.config.loader == "process" and ProcessLoad.is_possible():
+            self._run(self._start_child)  # before all imports, so that it runs beside them
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
             threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
         return self
@@ -151,30 +155,51 @@ class Instance:
         """Figures of every part that exists by now."""
         figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
         if self._load is not None:
-            figures["load"] = self._load.statistics()
+            statistics = self._load.statistics()
+            if statistics is not None:
+                figures["load"] = statistics
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
         return figures
 
     # the three threads
 
-    def _open(self) -> None:
+    def _start_child(self) -> None:
         address, digest = split_pin(self.config.model)
-        with self.timeline.span("manifest", "open"):
-            if self._source is None:
-                self._source = open_source(address, self.config.source_options)
-            manifest = open_artifact(self._source, digest=digest)
-        self._load = WeightLoad(
-            self._source,
-            manifest,
-            options=LoadOptions(connections=self.config.connections, staging_bytes=self.config.staging_bytes),
+        self._load = ProcessLoad(
+            address,
+            digest=digest,
+            source_options=self.config.source_options,
+            options=self._load_options(),
             timeline=self.timeline,
         )
         self._load.start()
+
+    def _open(self) -> None:
+        address, digest = split_pin(self.config.model)
+        if self._source is None:
+            self._source = open_source(address, self.config.source_options)
+        if self._load is None:
+            self._load = self._load_here(self._source, digest)
+        manifest = self._load.manifest
         self._opened.set_result((self._source, manifest))
         self._watch_load(self._load, len(manifest.groups))
 
-    def _watch_load(self, load: WeightLoad, num_groups: int) -> None:
+    def _load_here(self, source: Source, digest: bytes | None) -> WeightLoad:
+        """A load in this process's own threads."""
+        from ..loader.artifact import open_artifact  # these bring in numpy
+        from ..loader.load import WeightLoad
+
+        with self.timeline.span("manifest", "open"):
+            manifest = open_artifact(source, digest=digest)
+        load = WeightLoad(source, manifest, options=self._load_options(), timeline=self.timeline)
+        load.start()
+        return load
+
+    def _load_options(self) -> LoadOptions:
+        return LoadOptions(connections=self.config.connections, staging_bytes=self.config.staging_bytes)
+
+    def _watch_load(self, load: WeightLoad | ProcessLoad, num_groups: int) -> None:
         """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load
         does.
         """
@@ -213,6 +238,7 @@ class Instance:
             self._start_engine(model, manifest)
 
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
+        from ..loader.memory import available_bytes
         from .engine import Engine, EngineOptions  # they import torch
 
         refuse = ModelError(
@@ -312,6 +338,8 @@ def _file_reader(source: Source, manifest: Manifest) -> Callable[[str], bytes | 
     names = {file.name for file in manifest.files}
 
     def read(name: str) -> bytes | None:
+        from ..loader.artifact import read_file  # brings in numpy
+
         return read_file(source, manifest, name) if name in names else None
 
     return read

@@ -7,13 +7,16 @@ tensors (tests, and models made in memory). Neither knows what the tensors are f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..loader.load import WeightLoad
 from ..loader.manifest import Tier
 from .errors import ModelError
+
+if TYPE_CHECKING:
+    from ..loader.load import WeightLoad
+    from ..loader.process_load import ProcessLoad
 
 Gate = Callable[
     [], None
@@ -80,7 +83,7 @@ class StreamedWeights:
     alive.
     """
 
-    def __init__(self, load: WeightLoad) -> None:
+    def __init__(self, load: WeightLoad | ProcessLoad) -> None:
         self._load = load
         self._tensors: dict[str, torch.Tensor] = {}
         self._slabs: dict[int, torch.Tensor] = {}

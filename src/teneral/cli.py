@@ -94,7 +94,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _unpack(options: argparse.Namespace) -> int:
-    from .loader.artifact import split_pin
+    from .loader.pin import split_pin
     from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
     from .loader.unpack import unpack
@@ -108,7 +108,7 @@ def _unpack(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from .loader.artifact import split_pin
+    from .loader.pin import split_pin
     from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
     from .loader.verify import verify
@@ -122,8 +122,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .loader.artifact import open_artifact, split_pin
+    from .loader.artifact import open_artifact
     from .loader.inspect import describe, render_table
+    from .loader.pin import split_pin
     from .loader.sources.open import open_source
 
     address, digest = split_pin(options.artifact)

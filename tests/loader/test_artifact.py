@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.checkpoints import SMALL_FILES, llama_contents, model_objects, model_store
 
-from teneral.loader.artifact import find_file, is_artifact, open_artifact, read_file, split_pin
+from teneral.loader.artifact import find_file, is_artifact, open_artifact, read_file
 from teneral.loader.errors import (
     AccessDeniedError,
     ChangedError,
@@ -20,6 +20,7 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.pack import pack
+from teneral.loader.pin import split_pin
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
 

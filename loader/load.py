@@ -254,9 +254,9 @@ class WeightLoad:
         self._meter.settled(
             part.size_bytes, verified=part.digest is not None, direct=step.slab_offset_bytes is not None
         )
-        gates, was_last = self._readiness.settle(part.group, part.tier)
+        gates, all_settled = self._readiness.settle(part.group, part.tier)
         self._mark_ready(gates)
-        if was_last:
+        if all_settled:
             self._end()
         self._readiness.open(gates)
 

@@ -48,14 +48,14 @@ class Readiness:
         return self._open[tier][group]
 
     def settle(self, group: int, tier: Tier) -> tuple[list[Gate], bool]:
-        """Count one part as done. Returns the gates this completes, and whether it was the last part of all.
+        """Count one part as done. Returns the gates this completes, and whether this completes the load.
 
         The caller opens those gates, once it has written down what may be read by those who waited.
         """
         with self._lock:
             self._unsettled[group][tier] -= 1
             self._num_unsettled -= 1
-            return self._completed(group, tier), self._num_unsettled == 0
+            return self._completed(group, tier), self._num_unsettled == 0 and self._error is None
 
     def open(self, gates: Sequence[Gate]) -> None:
         for group, tier in gates:

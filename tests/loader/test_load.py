@@ -12,14 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.checkpoints import llama_contents, model_store
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
+from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UsageError
 from teneral.loader.load import LoadOptions, WeightLoad
 from teneral.loader.manifest import Tier
 from teneral.loader.memory import InsufficientMemoryError
+from teneral.loader.pack import pack
 from teneral.loader.plan import Order
 from teneral.loader.progress import LoadState
+from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.timeline import Timeline
 
 LAYERS = [
@@ -317,6 +321,25 @@ def test_plain_weights_are_read_straight_into_place_and_counted_as_unverified() 
         assert statistics.unverified_bytes == statistics.stored_bytes == 6400 + 1290
         assert statistics.direct_bytes == 6400
         assert statistics.verify.size_bytes == 0
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_a_model_directory_loads_bit_for_bit_packed_or_plain(packed: bool) -> None:
+    contents = llama_contents()
+    directory = model_store(contents, num_shards=3)
+    source = directory
+    if packed:
+        source = MemoryStore()
+        pack(directory, source)
+    manifest = open_artifact(source)
+    with poisoned(WeightLoad(source, manifest, options=LoadOptions(range_bytes=5_000))) as load:
+        load.start()
+        for group in range(len(manifest.groups)):
+            load.wait(group, timeout_s=WAIT_S)
+        assert {name: load.array(name).tobytes() for name in contents} == {
+            name: data for name, (_, _, data) in contents.items()
+        }
+        assert load.statistics().unverified_bytes == (0 if packed else load.statistics().stored_bytes)
 
 
 def test_progress_counts_up_to_everything() -> None:

@@ -114,6 +114,7 @@ def test_the_first_failure_counts_and_a_finished_load_cannot_fail() -> None:
     assert readiness.fail(LoadCancelledError("first"))
     assert not readiness.fail(LoadCancelledError("second"))
     assert str(readiness.error) == "first"
+    assert settle(readiness, 0, Tier.DRAFT) is False  # a part that was under way does not make it a success
     done = Readiness(1, [])
     assert not done.fail(LoadCancelledError("too late"))
     done.wait(0, Tier.REFINE, None)

@@ -151,8 +151,11 @@ def test_stopping_wakes_everybody() -> None:
         assert [each.result(WAIT_S) for each in waiting] == [None] * 4
 
 
-def test_the_end_wakes_those_who_hoped_for_more() -> None:
-    work, plan = queue_of(two_layers())
+def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> None:
+    built = two_layers()
+    plan = plan_load(built.manifest, Order.EXACT, range_bytes=1 << 20, connections=1)
+    staging = Staging(1 << 20)
+    work = WorkQueue(plan, staging, Arena([group.slab_bytes for group in built.manifest.groups]).slabs)
     steps: list[Step] = []
     for read, _ in take_all_reads(work, plan):
         work.finish_read(read)
@@ -166,3 +169,4 @@ def test_the_end_wakes_those_who_hoped_for_more() -> None:
             work.finish_step(task[0])
         assert reader.result(WAIT_S) is None
     work.check_integrity()
+    assert (staging.used_bytes, staging.capacity_bytes) == (0, 0)

@@ -180,8 +180,8 @@ def _load(url: str, connections: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     from teneral.loader.artifact import open_artifact
-    from teneral.loader.load import LoadOptions, WeightLoad
     from teneral.loader.sources.open import open_source
+    from teneral.loader.stream.load import LoadOptions, WeightLoad
 
     source = open_source(url)
     manifest = open_artifact(source)
@@ -211,9 +211,9 @@ def _load(url: str, connections: int) -> dict[str, Any]:
 def _read(url: str, connections: int) -> dict[str, Any]:
     """Read the same bytes in the same ranges, and do nothing with them."""
     from teneral.loader.artifact import open_artifact
-    from teneral.loader.load import LoadOptions
-    from teneral.loader.plan import Order, plan_load
     from teneral.loader.sources.open import open_source
+    from teneral.loader.stream.load import LoadOptions
+    from teneral.loader.stream.plan import Order, plan_load
 
     source = open_source(url)
     manifest = open_artifact(source)

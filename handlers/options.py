@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from ..runtime.engine.requests import SamplingParams
 from ..runtime.errors import RequestError
-from ..runtime.requests import SamplingParams
 
 MAX_LOGIT_BIASES = 1_024
 

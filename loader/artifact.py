@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from blake3 import blake3
 
-from .checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
 from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError
-from .manifest import MANIFEST_NAME, File, Manifest
-from .manifest_json import MAX_MANIFEST_BYTES, parse_manifest
+from .format.checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
+from .format.manifest import MANIFEST_NAME, File, Manifest
+from .format.manifest_json import MAX_MANIFEST_BYTES, parse_manifest
 from .pin import PIN_MARK
 from .sources.base import Source
 

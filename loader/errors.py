@@ -14,6 +14,7 @@
     │   ├── ManifestError
     │   ├── CheckpointError      a safetensors file or a model directory
     │   └── IntegrityError       bytes that differ from their digest
+    ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadCancelledError       somebody asked the load to stop
 
 An error says what is wrong, where, and what to do (`hint`). It knows no exit codes and no HTTP statuses:
@@ -31,8 +32,19 @@ class TeneralError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes: rebuilt with all that they carry, whatever their own class asks for."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+
+def _rebuild(kind: type[TeneralError], args: tuple[object, ...], state: dict[str, object]) -> TeneralError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(TeneralError):
@@ -127,3 +139,12 @@ class IntegrityError(FormatError):
 
 class LoadCancelledError(TeneralError):
     """The load was cancelled by its owner."""
+
+
+class InsufficientMemoryError(TeneralError):
+    """Something does not fit; nothing was read or allocated. `available_bytes` is None when it is unknown."""
+
+    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int | None, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes

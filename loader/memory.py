@@ -9,19 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from .errors import TeneralError
+from .errors import InsufficientMemoryError
 
 MIB = 1024 * 1024
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
-
-
-class InsufficientMemoryError(TeneralError):
-    """Something does not fit; nothing was read or allocated. `available_bytes` is None when it is unknown."""
-
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int | None, hint: str) -> None:
-        super().__init__(message, hint=hint)
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
 
 
 def available_bytes(root: str = "/") -> int | None:

@@ -1,7 +1,7 @@
 """The timeline of one instance's life: spans and marks on one clock that starts when the process did.
 
 Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read as a
-JSON-ready value. It does not know what the spans mean: `runtime/timeline_view.py` draws them.
+JSON-ready value. It does not know what the spans mean: `runtime/waterfall/view.py` draws them.
 
 Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "tokenizer",
 "model", "execute", "request".

@@ -2,9 +2,9 @@
 
 `start` returns at once. A process of its own then streams the weights into shared memory, and here three
 threads work side by side: one follows that stream, one loads the tokenizer, one imports torch, builds the
-model's skeleton over storage that is still empty, and starts the engine. Each result is a future; a request waits for the ones that it needs, and its
-forward pass for the layers that it has reached. The first failure fails the instance, and everything that
-waits for it.
+model's skeleton over storage that is still empty, and starts the engine. Each result is a future; a request
+waits for the ones that it needs, and its forward pass for the layers that it has reached. The first failure
+fails the instance, and everything that waits for it.
 
 An instance knows no HTTP and no platform; handlers translate for it.
 """
@@ -19,25 +19,25 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..loader.errors import CheckpointError, TeneralError
-from ..loader.load_options import LoadOptions
+from ..loader.host import available_cores
 from ..loader.pin import split_pin
-from ..loader.process_load import ProcessLoad
 from ..loader.sources.open import open_source
+from ..loader.stream.options import LoadOptions
+from ..loader.stream.process_load import ProcessLoad
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .host import available_cores
 from .state import State
 
 if TYPE_CHECKING:
-    from ..loader.load import WeightLoad
-    from ..loader.manifest import Manifest
+    from ..loader.format.manifest import Manifest
     from ..loader.sources.base import Source
-    from .embedder import Embedder
-    from .engine import Engine
+    from ..loader.stream.load import WeightLoad
+    from .engine.embedder import Embedder
+    from .engine.engine import Engine
     from .models.decoder import Decoder
     from .models.encoder import Encoder
-    from .tokenizer import TextTokenizer
+    from .text.tokenizer import TextTokenizer
 
 # Of the memory that is left beside the weights, what the KV pool takes unless told: the rest is for
 # activations, staging, and the container's other processes.
@@ -105,8 +105,10 @@ class Instance:
         tokenizer = _result_or_none(self.tokenizer)
         if tokenizer is not None:
             tokenizer.close()
+        for worker in self._workers():
+            worker.stop(0)  # whoever waits has its answer now; the pass itself may wait at a gate, which …
         if self._load is not None:
-            self._load.close()  # first: a forward pass that waits at a gate ends with it
+            self._load.close()  # … opens, with an error, here
         for worker in self._workers():
             worker.stop()
         if self._source is not None:
@@ -188,7 +190,7 @@ class Instance:
     def _load_here(self, source: Source, digest: bytes | None) -> WeightLoad:
         """A load in this process's own threads."""
         from ..loader.artifact import open_artifact  # these bring in numpy
-        from ..loader.load import WeightLoad
+        from ..loader.stream.load import WeightLoad
 
         with self.timeline.span("manifest", "open"):
             manifest = open_artifact(source, digest=digest)
@@ -209,7 +211,9 @@ class Instance:
 
     def _load_tokenizer(self) -> None:
         with self.timeline.span("tokenizer", "import"):
-            from .tokenizer import TextTokenizer  # brings in `tokenizers`, which the stream must not wait for
+            from .text.tokenizer import (
+                TextTokenizer,  # brings in `tokenizers`, which the stream must not wait for
+            )
         source, manifest = self._opened.result()
         with self.timeline.span("tokenizer", "load"):
             tokenizer = TextTokenizer.from_files(_file_reader(source, manifest))
@@ -239,7 +243,7 @@ class Instance:
 
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
         from ..loader.memory import available_bytes
-        from .engine import Engine, EngineOptions  # they import torch
+        from .engine.engine import Engine, EngineOptions  # they import torch
 
         refuse = ModelError(
             f"{self.model_name} generates text and makes no embeddings",
@@ -263,7 +267,7 @@ class Instance:
         self.timeline.mark("process", "can answer")
 
     def _start_embedder(self, model: Encoder) -> None:
-        from .embedder import Embedder  # imports torch
+        from .engine.embedder import Embedder  # imports torch
 
         refuse = ModelError(
             f"{self.model_name} makes embeddings and generates no text",

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..loader.errors import UsageError
-from ..loader.manifest import tensor_bytes
-from ..loader.progress_bar import TransferProgress
-from ..loader.safetensors import SafetensorsWriter, TensorSpec
+from ..loader.format.manifest import tensor_bytes
+from ..loader.format.safetensors import SafetensorsWriter, TensorSpec
+from ..loader.tools.progress_bar import TransferProgress
 from .synth_tokenizer import tokenizer_files
 
 BLOCK_ELEMENTS = 1 << 22

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..loader.manifest import Tier
+from ..loader.format.manifest import Tier
 from .errors import ModelError
 
 if TYPE_CHECKING:
-    from ..loader.load import WeightLoad
-    from ..loader.process_load import ProcessLoad
+    from ..loader.stream.load import WeightLoad
+    from ..loader.stream.process_load import ProcessLoad
 
 Gate = Callable[
     [], None

@@ -68,7 +68,7 @@ def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
 
 def test_serving_never_needs_transformers() -> None:
     loaded = loaded_by(
-        "import teneral.handlers.http.app, teneral.runtime.engine, teneral.runtime.models.build"
+        "import teneral.handlers.http.app, teneral.runtime.engine.engine, teneral.runtime.models.build"
     )
     assert "transformers" not in loaded
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tests.support.tiny_models import save_tiny
 
-from teneral.loader.pack import pack
 from teneral.loader.sources.file import FileStore
+from teneral.loader.tools.pack import pack
 
 WAIT_S = 60
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from aiohttp import web
 
+from ...runtime.engine.requests import GenerationEvent, GenerationRequest
 from ...runtime.errors import RequestError
-from ...runtime.requests import GenerationEvent, GenerationRequest
 from .logprobs import chat_logprobs
 from .parameters import check_stream, check_top_logprobs, num_choices, sequences
 from .respond import respond
@@ -32,7 +32,7 @@ from .service import Service
 from .token_text import token_bytes
 
 if TYPE_CHECKING:
-    from ...runtime.tokenizer import TextTokenizer
+    from ...runtime.text.tokenizer import TextTokenizer
 
 
 class ChatRoute:

@@ -43,7 +43,7 @@ def run_server(config: ServeConfig) -> int:
             with timeline.span("process", "import server"):
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
-                from ...handlers.function import load_handler
+                from ..function import load_handler
                 from .app import Limits, create_app, serve
             handler = load_handler(config.handler) if config.handler else None
             app = create_app(instance, handler=handler, limits=Limits.from_config(config))

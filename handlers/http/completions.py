@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
+from ...runtime.engine.requests import GenerationRequest, TokenLogprob
 from ...runtime.errors import RequestError
-from ...runtime.requests import GenerationRequest, TokenLogprob
 from .logprobs import completion_logprobs
 from .parameters import check_stream, check_top_logprobs, num_choices, sequences
 from .prompts import split_prompt, tokens_of
@@ -24,7 +24,7 @@ from .service import Service
 from .token_text import token_bytes
 
 if TYPE_CHECKING:
-    from ...runtime.tokenizer import TextTokenizer
+    from ...runtime.text.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

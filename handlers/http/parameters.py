@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ...runtime.engine.requests import MAX_TOP_LOGPROBS, GenerationRequest, SamplingParams
 from ...runtime.errors import RequestError
-from ...runtime.requests import MAX_TOP_LOGPROBS, GenerationRequest, SamplingParams
 from .schemas import GenerationBody
 
 MAX_LOGIT_BIASES = 1024

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
 
-from ...runtime.requests import GenerationRequest
+from ...runtime.engine.requests import GenerationRequest
 from .responses import Usage
 from .schemas import GenerationBody
 from .sequences import Outcome, Sequences, Step
@@ -18,7 +18,7 @@ from .service import CALL, Call, Service
 from .sse import SSE, EventStream
 
 if TYPE_CHECKING:
-    from ...runtime.tokenizer import TextTokenizer
+    from ...runtime.text.tokenizer import TextTokenizer
 
 # Tokenising so much holds the event loop for about a millisecond; more is done in a thread.
 INLINE_PROMPT_BYTES = 4096

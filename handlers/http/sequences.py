@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ...loader.errors import TeneralError
+from ...runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from ...runtime.errors import CancelledError, ModelError
-from ...runtime.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from .mailbox import Mailbox
 from .service import Call, Service
 
 if TYPE_CHECKING:
-    from ...runtime.engine import Engine
-    from ...runtime.generation import Generation
+    from ...runtime.engine.engine import Engine
+    from ...runtime.engine.generation import Generation
 
 Step = tuple[int, GenerationEvent]  # which sequence, and how it went on
 

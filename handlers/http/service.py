@@ -22,10 +22,10 @@ from .limits import Limits
 from .mailbox import Bridge
 
 if TYPE_CHECKING:
-    from ...runtime.engine import EngineStatistics
+    from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
-    from ...runtime.tokenizer import TextTokenizer
+    from ...runtime.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger("teneral.http")
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...runtime.tokenizer import TextTokenizer
+    from ...runtime.text.tokenizer import TextTokenizer
 
 WORD_START = "▁"  # SentencePiece's sign for a space
 REPLACEMENT = "\ufffd"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..batch import SequenceSpan
+from ..engine.batch import SequenceSpan
 from .storage import Extent, KVStorage
 
 MAX_FOLDED_ROWS = 16  # where folding stops being faster on CPU, measured with 7 query heads a key head

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..batch import SequenceSpan
+from ..engine.batch import SequenceSpan
 
 
 @dataclass(frozen=True, slots=True)

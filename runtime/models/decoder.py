@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..batch import StepBatch
+from ..engine.batch import StepBatch
 from ..kv.attention import SpanPlan, paged_attention, plan_attention
 from ..kv.storage import KVStorage
 from ..weights import Weights

@@ -81,9 +81,9 @@ def exit_code(error: loading.TeneralError) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from .loader.pack import pack
-    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source, open_store
+    from .loader.tools.pack import pack
+    from .loader.tools.progress_bar import ProgressBar
 
     source = open_source(options.model, _source_options(options))
     store = open_store(options.artifact, _source_options(options))
@@ -95,9 +95,9 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _unpack(options: argparse.Namespace) -> int:
     from .loader.pin import split_pin
-    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
-    from .loader.unpack import unpack
+    from .loader.tools.progress_bar import ProgressBar
+    from .loader.tools.unpack import unpack
 
     address, digest = split_pin(options.artifact)
     source = open_source(address, _source_options(options))
@@ -109,9 +109,9 @@ def _unpack(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     from .loader.pin import split_pin
-    from .loader.progress_bar import ProgressBar
     from .loader.sources.open import open_source
-    from .loader.verify import verify
+    from .loader.tools.progress_bar import ProgressBar
+    from .loader.tools.verify import verify
 
     address, digest = split_pin(options.artifact)
     source = open_source(address, _source_options(options))
@@ -123,9 +123,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     from .loader.artifact import open_artifact
-    from .loader.inspect import describe, render_table
     from .loader.pin import split_pin
     from .loader.sources.open import open_source
+    from .loader.tools.inspect import describe, render_table
 
     address, digest = split_pin(options.artifact)
     source = open_source(address, _source_options(options))
@@ -150,7 +150,7 @@ def _invoke(options: argparse.Namespace) -> int:
 
 
 def _timeline(options: argparse.Namespace) -> int:
-    from .runtime.timeline_command import show_timeline
+    from .runtime.waterfall.command import show_timeline
 
     return show_timeline(
         options.snapshot,
@@ -162,7 +162,7 @@ def _timeline(options: argparse.Namespace) -> int:
 
 
 def _synth(options: argparse.Namespace) -> int:
-    from .loader.progress_bar import ProgressBar
+    from .loader.tools.progress_bar import ProgressBar
     from .runtime.synth import synthesize
 
     with ProgressBar("writing", quiet=options.quiet) as bar:

@@ -13,9 +13,9 @@ from tests.support.checkpoints import (
     safetensors_file,
 )
 
-from teneral.loader import checkpoint as checkpoint_module
-from teneral.loader.checkpoint import open_checkpoint, parse_index
 from teneral.loader.errors import ChangedError, CheckpointError, FormatError
+from teneral.loader.format import checkpoint as checkpoint_module
+from teneral.loader.format.checkpoint import open_checkpoint, parse_index
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
 

@@ -14,9 +14,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader import codec, zstd
 from teneral.loader.errors import IntegrityError
-from teneral.loader.manifest import Codec, Encoding, Plane, Segment, Tensor, Tier
+from teneral.loader.format import codec, zstd
+from teneral.loader.format.manifest import Codec, Encoding, Plane, Segment, Tensor, Tier
 
 CONTENT = bytes(np.random.default_rng(0).normal(120, 3, 3000).astype(np.uint8))
 

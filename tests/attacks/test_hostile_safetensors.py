@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import raw_file
 
 from teneral.loader.errors import CheckpointError
-from teneral.loader.safetensors import MAX_HEADER_BYTES, parse_header, read_header
+from teneral.loader.format.safetensors import MAX_HEADER_BYTES, parse_header, read_header
 from teneral.loader.sources.memory import MemoryStore
 
 NAME = "evil.safetensors"

@@ -11,6 +11,7 @@ import pytest
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.context import Context
+from teneral.runtime.engine.requests import FinishReason
 from teneral.runtime.errors import (
     CancelledError,
     CapacityError,
@@ -19,7 +20,6 @@ from teneral.runtime.errors import (
     ModelError,
     RequestError,
 )
-from teneral.runtime.requests import FinishReason
 
 
 def in_a_thread(function):

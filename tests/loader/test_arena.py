@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.arena import PREFAULT_STEP_BYTES, Arena, map_bytes
-from teneral.loader.manifest import SLAB_ALIGNMENT_BYTES
-from teneral.loader.memory import InsufficientMemoryError
+from teneral.loader.errors import InsufficientMemoryError
+from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
+from teneral.loader.stream.arena import PREFAULT_STEP_BYTES, Arena, map_bytes
 
 KERNEL = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
 

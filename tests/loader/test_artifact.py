@@ -19,10 +19,10 @@ from teneral.loader.errors import (
     NotFoundError,
     UsageError,
 )
-from teneral.loader.pack import pack
 from teneral.loader.pin import split_pin
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.tools.pack import pack
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from tests.support.checkpoints import (
     safetensors_file,
 )
 
-from teneral.loader.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
 from teneral.loader.errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
-from teneral.loader.manifest import Codec, Encoding, Manifest, Tier
+from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
+from teneral.loader.format.manifest import Codec, Encoding, Manifest, Tier
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore

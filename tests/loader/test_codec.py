@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader import codec
-from teneral.loader.manifest import (
+from teneral.loader.format import codec
+from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
     Codec,

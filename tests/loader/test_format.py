@@ -11,9 +11,9 @@ import pytest
 from tests.support.format_artifacts import MIXED_LAYOUT, FormatArtifact, build_format_artifact
 from tests.support.reference_reader import read_files, read_weights
 
-from teneral.loader.manifest import FRAME_ELEMENTS
-from teneral.loader.pack import pack
+from teneral.loader.format.manifest import FRAME_ELEMENTS
 from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.tools.pack import pack
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

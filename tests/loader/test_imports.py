@@ -27,11 +27,11 @@ def brought_by(statement: str) -> set[str]:
 
 
 def test_loading_needs_nothing_heavy() -> None:
-    assert brought_by("import teneral.loader.load") & FORBIDDEN == set()
+    assert brought_by("import teneral.loader.stream.load") & FORBIDDEN == set()
 
 
 def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> None:
-    packages = {name.partition(".")[0] for name in brought_by("import teneral.loader.load")}
+    packages = {name.partition(".")[0] for name in brought_by("import teneral.loader.stream.load")}
     third_party = {
         name for name in packages - sys.stdlib_module_names if not name.startswith(("teneral", "__editable"))
     }
@@ -39,7 +39,7 @@ def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> No
 
 
 def test_importing_starts_no_thread() -> None:
-    program = "import teneral.loader.load, threading; print(threading.active_count())"
+    program = "import teneral.loader.stream.load, threading; print(threading.active_count())"
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
     ).stdout

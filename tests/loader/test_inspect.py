@@ -8,10 +8,10 @@ import pytest
 from tests.support.checkpoints import llama_contents, model_store, random_content
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.inspect import describe, render_table
-from teneral.loader.manifest import Tier
-from teneral.loader.pack import pack
+from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.tools.inspect import describe, render_table
+from teneral.loader.tools.pack import pack
 
 
 @pytest.fixture(scope="module")

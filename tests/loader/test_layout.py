@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.loader.layout import arrange_tensors, cut_parts
-from teneral.loader.manifest import (
+from teneral.loader.format.layout import arrange_tensors, cut_parts
+from teneral.loader.format.manifest import (
     FRAME_ELEMENTS,
     MAX_PART_DECODED_BYTES,
     MAX_PART_ELEMENTS,

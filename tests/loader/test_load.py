@@ -16,15 +16,14 @@ from tests.support.checkpoints import llama_contents, model_store
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.errors import UsageError
-from teneral.loader.load import LoadOptions, WeightLoad
-from teneral.loader.manifest import Tier
-from teneral.loader.memory import InsufficientMemoryError
-from teneral.loader.pack import pack
-from teneral.loader.plan import Order
-from teneral.loader.progress import LoadState
+from teneral.loader.errors import InsufficientMemoryError, UsageError
+from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.stream.load import LoadOptions, WeightLoad
+from teneral.loader.stream.plan import Order
+from teneral.loader.stream.progress import LoadState
 from teneral.loader.timeline import Timeline
+from teneral.loader.tools.pack import pack
 
 LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),

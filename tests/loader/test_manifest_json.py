@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.support.format_artifacts import MIXED_LAYOUT, Shapes, build_format_artifact
 
 from teneral.loader.errors import IntegrityError, ManifestError
-from teneral.loader.manifest import FRAME_ELEMENTS, Blob, Manifest, Tier
-from teneral.loader.manifest_json import dump_manifest, parse_manifest
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Blob, Manifest, Tier
+from teneral.loader.format.manifest_json import dump_manifest, parse_manifest
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from teneral.loader.memory import MIB, InsufficientMemoryError, available_bytes, check_fits
+from teneral.loader.errors import InsufficientMemoryError
+from teneral.loader.memory import MIB, available_bytes, check_fits
 
 KIB = 1024
 

@@ -20,11 +20,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.tiny_disk import tiny_disk
 
-from teneral.loader import layout, manifest_json
-from teneral.loader.aliases import find_aliases
 from teneral.loader.artifact import open_artifact, read_file
-from teneral.loader.blob_writer import BlobWriter
-from teneral.loader.checkpoint import open_checkpoint
 from teneral.loader.errors import (
     AlreadyExistsError,
     ChangedError,
@@ -35,13 +31,17 @@ from teneral.loader.errors import (
     UnavailableError,
     UsageError,
 )
-from teneral.loader.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
-from teneral.loader.manifest_json import dump_manifest
-from teneral.loader.pack import pack
+from teneral.loader.format import layout, manifest_json
+from teneral.loader.format.checkpoint import open_checkpoint
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
+from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore, MemoryWriter
-from teneral.loader.verify import verify
+from teneral.loader.tools.aliases import find_aliases
+from teneral.loader.tools.blob_writer import BlobWriter
+from teneral.loader.tools.pack import pack
+from teneral.loader.tools.verify import verify
 
 
 def names_in(store: MemoryStore | FileStore) -> list[str]:
@@ -502,7 +502,7 @@ def test_a_file_size_limit_while_packing_is_no_space_and_leaves_nothing_behind(t
     script = """
 import resource, sys
 from teneral.loader.errors import NoSpaceError
-from teneral.loader.pack import pack
+from teneral.loader.tools.pack import pack
 from teneral.loader.sources.file import FileStore
 from tests.support.checkpoints import llama_contents, model_store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.loader import progress_bar
-from teneral.loader.progress_bar import ProgressBar, TransferProgress, format_bytes, format_duration, render
+from teneral.loader.tools import progress_bar
+from teneral.loader.tools.progress_bar import (
+    ProgressBar,
+    TransferProgress,
+    format_bytes,
+    format_duration,
+    render,
+)
 
 
 class Terminal(io.StringIO):

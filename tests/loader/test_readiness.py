@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teneral.loader.errors import IntegrityError, LoadCancelledError
-from teneral.loader.manifest import Tier
-from teneral.loader.readiness import Readiness
+from teneral.loader.format.manifest import Tier
+from teneral.loader.stream.readiness import Readiness
 
 
 def settle(readiness: Readiness, group: int, tier: Tier) -> bool:

@@ -9,17 +9,17 @@ import pytest
 from tests.support.checkpoints import llama_contents, model_objects, read_back
 from tests.support.store_server import StoreServer
 
-from teneral.loader import layout
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import AlreadyExistsError, NotFoundError
-from teneral.loader.manifest import FRAME_ELEMENTS
-from teneral.loader.pack import pack
+from teneral.loader.format import layout
+from teneral.loader.format.manifest import FRAME_ELEMENTS
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.http import HttpSource
 from teneral.loader.sources.s3 import S3Store
-from teneral.loader.unpack import unpack
-from teneral.loader.verify import verify
+from teneral.loader.tools.pack import pack
+from teneral.loader.tools.unpack import unpack
+from teneral.loader.tools.verify import verify
 
 OpenStore = Callable[[str], S3Store]
 

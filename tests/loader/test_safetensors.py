@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import raw_file, safetensors_file
 
 from teneral.loader.errors import ChangedError, CheckpointError
-from teneral.loader.manifest import DTYPE_BITS
-from teneral.loader.safetensors import (
+from teneral.loader.format.manifest import DTYPE_BITS
+from teneral.loader.format.safetensors import (
     SafetensorsWriter,
     TensorSpec,
     make_header,

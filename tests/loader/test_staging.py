@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from teneral.loader.staging import ALIGNMENT_BYTES, Buffer, Staging
+from teneral.loader.stream.staging import ALIGNMENT_BYTES, Buffer, Staging
 
 PAGE = ALIGNMENT_BYTES
 

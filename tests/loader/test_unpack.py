@@ -26,7 +26,6 @@ from tests.support.checkpoints import (
 )
 from tests.support.tiny_disk import tiny_disk
 
-from teneral.loader import layout
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
     AlreadyExistsError,
@@ -35,12 +34,13 @@ from teneral.loader.errors import (
     NoSpaceError,
     UnavailableError,
 )
-from teneral.loader.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
-from teneral.loader.manifest_json import dump_manifest
-from teneral.loader.pack import pack
-from teneral.loader.shard_writer import plan_shards
+from teneral.loader.format import layout
+from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
+from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.unpack import unpack
+from teneral.loader.tools.pack import pack
+from teneral.loader.tools.shard_writer import plan_shards
+from teneral.loader.tools.unpack import unpack
 
 
 def packed(source: MemoryStore) -> MemoryStore:
@@ -350,7 +350,7 @@ def test_a_file_size_limit_is_no_space_and_leaves_nothing(tmp_path: Path) -> Non
     script = """
 import resource, sys
 from teneral.loader.errors import NoSpaceError
-from teneral.loader.unpack import unpack
+from teneral.loader.tools.unpack import unpack
 from tests.support.checkpoints import llama_contents, model_store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -8,7 +8,6 @@ import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
 
-from teneral.loader import layout
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
     AccessDeniedError,
@@ -17,11 +16,12 @@ from teneral.loader.errors import (
     NotFoundError,
     UnavailableError,
 )
-from teneral.loader.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
-from teneral.loader.manifest_json import dump_manifest
-from teneral.loader.pack import pack
+from teneral.loader.format import layout
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
+from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.verify import verify
+from teneral.loader.tools.pack import pack
+from teneral.loader.tools.verify import verify
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
-from teneral.loader.arena import Arena, ByteArray
-from teneral.loader.manifest import Tier
-from teneral.loader.plan import Order, Plan, Read, Step, plan_load
-from teneral.loader.staging import Staging
-from teneral.loader.work import WorkQueue
+from teneral.loader.format.manifest import Tier
+from teneral.loader.stream.arena import Arena, ByteArray
+from teneral.loader.stream.plan import Order, Plan, Read, Step, plan_load
+from teneral.loader.stream.staging import Staging
+from teneral.loader.stream.work import WorkQueue
 
 WAIT_S = 30
 

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader import zstd
 from teneral.loader.errors import IntegrityError
+from teneral.loader.format import zstd
 
 FRAME_BYTES = st.sampled_from([1, 7, 1000, 32_768, zstd.MAX_FRAME_BYTES])
 CONTENT = st.one_of(

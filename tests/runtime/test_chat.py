@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.small_host import small_backend
 from transformers import PreTrainedTokenizerFast
 
-from teneral.runtime.chat import DEFAULT_TEMPLATE, MAX_MESSAGES, MAX_TEMPLATE_CHARS, ChatTemplate
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.text.chat import DEFAULT_TEMPLATE, MAX_MESSAGES, MAX_TEMPLATE_CHARS, ChatTemplate
 
 USER = [{"role": "user", "content": "hi"}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -320,9 +320,9 @@ TOO_SLOW = {
     "constant power": "{{ 7 ** (9 ** 9) }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "generators": ENDLESS.replace("range(99999)", "range(99999) | map('string') | list"),
-    "product": "{{ range(99999) | map('string') | join('x' * 999) | replace('x', 'y' * 999) | urlize }}",
 }
 TOO_LARGE = {
+    "product": "{{ range(99999) | map('string') | join('x' * 999) | replace('x', 'y' * 999) | urlize }}",
     "text": "{{ 'x' * 10 ** 9 }}",
     "range": "{{ range(10 ** 9) | list }}",
     "list": "{{ ([0] * 10 ** 9) | length }}",

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from teneral.runtime.detokenizer import MAX_OPEN_TOKENS, REPLACEMENT, Detokenizer
+from teneral.runtime.text.detokenizer import MAX_OPEN_TOKENS, REPLACEMENT, Detokenizer
 
 TEXT = (
     "The quick brown fox – naïve café, 東京タワー, 😀👩‍👩‍👧 and Ünïcödé ✓. \n\n"

@@ -10,7 +10,7 @@ import torch
 
 from teneral.loader.errors import UnavailableError
 from teneral.loader.timeline import Timeline
-from teneral.runtime.embedder import Embedder
+from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.errors import (
     CapacityError,
     ContextLengthError,

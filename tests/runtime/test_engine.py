@@ -8,13 +8,13 @@ from tests.support.engine_rig import GREEDY, TIMEOUT_S, EngineRig, finish, seede
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.errors import UsageError
-from teneral.runtime.engine import EngineOptions
+from teneral.runtime.engine.engine import EngineOptions
+from teneral.runtime.engine.requests import FinishReason, SamplingParams
 from teneral.runtime.errors import (
     CapacityError,
     ContextLengthError,
     RequestError,
 )
-from teneral.runtime.requests import FinishReason, SamplingParams
 
 # -- what a sequence says ------------------------------------------------------------------------------------
 

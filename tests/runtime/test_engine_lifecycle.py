@@ -11,12 +11,12 @@ from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.timeline import Timeline
-from teneral.runtime.engine import Engine, EngineOptions
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.engine.requests import FinishReason, GenerationRequest, SamplingParams
 from teneral.runtime.errors import (
     DrainingError,
     ModelError,
 )
-from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams
 
 # -- how a sequence ends otherwise ---------------------------------------------------------------------------
 

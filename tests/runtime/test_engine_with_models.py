@@ -6,10 +6,10 @@ from tests.support.decoding import oracle_greedy
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.embedder import Embedder
-from teneral.runtime.engine import Engine, EngineOptions
+from teneral.runtime.engine.embedder import Embedder
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.engine.requests import FinishReason, GenerationRequest, SamplingParams
 from teneral.runtime.models.build import build_model
-from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams
 from teneral.runtime.weights import DictWeights
 
 NUM_TOKENS = 32

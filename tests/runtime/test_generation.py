@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
+from teneral.runtime.engine.generation import Generation
+from teneral.runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest
 from teneral.runtime.errors import ModelError
-from teneral.runtime.generation import Generation
-from teneral.runtime.requests import FinishReason, GenerationEvent, GenerationRequest
 
 REQUEST = GenerationRequest("r", (1,))
 TIMEOUT_S = 30.0

@@ -12,14 +12,14 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import CheckpointError, NotFoundError, UnavailableError
-from teneral.loader.manifest import Manifest, Tier
-from teneral.loader.pack import pack
+from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
+from teneral.loader.tools.pack import pack
 from teneral.runtime.config import ServeConfig
+from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import DEFAULT_KV_BYTES, Instance, default_kv_bytes
-from teneral.runtime.requests import GenerationRequest, SamplingParams
 from teneral.runtime.state import State
 
 WAIT_S = 60.0

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
+from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+from teneral.runtime.engine.sampling import choose_tokens, uniform
+from teneral.runtime.engine.sequence import SamplingState
 from teneral.runtime.errors import ModelError
-from teneral.runtime.requests import GenerationRequest, SamplingParams
-from teneral.runtime.sampling import choose_tokens, uniform
-from teneral.runtime.sequence import SamplingState
 
 VOCAB = 50
 

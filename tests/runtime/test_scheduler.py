@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.scheduler import SchedulerLimits, plan_step
+from teneral.runtime.engine.scheduler import SchedulerLimits, plan_step
 
 LIMITS = SchedulerLimits(max_running=4, max_step_tokens=64, max_prefill_tokens=16, block_size=4)
 
@@ -188,7 +188,14 @@ def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks
 
 
 def test_planning_needs_no_torch():
-    modules = "scheduler", "sequence", "generation", "detokenizer", "stop", "kv.blocks"
+    modules = (
+        "engine.scheduler",
+        "engine.sequence",
+        "engine.generation",
+        "text.detokenizer",
+        "text.stop",
+        "kv.blocks",
+    )
     names = ", ".join(f"teneral.runtime.{name}" for name in modules)
     code = f"import sys, {names}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

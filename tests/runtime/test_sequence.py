@@ -3,9 +3,14 @@
 import pytest
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.generation import Generation
-from teneral.runtime.requests import FinishReason, GenerationRequest, SamplingParams, TokenLogprob
-from teneral.runtime.sequence import Choice, Sequence
+from teneral.runtime.engine.generation import Generation
+from teneral.runtime.engine.requests import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenLogprob,
+)
+from teneral.runtime.engine.sequence import Choice, Sequence
 
 A, B, C, EOS = 0, 1, 2, 9
 

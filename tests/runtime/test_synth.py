@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from teneral.loader.errors import UsageError
-from teneral.loader.progress_bar import TransferProgress
+from teneral.loader.tools.progress_bar import TransferProgress
 from teneral.runtime.synth import SHAPES, synthesize, tensor_specs
 
 KNOWN_WEIGHTS = {

@@ -9,7 +9,7 @@ import pytest
 from tests.support.cold_start import cold_start
 
 from teneral.loader.timeline import MAX_SPANS, Timeline
-from teneral.runtime.timeline_html import MAX_BARS, render_html
+from teneral.runtime.waterfall.html import MAX_BARS, render_html
 
 
 class Page(HTMLParser):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import FormatError
 from teneral.loader.timeline import MAX_SPANS, Timeline
-from teneral.runtime.timeline_html import render_html
-from teneral.runtime.timeline_snapshot import MAX_NAME_CHARS, clean_text, parse_snapshot
-from teneral.runtime.timeline_view import render
+from teneral.runtime.waterfall.html import render_html
+from teneral.runtime.waterfall.snapshot import MAX_NAME_CHARS, clean_text, parse_snapshot
+from teneral.runtime.waterfall.view import render
 
 SPAN = {"lane": "process", "name": "import", "start_s": 0.5, "end_s": 1.0}
 SNAPSHOT = {"schema": 1, "started_unix_s": 1.7e9, "now_s": 2.0, "dropped_spans": 0, "spans": [SPAN]}

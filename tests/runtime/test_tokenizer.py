@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from teneral.runtime.errors import ModelError, RequestError
-from teneral.runtime.tokenizer import MAX_TEXT_CHARS, TextTokenizer
+from teneral.runtime.text.tokenizer import MAX_TEXT_CHARS, TextTokenizer
 
 TEXT = "The dragonfly, newly emerged, is called a teneral: pale, soft. C'est l'été 蜻蛉 🐉\n\tEnd.  " * 3
 

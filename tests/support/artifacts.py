@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from teneral.loader import codec
-from teneral.loader.manifest import (
+from teneral.loader.format import codec
+from teneral.loader.format.manifest import (
     DTYPE_BITS,
     Blob,
     Codec,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from teneral.loader.manifest import DTYPE_BITS
+from teneral.loader.format.manifest import DTYPE_BITS
 from teneral.loader.sources.memory import MemoryStore
 
 Content = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes

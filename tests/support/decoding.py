@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from teneral.runtime.batch import SequenceSpan, StepBatch
+from teneral.runtime.engine.batch import SequenceSpan, StepBatch
 from teneral.runtime.models.decoder import Decoder
 
 

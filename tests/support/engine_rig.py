@@ -8,9 +8,9 @@ from typing import Any
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.timeline import Timeline
-from teneral.runtime.engine import Engine, EngineOptions
-from teneral.runtime.generation import Generation, GenerationResult, OnEvent
-from teneral.runtime.requests import GenerationRequest, SamplingParams
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.engine.generation import Generation, GenerationResult, OnEvent
+from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from teneral.loader import codec
-from teneral.loader.manifest import (
+from teneral.loader.format import codec
+from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
     MANIFEST_NAME,
@@ -28,7 +28,7 @@ from teneral.loader.manifest import (
     place_tensors,
     tensor_bytes,
 )
-from teneral.loader.manifest_json import dump_manifest
+from teneral.loader.format.manifest_json import dump_manifest
 
 Bytes = npt.NDArray[np.uint8]
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # name → dtype, shape

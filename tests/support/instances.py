@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from teneral.loader.errors import TeneralError
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.embedder import Embedder
-from teneral.runtime.engine import Engine, EngineOptions
+from teneral.runtime.engine.embedder import Embedder
+from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.models.build import build_model
-from teneral.runtime.tokenizer import TextTokenizer
+from teneral.runtime.text.tokenizer import TextTokenizer
 from teneral.runtime.weights import DictWeights
 
 from .tiny_models import config_json, save_tiny, tiny_model

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from teneral.loader.errors import SourceClosedError
-from teneral.loader.manifest import Manifest, Part
+from teneral.loader.format.manifest import Manifest, Part
 from teneral.loader.sources.base import ObjectInfo, Source
 
 WAIT_S = 30.0  # a test that waits longer has failed

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from teneral.runtime.embedder import Embedder
-from teneral.runtime.engine import Engine, EngineOptions
-from teneral.runtime.tokenizer import TextTokenizer
+from teneral.runtime.engine.embedder import Embedder
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.text.tokenizer import TextTokenizer
 
 SENTENCE = " café dragonflies quickly shed worn skin"
 END = "</s>"

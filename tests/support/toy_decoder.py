@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from teneral.runtime.batch import SequenceSpan, StepBatch
+from teneral.runtime.engine.batch import SequenceSpan, StepBatch
 
 NUM_CONTEXTS = 509  # rows of the table of logits; a history picks one
 UNWRITTEN = -1

@@ -7,7 +7,7 @@ from tests.support.instances import TinyParts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from teneral.handlers.http.token_text import token_bytes
-from teneral.runtime.tokenizer import TextTokenizer
+from teneral.runtime.text.tokenizer import TextTokenizer
 
 
 @pytest.mark.parametrize("text", ["hello world", "naïve café", "日本語", "🙂 ok", "\n\ttab", "\x00\x7f\xad"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.batch import SequenceSpan
+from teneral.runtime.engine.batch import SequenceSpan
 from teneral.runtime.kv.attention import MAX_FOLDED_ROWS, paged_attention, plan_attention
 from teneral.runtime.kv.storage import KVStorage
 

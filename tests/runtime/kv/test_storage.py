@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.batch import SequenceSpan
+from teneral.runtime.engine.batch import SequenceSpan
 from teneral.runtime.kv.storage import KVStorage
 
 LAYERS, HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 3, 4, 12, 4

@@ -11,9 +11,9 @@ from tests.support.decoding import Stepper, prompt_of
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
 from teneral.loader.artifact import open_artifact, read_file
-from teneral.loader.load import WeightLoad
-from teneral.loader.pack import pack
 from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.stream.load import WeightLoad
+from teneral.loader.tools.pack import pack
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.linear import Linear

@@ -1,0 +1,363 @@
+"""A model directory as Hugging Face writes it: which files hold its weights, and where in them each tensor
+lies.
+
+Works on any source, also on one that cannot list its objects: the usual names are tried there. Any directory
+with safetensors files is a checkpoint, with or without a `config.json`; weights in sub-folders are not
+looked for. Everything read is distrusted. Only headers are read here, never tensor content, and never a
+pickle.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
+from ..sources.base import ObjectInfo, Source, check_name
+from .layout import Stretch, arrange_tensors, cut_parts
+from .manifest import Blob, Codec, Encoding, File, Manifest, Part, Plane, Segment, Tensor, Tier
+from .safetensors import MAX_TENSORS, Entry, SafetensorsFile, decode_object, read_header
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+# What goes along with the weights. A list of known names, so that sources that cannot list behave like those
+# that can, and that no code, no pickle and no second copy of the weights is ever carried.
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "1_Pooling/config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+    "NOTICE.txt",
+)
+MAX_SMALL_FILE_BYTES = 256 * 1024 * 1024
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_SHARDS = 4096
+MAX_LISTED = 10_000
+
+# A tensor of this size is read on its own, straight into its slab; smaller neighbours share a part and so a
+# request.
+MIN_DIRECT_BYTES = 4 * 1024 * 1024
+MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
+
+_OTHER_FORMATS = {
+    ".bin": "pickled weights",
+    ".pt": "pickled weights",
+    ".pth": "pickled weights",
+    ".ckpt": "pickled weights",
+    ".gguf": "a GGUF file",
+    ".h5": "TensorFlow weights",
+    ".msgpack": "Flax weights",
+    ".onnx": "an ONNX model",
+}
+_CONVERT_HINT = (
+    "Only safetensors are read, which cannot run code. Convert the model once, with transformers: "
+    "AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)."
+)
+_CONNECTIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the number of the shard whose bytes [entry.begin, entry.end) are its content."""
+
+    entry: Entry
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked directory. `shards` and `files` carry the versions that were seen, so changes are noticed."""
+
+    url: str
+    shards: tuple[ObjectInfo, ...]
+    tensors: dict[str, StoredTensor]
+    files: tuple[ObjectInfo, ...]
+    metadata: dict[str, str]  # of all shards; where two disagree the first in name order counts
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(stored.entry.size_bytes for stored in self.tensors.values())
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Find the weights and small files of a model directory and read all safetensors headers.
+
+    Raises `CheckpointError` for a directory that is damaged, hostile, incomplete or of another format,
+    `NotFoundError` for one that is empty or absent, and the source's own errors.
+    """
+    found = _find_objects(source)
+    shards = _choose_shards(source, found)
+    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="teneral-header") as pool:
+        headers = list(pool.map(lambda info: read_header(source, info), shards.infos))
+    tensors = _merge(shards.infos, headers)
+    _check_index(shards.weight_map, tensors, shards.infos)
+    metadata: dict[str, str] = {}
+    for header in reversed(headers):
+        metadata.update(header.metadata)
+    return Checkpoint(source.url, shards.infos, tensors, _small_files(found), metadata)
+
+
+def manifest_of(checkpoint: Checkpoint) -> Manifest:
+    """The manifest of plain safetensors: nothing has a digest, everything is exact as soon as it is there.
+
+    Its blobs are the shard files. A part is a stretch of one; large tensors have parts of their own, which
+    can be read straight into the slab, and small ones share parts with their neighbours in the file.
+    """
+    groups, tensors = arrange_tensors(
+        {name: (stored.entry.dtype, stored.entry.shape) for name, stored in checkpoint.tensors.items()},
+        lambda dtype, shape: Encoding.WHOLE,
+    )
+    places = [checkpoint.tensors[tensor.name] for tensor in tensors]
+    parts: list[Part] = []
+    for group in groups:
+        for run in _runs([tensors[index] for index in group.tensors], places):
+            for stretches in cut_parts(run):
+                parts.append(_stored_part(len(parts), stretches, places))
+    return Manifest(
+        generator="safetensors",
+        blobs=tuple(Blob(shard.name, shard.size_bytes, shard.version) for shard in checkpoint.shards),
+        files=tuple(File(info.name, info.name, info.size_bytes, None) for info in checkpoint.files),
+        groups=groups,
+        tensors=tensors,
+        parts=tuple(parts),
+        aliases={},
+        metadata=checkpoint.metadata,
+    )
+
+
+def _runs(tensors: Iterable[Tensor], places: list[StoredTensor]) -> Iterator[list[Tensor]]:
+    """A group's tensors in file order, as runs without gaps in one file: one large tensor, or small ones."""
+    run: list[Tensor] = []
+    for tensor in sorted(
+        tensors, key=lambda each: (places[each.index].shard, places[each.index].entry.begin)
+    ):
+        if tensor.size_bytes == 0:
+            continue
+        if run and not (
+            places[run[-1].index].shard == places[tensor.index].shard
+            and places[run[-1].index].entry.end == places[tensor.index].entry.begin
+            and max(run[-1].size_bytes, tensor.size_bytes) < MIN_DIRECT_BYTES
+            and sum(each.size_bytes for each in run) + tensor.size_bytes <= MAX_SHARED_PART_BYTES
+        ):
+            yield run
+            run = []
+        run.append(tensor)
+    if run:
+        yield run
+
+
+def _stored_part(index: int, stretches: tuple[Stretch, ...], places: list[StoredTensor]) -> Part:
+    """A part whose segments lie back to back in the file as they do in `stretches`."""
+    first = stretches[0]
+    segments: list[Segment] = []
+    size_bytes = 0
+    for stretch in stretches:
+        plane = Plane(Codec.RAW, size_bytes, stretch.size_bytes)
+        segments.append(Segment(stretch.tensor.index, stretch.start, stretch.count, (plane,)))
+        size_bytes += stretch.size_bytes
+    place = places[first.tensor.index]
+    return Part(
+        index=index,
+        tier=Tier.DRAFT,
+        group=first.tensor.group,
+        blob=place.shard,
+        offset_bytes=place.entry.begin + first.offset_bytes,
+        size_bytes=size_bytes,
+        digest=None,
+        segments=tuple(segments),
+    )
+
+
+def _find_objects(source: Source) -> dict[str, ObjectInfo]:
+    """The directory's objects by name; where it cannot be listed, those of the usual names that exist."""
+    try:
+        listed = list(itertools.islice(source.list(), MAX_LISTED + 1))
+    except (UsageError, AccessDeniedError):
+        return _try_usual_names(source)
+    if len(listed) > MAX_LISTED:
+        raise CheckpointError(
+            f"{source.url} holds more than {MAX_LISTED} objects",
+            where=source.url,
+            hint="Give the folder of one model.",
+        )
+    if not listed:
+        raise NotFoundError(
+            f"there is nothing at {source.url}",
+            source=source.url,
+            hint="Check the address; for S3 it is s3://BUCKET/FOLDER.",
+        )
+    return {info.name: info for info in listed}
+
+
+def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
+    """Some stores say "denied" about objects that do not exist: that only counts when nothing was found."""
+    denied: list[AccessDeniedError] = []
+
+    def look(name: str) -> ObjectInfo | None:
+        try:
+            return source.stat(name)
+        except NotFoundError:
+            return None
+        except AccessDeniedError as error:
+            denied.append(error)
+            return None
+
+    names = (SINGLE_NAME, INDEX_NAME, *SMALL_FILES, "pytorch_model.bin", "pytorch_model.bin.index.json")
+    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="teneral-look") as pool:
+        found = [info for info in pool.map(look, names) if info is not None]
+    if not found and denied:
+        raise denied[0]
+    return {info.name: info for info in found}
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    infos: tuple[ObjectInfo, ...]
+    weight_map: Mapping[str, str]  # tensor → shard name, as the index says; empty without one
+
+
+def _choose_shards(source: Source, found: Mapping[str, ObjectInfo]) -> _Shards:
+    """The files that hold the weights: one of the usual name, else those of the index, else all there are."""
+    if SINGLE_NAME in found:
+        return _Shards((found[SINGLE_NAME],), {})
+    here = sorted(name for name in found if "/" not in name)
+    indices = [name for name in here if name.endswith(INDEX_SUFFIX)]
+    if indices:
+        index = INDEX_NAME if INDEX_NAME in indices else indices[0]
+        if len(indices) > 1 and index != INDEX_NAME:
+            raise CheckpointError(
+                f"{source.url} holds several models: {', '.join(indices)[:200]}",
+                where=source.url,
+                hint="Move each into a folder of its own.",
+            )
+        data, _ = source.read(index, max_bytes=MAX_INDEX_BYTES)
+        weight_map = parse_index(data, where=index)
+        return _Shards(_find_shards(source, found, sorted(set(weight_map.values())), index), weight_map)
+    names = [name for name in here if name.endswith(SUFFIX)]
+    if not names:
+        raise _no_weights(source, found)
+    return _Shards(tuple(found[name] for name in names), {})
+
+
+def parse_index(data: bytes, *, where: str) -> dict[str, str]:
+    """The weight map of an index file: tensor name → shard beside the index. Raises `CheckpointError`."""
+    weight_map = decode_object(data, where=where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where} has no weight_map", where=where)
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not _is_shard_name(shard):
+            raise CheckpointError(
+                f"{where}: tensor {tensor[:100]!r} is said to be in {str(shard)[:100]!r}, "
+                "which is not a safetensors file of this folder",
+                where=where,
+            )
+    if len(set(weight_map.values())) > MAX_SHARDS:
+        raise CheckpointError(f"{where} names more than {MAX_SHARDS} shards", where=where)
+    return weight_map
+
+
+def _is_shard_name(name: str) -> bool:
+    try:
+        return check_name(name).endswith(SUFFIX) and "/" not in name
+    except UsageError:
+        return False
+
+
+def _find_shards(
+    source: Source, found: Mapping[str, ObjectInfo], names: list[str], index: str
+) -> tuple[ObjectInfo, ...]:
+    infos: list[ObjectInfo] = []
+    missing: list[str] = []
+    for name in names:
+        try:
+            infos.append(found[name] if name in found else source.stat(name))
+        except NotFoundError:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(names)} files named in {index} are missing: {', '.join(missing)[:300]}",
+            where=index,
+            hint="The download is incomplete: fetch the missing files.",
+        )
+    return tuple(infos)
+
+
+def _no_weights(source: Source, found: Mapping[str, ObjectInfo]) -> CheckpointError:
+    for name in sorted(found):
+        suffix = name[name.rfind(".") :] if "." in name else ""
+        if suffix in _OTHER_FORMATS:
+            return CheckpointError(
+                f"{source.url} holds {_OTHER_FORMATS[suffix]} ({name}) and no safetensors",
+                where=source.url,
+                hint=_CONVERT_HINT,
+            )
+    return CheckpointError(
+        f"{source.url} holds neither manifest.json nor safetensors files",
+        where=source.url,
+        hint=f"Give the folder of an artifact, or of a model with {SINGLE_NAME} or {INDEX_NAME}.",
+    )
+
+
+def _merge(infos: tuple[ObjectInfo, ...], headers: list[SafetensorsFile]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for shard, header in enumerate(headers):
+        for name, entry in header.entries.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"tensor {name} is both in {infos[tensors[name].shard].name} and in {infos[shard].name}",
+                    where=name,
+                    hint="Are these files of two models? Keep one model a folder.",
+                )
+            tensors[name] = StoredTensor(entry, shard)
+        if len(tensors) > MAX_TENSORS:
+            raise CheckpointError(f"the model has more than {MAX_TENSORS} tensors", where=infos[shard].name)
+    return tensors
+
+
+def _check_index(
+    weight_map: Mapping[str, str], tensors: Mapping[str, StoredTensor], infos: tuple[ObjectInfo, ...]
+) -> None:
+    for name, shard_name in weight_map.items():
+        stored = tensors.get(name)
+        if stored is None or infos[stored.shard].name != shard_name:
+            raise CheckpointError(
+                f"the index says that tensor {name[:100]!r} is in {shard_name}, but it is not",
+                where=shard_name,
+                hint="Index and shards are of different downloads: fetch them again.",
+            )
+
+
+def _small_files(found: Mapping[str, ObjectInfo]) -> tuple[ObjectInfo, ...]:
+    files = tuple(found[name] for name in SMALL_FILES if name in found)
+    for info in files:
+        if info.size_bytes > MAX_SMALL_FILE_BYTES:
+            raise CheckpointError(
+                f"{info.name} has {info.size_bytes} bytes, of {MAX_SMALL_FILE_BYTES} allowed",
+                where=info.name,
+            )
+    return files

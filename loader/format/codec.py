@@ -1,0 +1,291 @@
+"""Elements ↔ planes: how a stretch of a tensor is cut into byte streams that compress, and come in tiers.
+
+Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Works frame by frame
+(`FRAME_ELEMENTS` elements), so that what is decompressed is merged while it is still in the second-level
+cache. Heavy calls release the GIL. It does not know parts, blobs, digests or whose memory it writes to.
+
+bf16.3 cuts a bf16 `s eeeeeeee mmmmmmm` into E, the exponent byte; N1, `s` and the top 3 mantissa bits; and
+N2, the low 4. `share` below is the number of elements that share one byte of a plane: 2 for nibbles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import IntegrityError
+from . import zstd
+from .manifest import DTYPE_BITS, FRAME_ELEMENTS, Codec, Encoding, Plane, Segment, Tensor, Tier, frame_counts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+    Words = NDArray[np.uint16]
+    CodedPlane = tuple[Codec, bytes | memoryview]
+
+MIN_PLANE_GAIN = 0.03  # below it a plane stays raw: decoding would cost more than the bytes that it saves
+MIN_SPLIT_ELEMENTS = 1024  # smaller bf16 matrices stay whole
+
+_WORD = np.dtype("<u2")
+_SIGN_AND_TOP_BITS = np.uint16(0x8070)  # of a bf16: what N1 holds
+_LOW_BITS = np.uint16(0x000F)  # what N2 holds
+_MIDPOINT = np.uint16(0b1000)  # what the low bits are worth on average, while only the draft is there
+_MAX_SAMPLE_FRAMES = 4
+_LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
+
+
+class Scratch:
+    """Working memory of one thread, 224 KiB, used again for every frame. Not to be shared."""
+
+    __slots__ = ("half", "nibbles", "words")
+
+    def __init__(self) -> None:
+        self.words: Words = np.empty(FRAME_ELEMENTS, _WORD)
+        self.half: Words = np.empty(FRAME_ELEMENTS // 2, _WORD)
+        self.nibbles: Bytes = np.empty(FRAME_ELEMENTS // 2, np.uint8)
+
+
+def choose_encoding(dtype: str, shape: tuple[int, ...]) -> Encoding:
+    """How a tensor is best stored. Vectors stay whole: they are small, and a draft model needs them exact."""
+    if len(shape) < 2:
+        return Encoding.WHOLE
+    if dtype == "BF16":
+        return Encoding.BF16_3 if math.prod(shape) >= MIN_SPLIT_ELEMENTS else Encoding.WHOLE
+    return Encoding.BYTES
+
+
+def plane_count(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
+    """How many planes a segment has in a tier."""
+    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1))
+
+
+def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
+    """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
+    if encoding is Encoding.WHOLE:
+        return (count * element_bytes,) if tier is Tier.DRAFT else ()
+    return tuple(-(-count // share) for share in _shares(encoding, tier, element_bytes))
+
+
+def _shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
+    if encoding is Encoding.BF16_3:
+        return (1, 2) if tier is Tier.DRAFT else (2,)
+    return (1,) * element_bytes if tier is Tier.DRAFT else ()
+
+
+# Elements → planes
+
+
+def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, list[CodedPlane]]:
+    """The planes of each tier, in the format's order. Some may be views of `data`: keep it as long as them.
+
+    `data` is the segment's bytes, contiguous. Takes up to twice their size in memory besides.
+    """
+    if encoding is Encoding.WHOLE:
+        return {Tier.DRAFT: [(Codec.RAW, data.data)]}
+    if encoding is Encoding.BYTES:
+        element_bytes = max(1, DTYPE_BITS[dtype] // 8)
+        columns = data.reshape(-1, element_bytes)
+        planes = (np.ascontiguousarray(columns[:, place]) for place in range(element_bytes))
+        return {Tier.DRAFT: [_code_plane(plane, share=1) for plane in planes]}
+    exponents, top_nibbles, low_nibbles = _split_bf16(data.view(_WORD))
+    return {
+        Tier.DRAFT: [_code_plane(exponents, share=1), _code_plane(top_nibbles, share=2)],
+        Tier.REFINE: [_code_plane(low_nibbles, share=2)],
+    }
+
+
+def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
+    """The plane as zstd frames where a sample of it, and then the whole, says that it pays; else as it is."""
+    frame_bytes = FRAME_ELEMENTS // share
+    sample = _sample(plane, frame_bytes)
+    huf_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True))
+    level_1_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=False))
+    if min(huf_bytes, level_1_bytes) <= (1 - MIN_PLANE_GAIN) * sample.size:
+        huf = level_1_bytes > (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
+        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf)
+        if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size:
+            return Codec.ZSTD, coded
+    return Codec.RAW, plane.data
+
+
+def _sample(plane: Bytes, frame_bytes: int) -> Bytes:
+    """A few whole frames from all over the plane; the plane itself when it has only one."""
+    num_frames = -(-plane.size // frame_bytes)
+    num_samples = min(_MAX_SAMPLE_FRAMES, -(-num_frames // 8))
+    starts = [index * num_frames // num_samples * frame_bytes for index in range(num_samples)]
+    return np.concatenate([plane[start : start + frame_bytes] for start in starts])
+
+
+def _split_bf16(words: Words) -> tuple[Bytes, Bytes, Bytes]:
+    """E, N1 and N2 of n bf16 bit patterns: n, ceil(n/2) and ceil(n/2) bytes."""
+    exponents = np.empty(words.size, np.uint8)
+    top_nibbles = np.empty(-(-words.size // 2), np.uint8)
+    low_nibbles = np.empty(-(-words.size // 2), np.uint8)
+    scratch = np.empty(FRAME_ELEMENTS, _WORD)
+    start = 0
+    for count in frame_counts(words.size):
+        frame = words[start : start + count]
+        np.right_shift(frame, np.uint16(7), out=scratch[:count])
+        np.copyto(exponents[start : start + count], scratch[:count], casting="unsafe")
+        half = -(-count // 2)
+        low, high = frame[:half], frame[half:]
+        place = slice(start // 2, start // 2 + half)
+        _pack_top_nibbles(low, high, scratch, out=top_nibbles[place])
+        _pack_low_nibbles(low, high, scratch, out=low_nibbles[place])
+        start += count
+    return exponents, top_nibbles, low_nibbles
+
+
+def _pack_top_nibbles(low: Words, high: Words, scratch: Words, *, out: Bytes) -> None:
+    """N1 of one frame; `low` are the elements of the low nibbles, and may be one more than `high`."""
+    packed, other = scratch[: low.size], scratch[low.size : 2 * low.size]
+    np.bitwise_and(low, _SIGN_AND_TOP_BITS, out=packed)
+    np.right_shift(packed, np.uint16(4), out=packed)
+    np.bitwise_and(high, _SIGN_AND_TOP_BITS, out=other[: high.size])
+    np.bitwise_or(packed[: high.size], other[: high.size], out=packed[: high.size])
+    # Bits 0–2 and 11 are the low element's now, 4–6 and 15 the high one's: move both signs down by 8.
+    np.right_shift(packed, np.uint16(8), out=other)
+    np.bitwise_or(packed, other, out=packed)
+    np.copyto(out, packed, casting="unsafe")
+
+
+def _pack_low_nibbles(low: Words, high: Words, scratch: Words, *, out: Bytes) -> None:
+    """N2 of one frame."""
+    packed, other = scratch[: low.size], scratch[low.size : low.size + high.size]
+    np.bitwise_and(low, _LOW_BITS, out=packed)
+    np.left_shift(high, np.uint16(4), out=other)
+    np.bitwise_or(packed[: high.size], other, out=packed[: high.size])
+    np.copyto(out, packed, casting="unsafe")  # drops all but the low byte
+
+
+# Planes → elements
+
+
+def decode_planes(
+    tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, out: Bytes, scratch: Scratch
+) -> None:
+    """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
+
+    `stored` is its whole part, already verified. The draft of bf16.3 makes usable weights, their 4 missing
+    bits at the midpoint; the refine tier replaces these bits, so it needs the draft there, and may be
+    repeated. Raises `IntegrityError` when a plane does not decode to its exact size; `out` is then undefined.
+    """
+    where = f"tensor {tensor.name!r}, elements from {segment.start}"
+    if tensor.encoding is Encoding.WHOLE:
+        np.copyto(out, _raw_plane(stored, segment.planes[0], out.size, where))
+        return
+    planes = [
+        _plane_frames(stored, plane, segment.count, share, where)
+        for plane, share in zip(
+            segment.planes, _shares(tensor.encoding, tier, tensor.element_bytes), strict=True
+        )
+    ]
+    counts = frame_counts(segment.count)
+    if tensor.encoding is Encoding.BF16_3:
+        merge = _merge_draft if tier is Tier.DRAFT else _merge_refine
+        merge(out.view(_WORD), counts, *planes, scratch=scratch, where=where)
+    elif tensor.element_bytes == 2:
+        _merge_byte_pairs(out.view(_WORD), counts, *planes)
+    else:
+        _merge_bytes(out, counts, planes)
+
+
+def _plane_frames(stored: memoryview, plane: Plane, count: int, share: int, where: str) -> Iterator[Bytes]:
+    """The plane's bytes frame by frame; views of `stored` where it is raw."""
+    size_bytes, frame_bytes = -(-count // share), FRAME_ELEMENTS // share
+    if plane.codec is Codec.ZSTD:
+        src = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
+        yield from zstd.decompressed_frames(src, size_bytes, frame_bytes, where=where)
+        return
+    raw = _raw_plane(stored, plane, size_bytes, where)
+    for start in range(0, size_bytes, frame_bytes):
+        yield raw[start : start + frame_bytes]
+
+
+def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) -> Bytes:
+    view = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
+    if plane.codec is not Codec.RAW or len(view) != size_bytes:
+        raise IntegrityError(
+            f"{where}: a raw plane of {size_bytes} bytes was expected, but the part holds a "
+            f"{plane.codec.value} plane of {len(view)}",
+            where=where,
+        )
+    return np.frombuffer(view, np.uint8)
+
+
+def _merge_draft(
+    out: Words,
+    counts: list[int],
+    exponent_frames: Iterator[Bytes],
+    nibble_frames: Iterator[Bytes],
+    *,
+    scratch: Scratch,
+    where: str,
+) -> None:
+    start = 0
+    for count, exponents, packed in zip(counts, exponent_frames, nibble_frames, strict=True):
+        _check_last_nibble(count, packed, where)
+        half = packed.size
+        bits, widened = scratch.words[:count], scratch.half[:half]
+        # A multiplication puts a copy of the byte where its nibble's sign belongs and one where its mantissa
+        # bits do; they do not overlap, so nothing is carried.
+        np.copyto(widened, packed)
+        np.multiply(widened, np.uint16(0x1010), out=bits[:half])
+        np.multiply(widened[: count - half], np.uint16(0x0101), out=bits[half:])
+        np.bitwise_and(bits, _SIGN_AND_TOP_BITS, out=bits)
+        np.bitwise_or(bits, _MIDPOINT, out=bits)
+        words = out[start : start + count]
+        np.copyto(words, exponents)
+        np.multiply(words, np.uint16(1 << 7), out=words)  # numpy multiplies faster than it shifts
+        np.bitwise_or(words, bits, out=words)
+        start += count
+
+
+def _merge_refine(
+    out: Words, counts: list[int], nibble_frames: Iterator[Bytes], *, scratch: Scratch, where: str
+) -> None:
+    start = 0
+    for count, packed in zip(counts, nibble_frames, strict=True):
+        _check_last_nibble(count, packed, where)
+        half = packed.size
+        bits, nibbles = scratch.words[:count], scratch.nibbles[:half]
+        np.bitwise_and(packed, np.uint8(0x0F), out=nibbles)
+        np.copyto(bits[:half], nibbles)
+        np.right_shift(packed, np.uint8(4), out=nibbles)
+        np.copyto(bits[half:], nibbles[: count - half])
+        # Assigned under a mask, never XORed: a part that is decoded twice must give the same weights.
+        words = out[start : start + count]
+        np.bitwise_and(words, ~_LOW_BITS, out=words)
+        np.bitwise_or(words, bits, out=words)
+        start += count
+
+
+def _check_last_nibble(count: int, packed: Bytes, where: str) -> None:
+    if count % 2 and packed[-1] >> 4:
+        raise IntegrityError(f"{where}: the unused nibble behind the last element is not 0", where=where)
+
+
+def _merge_byte_pairs(
+    out: Words, counts: list[int], low_frames: Iterator[Bytes], high_frames: Iterator[Bytes]
+) -> None:
+    """Twice as fast as `_merge_bytes`; for wider elements the same trick gains nothing."""
+    start = 0
+    for count, low, high in zip(counts, low_frames, high_frames, strict=True):
+        words = out[start : start + count]
+        np.copyto(words, high)
+        np.multiply(words, np.uint16(1 << 8), out=words)
+        np.bitwise_or(words, low, out=words)
+        start += count
+
+
+def _merge_bytes(out: Bytes, counts: list[int], planes: list[Iterator[Bytes]]) -> None:
+    columns = out.reshape(-1, len(planes))
+    start = 0
+    for count, *frames in zip(counts, *planes, strict=True):
+        for place, frame in enumerate(frames):
+            np.copyto(columns[start : start + count, place], frame)
+        start += count

@@ -1,0 +1,127 @@
+"""One JSON object of a manifest, read with distrust: it has the keys that it must have, and each value the
+type, range and spelling that is asked for. Anything else raises a `ManifestError` that names the place.
+
+It does not know what the values mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from ..errors import ManifestError, UsageError
+from ..sources.base import check_name
+from .manifest import MANIFEST_NAME
+
+MAX_TEXT_BYTES = 1024
+MAX_INTEGER = 2**53 - 1  # what every JSON reader holds exactly
+
+DAMAGED = "The file is damaged, or `teneral pack` did not write it. Pack the model again."
+NEWER = "A newer Teneral may have written it: upgrade, or pack the model again with this version."
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+
+
+def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
+    """Raises the `ManifestError` about a place in the manifest, or about all of it."""
+    place = where if where == MANIFEST_NAME else f"{MANIFEST_NAME}, {where}"
+    raise ManifestError(f"{place}: {message}", where=where, hint=hint)
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether it is a string that can be written as UTF-8, so one without half of a surrogate pair."""
+    try:
+        return type(value) is str and (value.isascii() or bool(value.encode()))
+    except UnicodeEncodeError:
+        return False
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 without control characters."""
+    if not is_unicode(value) or not 0 < len(value) <= MAX_TEXT_BYTES:
+        return False
+    return len(value.encode()) <= MAX_TEXT_BYTES and not _CONTROL.search(value)
+
+
+class JsonObject:
+    """A JSON object with exactly the keys `keys`, whose values are read by their keys."""
+
+    __slots__ = ("_value", "_where")
+
+    def __init__(self, value: Any, where: str, keys: frozenset[str]) -> None:
+        if type(value) is not dict:
+            refuse("it is not a JSON object", where)
+        if missing := sorted(keys - value.keys()):
+            refuse(f"key {missing[0]!r} is missing", where)
+        if len(value) > len(keys):
+            unknown = next(key for key in value if key not in keys)
+            refuse(f"key {unknown[:40]!r} is unknown", where, hint=NEWER)
+        self._value: dict[str, Any] = value
+        self._where = where
+
+    def integer(self, key: str, maximum: int = MAX_INTEGER) -> int:
+        """An integer from 0 to `maximum`."""
+        value = self._value[key]
+        if type(value) is not int or not 0 <= value <= maximum:  # True is an int, but not of that type
+            refuse(f"it is not an integer from 0 to {maximum}", self._place(key))
+        return value
+
+    def text(self, key: str) -> str:
+        """A text, as `is_text` has it."""
+        value = self._value[key]
+        if not is_text(value):
+            refuse(
+                f"it is not a string of 1 to {MAX_TEXT_BYTES} bytes without control characters",
+                self._place(key),
+            )
+        text: str = value
+        return text
+
+    def one_of(self, key: str, names: Mapping[str, T]) -> T:
+        """What a text stands for. One that is not among `names` may be a newer version's."""
+        text = self.text(key)
+        if text not in names:
+            refuse(f"{text[:40]!r} is not one of {', '.join(names)}", self._place(key), hint=NEWER)
+        return names[text]
+
+    def object_name(self, key: str) -> str:
+        """A text that is safe as the relative name of a stored object."""
+        try:
+            return check_name(self.text(key))
+        except UsageError as error:
+            place = self._place(key)
+            raise ManifestError(
+                f"{MANIFEST_NAME}, {place}: {error.message}", where=place, hint=error.hint
+            ) from error
+
+    def digest(self, key: str) -> bytes:
+        """32 bytes, written as 64 lower-case hexadecimal digits."""
+        value = self._value[key]
+        if type(value) is not str or not _DIGEST.fullmatch(value):
+            refuse("it is not 64 lower-case hexadecimal digits", self._place(key))
+        return bytes.fromhex(value)
+
+    def items(self, key: str, maximum_count: int) -> Iterator[tuple[Any, str]]:
+        """The items of a list, each with its place."""
+        place = self._place(key)
+        values = self._value[key]
+        if type(values) is not list or len(values) > maximum_count:
+            refuse(f"it is not a list of at most {maximum_count} items", place)
+        return ((value, f"{place}[{index}]") for index, value in enumerate(values))
+
+    def table(self, key: str, is_valid: Callable[[Any], bool]) -> dict[str, str]:
+        """An object whose keys and values are such strings as `is_valid` lets pass."""
+        table = self._value[key]
+        if type(table) is not dict:
+            refuse("it is not a JSON object", self._place(key))
+        for name, value in table.items():
+            if not is_valid(name) or not is_valid(value):
+                refuse(f"{str(name)[:40]!r} or its value cannot stand here", self._place(key))
+        return table
+
+    def _place(self, key: str) -> str:
+        return key if self._where == MANIFEST_NAME else f"{self._where}.{key}"

@@ -1,0 +1,312 @@
+"""`manifest.json` ↔ `Manifest`: the JSON of format 1, read with distrust and written canonically.
+
+Here every value is checked by itself, with `json_object.py`; how the values fit together is checked by
+`manifest_checks.py`. A manifest that leaves `parse_manifest`
+is sound: a reader may allocate and read by it. For any input, time and memory are bounded by constants.
+`docs/format.md`, "The manifest", is the norm. Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from blake3 import blake3
+
+from ..errors import IntegrityError, ManifestError
+from .json_object import DAMAGED, MAX_INTEGER, NEWER, JsonObject, is_text, is_unicode, refuse
+from .manifest import (
+    DTYPE_BITS,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    MAX_PART_SEGMENTS,
+    Blob,
+    Codec,
+    Encoding,
+    File,
+    Group,
+    Manifest,
+    Part,
+    Plane,
+    Segment,
+    Tensor,
+    Tier,
+    place_tensors,
+    tensor_bytes,
+)
+from .manifest_checks import check_manifest
+
+FORMAT_NAME = "teneral"
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_JSON_ITEMS = (
+    5_000_000  # about 160,000 tensors; bounds the memory of a hostile file, parsed, to about 1 GiB
+)
+MAX_TENSORS = 1_000_000
+MAX_PARTS = 1_000_000
+MAX_GROUPS = 100_000
+MAX_BLOBS = 100_000
+MAX_FILES = 10_000
+MAX_FILE_BYTES = 256 * 1024 * 1024
+MAX_DIMENSIONS = 32
+MAX_PLANES = 8  # no element has more bytes
+
+_TOP_KEYS = frozenset(
+    ("format", "version", "generator", "blobs", "files", "groups", "parts", "aliases", "metadata")
+)
+_BLOB_KEYS = frozenset(("name", "size"))
+_FILE_KEYS = frozenset(("name", "path", "size", "blake3"))
+_GROUP_KEYS = frozenset(("name", "tensors"))
+_TENSOR_KEYS = frozenset(("name", "dtype", "shape", "encoding"))
+_PART_KEYS = frozenset(("tier", "group", "blob", "offset", "size", "blake3", "segments"))
+_SEGMENT_KEYS = frozenset(("tensor", "start", "count", "planes"))
+
+_TIERS = {tier.name.lower(): tier for tier in Tier}
+_ENCODINGS = {encoding.value: encoding for encoding in Encoding}
+_CODECS = {codec.value: codec for codec in Codec}
+_DTYPES = {dtype: dtype for dtype in DTYPE_BITS}
+
+
+def parse_manifest(data: bytes, *, expected_digest: bytes | None = None) -> Manifest:
+    """The manifest in `data`, checked as a whole.
+
+    Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed; else
+    `ManifestError`, whose `where` names the place.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        refuse(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", MANIFEST_NAME)
+    digest = blake3(data).digest()
+    if expected_digest is not None and digest != expected_digest:
+        raise IntegrityError(
+            f"{MANIFEST_NAME} is not the one that was pinned",
+            where=MANIFEST_NAME,
+            expected=expected_digest.hex(),
+            got=digest.hex(),
+            hint="The artifact was replaced, or the pin is another's: renew or drop the address's '@b3:…'.",
+        )
+    document = _read_json(data)
+    _check_version(document)
+    top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS)
+    groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
+    manifest = Manifest(
+        generator=top.text("generator"),
+        blobs=tuple(_parse_blob(*item) for item in top.items("blobs", MAX_BLOBS)),
+        files=tuple(_parse_file(*item) for item in top.items("files", MAX_FILES)),
+        groups=groups,
+        tensors=tensors,
+        parts=tuple(_parse_part(index, *item) for index, item in enumerate(top.items("parts", MAX_PARTS))),
+        aliases=top.table("aliases", is_text),
+        metadata=top.table("metadata", is_unicode),
+        digest=digest,
+    )
+    check_manifest(manifest)
+    return manifest
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The manifest as canonical JSON.
+
+    It was parsed again and found equal, so nobody can publish what a reader refuses. Raises `ManifestError`
+    when the manifest breaks the format or is not one of packed weights.
+    """
+    document = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "generator": manifest.generator,
+        "blobs": [{"name": blob.name, "size": blob.size_bytes} for blob in manifest.blobs],
+        "files": [_file_to_json(file) for file in manifest.files],
+        "groups": [
+            {
+                "name": group.name,
+                "tensors": [_tensor_to_json(manifest.tensors[index]) for index in group.tensors],
+            }
+            for group in manifest.groups
+        ],
+        "parts": [_part_to_json(part) for part in manifest.parts],
+        "aliases": manifest.aliases,
+        "metadata": manifest.metadata,
+    }
+    try:
+        data = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise ManifestError(f"a text in the manifest is not valid Unicode: {error}") from error
+    again = parse_manifest(data)
+    for field in ("generator", "blobs", "files", "groups", "tensors", "parts", "aliases", "metadata"):
+        if getattr(again, field) != getattr(manifest, field):
+            refuse("the manifest has something there that the format cannot express", field)
+    return data
+
+
+# JSON
+
+
+def _read_json(data: bytes) -> dict[str, Any]:
+    # One of these stands before every value but those of objects' first keys.
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_ITEMS:
+        refuse(f"it holds more than {MAX_JSON_ITEMS} items", MANIFEST_NAME)
+    try:
+        document = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_float=_refuse_number,
+            parse_constant=_refuse_number,
+        )
+    except RecursionError:
+        refuse("it is nested too deeply", MANIFEST_NAME)
+    except ValueError as error:  # of json, of UTF-8, or of an integer with thousands of digits
+        raise ManifestError(
+            f"{MANIFEST_NAME} is not valid JSON: {error}", where=MANIFEST_NAME, hint=DAMAGED
+        ) from error
+    if type(document) is not dict:
+        refuse("it is not a JSON object", MANIFEST_NAME)
+    return document
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = dict(pairs)
+    if len(table) != len(pairs):
+        refuse("a key stands twice in one object", MANIFEST_NAME)
+    return table
+
+
+def _refuse_number(text: str) -> NoReturn:
+    refuse(f"the number {text[:40]} is not an integer", MANIFEST_NAME)
+
+
+def _check_version(document: dict[str, Any]) -> None:
+    if document.get("format") != FORMAT_NAME:
+        refuse("this is not the manifest of a Teneral artifact", "format")
+    version = document.get("version")
+    if type(version) is not int:
+        refuse("it is not an integer", "version")
+    if version != FORMAT_VERSION:
+        refuse(f"format version {str(version)[:40]} is not {FORMAT_VERSION}", "version", hint=NEWER)
+
+
+# Values ← JSON
+
+
+def _parse_blob(value: Any, where: str) -> Blob:
+    blob = JsonObject(value, where, _BLOB_KEYS)
+    return Blob(blob.object_name("name"), blob.integer("size"))
+
+
+def _parse_file(value: Any, where: str) -> File:
+    file = JsonObject(value, where, _FILE_KEYS)
+    return File(
+        name=file.object_name("name"),
+        path=file.object_name("path"),
+        size_bytes=file.integer("size", MAX_FILE_BYTES),
+        digest=file.digest("blake3"),
+    )
+
+
+def _parse_groups(items: Iterable[tuple[Any, str]]) -> tuple[tuple[Group, ...], tuple[Tensor, ...]]:
+    """Tensors are numbered as they stand; their places in the slab follow from their order."""
+    groups: list[Group] = []
+    tensors: list[Tensor] = []
+    for index, (value, where) in enumerate(items):
+        group = JsonObject(value, where, _GROUP_KEYS)
+        first = len(tensors)
+        specs = [_parse_tensor(*item) for item in group.items("tensors", MAX_TENSORS - first)]
+        if not specs:
+            refuse("it has no tensors", where)
+        offsets, slab_bytes = place_tensors([tensor_bytes(dtype, shape) for _, dtype, shape, _ in specs])
+        for (name, dtype, shape, encoding), offset in zip(specs, offsets, strict=True):
+            tensors.append(Tensor(len(tensors), name, dtype, shape, index, encoding, offset))
+        groups.append(Group(index, group.text("name"), tuple(range(first, len(tensors))), slab_bytes))
+    return tuple(groups), tuple(tensors)
+
+
+def _parse_tensor(value: Any, where: str) -> tuple[str, str, tuple[int, ...], Encoding]:
+    tensor = JsonObject(value, where, _TENSOR_KEYS)
+    return (
+        tensor.text("name"),
+        tensor.one_of("dtype", _DTYPES),
+        tuple(_integer(*item) for item in tensor.items("shape", MAX_DIMENSIONS)),
+        tensor.one_of("encoding", _ENCODINGS),
+    )
+
+
+def _parse_part(index: int, value: Any, where: str) -> Part:
+    part = JsonObject(value, where, _PART_KEYS)
+    return Part(
+        index=index,
+        tier=part.one_of("tier", _TIERS),
+        group=part.integer("group"),
+        blob=part.integer("blob"),
+        offset_bytes=part.integer("offset"),
+        size_bytes=part.integer("size"),
+        digest=part.digest("blake3"),
+        segments=tuple(_parse_segment(*item) for item in part.items("segments", MAX_PART_SEGMENTS)),
+    )
+
+
+def _parse_segment(value: Any, where: str) -> Segment:
+    segment = JsonObject(value, where, _SEGMENT_KEYS)
+    return Segment(
+        tensor=segment.integer("tensor"),
+        start=segment.integer("start"),
+        count=segment.integer("count"),
+        planes=tuple(_parse_plane(*item) for item in segment.items("planes", MAX_PLANES)),
+    )
+
+
+def _parse_plane(value: Any, where: str) -> Plane:
+    if type(value) is not list or len(value) != 3:
+        refuse("a plane is a list of its codec, offset and size", where)
+    codec = _CODECS.get(value[0]) if type(value[0]) is str else None
+    if codec is None:
+        refuse(f"the codec is not one of {', '.join(_CODECS)}", where, hint=NEWER)
+    return Plane(codec, _integer(value[1], where), _integer(value[2], where))
+
+
+def _integer(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        refuse(f"it is not an integer from 0 to {MAX_INTEGER}", where)
+    return value
+
+
+# Values → JSON
+
+
+def _file_to_json(file: File) -> dict[str, Any]:
+    digest = _hexadecimal(file.digest, f"file {file.name!r}")
+    return {"name": file.name, "path": file.path, "size": file.size_bytes, "blake3": digest}
+
+
+def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "encoding": tensor.encoding.value,
+    }
+
+
+def _part_to_json(part: Part) -> dict[str, Any]:
+    return {
+        "tier": part.tier.name.lower(),
+        "group": part.group,
+        "blob": part.blob,
+        "offset": part.offset_bytes,
+        "size": part.size_bytes,
+        "blake3": _hexadecimal(part.digest, f"parts[{part.index}]"),
+        "segments": [
+            {
+                "tensor": segment.tensor,
+                "start": segment.start,
+                "count": segment.count,
+                "planes": [
+                    (plane.codec.value, plane.offset_bytes, plane.size_bytes) for plane in segment.planes
+                ],
+            }
+            for segment in part.segments
+        ],
+    }
+
+
+def _hexadecimal(digest: bytes | None, where: str) -> str:
+    if digest is None:
+        refuse("it has no digest: only packed weights have a manifest to write", where)
+    return digest.hex()

@@ -1,0 +1,119 @@
+"""The memory that weights live in: one anonymous mapping that holds every group's slab.
+
+A slab exists, at its final address, before a byte of it has arrived, so that tensors can be made over it at
+once. The memory is never returned while anything looks at it: every view holds the mapping, and the last one
+to go frees it. It does not know what a slab holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..format.manifest import align
+from ..memory import refused
+
+ByteArray = npt.NDArray[np.uint8]
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
+SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
+MAX_SLOW_STEPS = 3
+
+
+class Arena:
+    """Slabs of given sizes, each aligned to `SLAB_ALIGNMENT_BYTES`, zero until written."""
+
+    def __init__(self, slab_sizes_bytes: Sequence[int], *, shared_fd: int | None = None) -> None:
+        """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays the caller's.
+
+        Raises `InsufficientMemoryError` when the system refuses the address space.
+        """
+        self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
+        if shared_fd is None:
+            memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
+        else:
+            memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
+        self._memory = memory
+        slabs, start = [], 0
+        for size_bytes in slab_sizes_bytes:
+            slabs.append(memory[start : start + size_bytes])
+            start += align(size_bytes)
+        self.slabs: tuple[ByteArray, ...] = tuple(slabs)
+
+    def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> None:
+        """Take all pages from the system now, front to back, changing no content; `stopped` ends it early.
+
+        First writes cost as much as decoding does, or more. A thread that pays this while all wait for the
+        network takes it off the bytes' way. Blocks, without the GIL. Does nothing where the kernel cannot.
+
+        Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
+        has to provide them first they were seen to cost 2.5 CPU-s a GB, against 0.4 for small ones: where steps
+        are that slow, the rest comes in small ones.
+        """
+        if sys.platform != "linux" or self.size_bytes == 0:
+            return
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        begin = self._memory.ctypes.data  # of a mapping, so at a page's start
+        slow_steps = 0
+        for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
+            left = self.size_bytes - offset
+            begun_s = time.thread_time()
+            if stopped() or madvise(begin + offset, min(PREFAULT_STEP_BYTES, left), MADV_POPULATE_WRITE) != 0:
+                return
+            slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
+            if slow_steps == MAX_SLOW_STEPS:
+                madvise(begin + offset, left, mmap.MADV_NOHUGEPAGE)
+
+
+def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> ByteArray:
+    """Fresh zeroed memory that the system hands over as it is first written; `huge_pages` asks for 2 MiB ones.
+
+    The array owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system refuses.
+    """
+    if size_bytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        # Private, because Python's default is shared: shared memory is never huge-paged and faults several
+        # times slower.
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise refused(size_bytes, None, what=what) from error
+    if huge_pages:
+        _advise_huge_pages(mapping)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def map_shared(fd: int, size_bytes: int, *, what: str) -> ByteArray:
+    """The first `size_bytes` of a memory file, seen by every process that maps it. It is made longer where it is short.
+
+    The array owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
+    """
+    if size_bytes == 0:
+        return np.empty(0, np.uint8)
+    try:
+        if os.fstat(fd).st_size < size_bytes:
+            os.ftruncate(fd, size_bytes)
+        mapping = mmap.mmap(fd, size_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise refused(size_bytes, None, what=what) from error
+    _advise_huge_pages(mapping)  # taken where the system lets memory files have them
+    return np.frombuffer(mapping, np.uint8)
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+    if advice is None:
+        return
+    try:
+        mapping.madvise(advice)
+    except OSError:
+        return  # a kernel built without transparent huge pages

@@ -1,0 +1,105 @@
+"""The work of a decode thread: a part that has arrived is verified, and only then becomes values in its slab.
+
+Invariant: no byte of a part that has a digest reaches a decoder or a slab before the digest of the whole part
+was found right. It does not know where parts come from, or who waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+
+from ..format import codec
+from ..format.manifest import Manifest, Part, Segment
+from ..timeline import Timeline
+from .arena import ByteArray
+from .blame import blame_part, wrong_digest
+from .plan import Step
+from .progress import Meter, Phase
+from .trace import add_part_span
+from .work import WorkQueue
+
+
+class Decoder:
+    """`run` is the body of every decode thread of one load."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        slabs: Sequence[ByteArray],
+        work: WorkQueue,
+        *,
+        source_url: str,
+        meter: Meter,
+        timeline: Timeline,
+        settle: Callable[[Step], None],
+    ) -> None:
+        """`settle` takes each step whose values are in its slab."""
+        self._manifest = manifest
+        self._slabs = slabs
+        self._work = work
+        self._source_url = source_url
+        self._meter = meter
+        self._timeline = timeline
+        self._settle = settle
+        self._suspect: set[int] = set()  # steps whose digest was wrong once
+
+    def run(self) -> None:
+        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the part."""
+        scratch = codec.Scratch()
+        while (task := self._work.next_step()) is not None:
+            step, stored = task
+            if self._verify(step, stored):
+                self._decode(step.part, stored, scratch)
+                self._settle(step)
+
+    def _verify(self, step: Step, stored: ByteArray) -> bool:
+        """Whether the part may be decoded; if not, it is fetched again. Raises when that was tried before."""
+        part = step.part
+        if part.digest is None:
+            return True  # never packed: there is nothing to compare with
+        begun_at_s = time.monotonic()
+        with self._meter.measure(Phase.VERIFY, part.size_bytes):
+            got = blake3(stored.data).digest()
+        right = got == part.digest
+        self._add_span(Phase.VERIFY, part, begun_at_s, right=right)
+        if right:
+            return True
+        if step.number in self._suspect:
+            raise wrong_digest(self._manifest, part, self._source_url, got)
+        self._suspect.add(step.number)
+        self._meter.refetched(part.size_bytes)
+        self._work.fetch_again(step)
+        return False
+
+    def _decode(self, part: Part, stored: ByteArray, scratch: codec.Scratch) -> None:
+        begun_at_s = time.monotonic()
+        try:
+            with self._meter.measure(Phase.DECODE, part.size_bytes):
+                for segment in part.segments:
+                    tensor = self._manifest.tensors[segment.tensor]
+                    codec.decode_planes(
+                        tensor, segment, part.tier, stored.data, self._place(segment), scratch
+                    )
+        except Exception as error:
+            raise blame_part(error, self._manifest, part, self._source_url) from error
+        self._add_span(Phase.DECODE, part, begun_at_s)
+
+    def _add_span(self, phase: Phase, part: Part, begun_at_s: float, **attributes: object) -> None:
+        add_part_span(
+            self._timeline,
+            phase,
+            self._manifest,
+            part,
+            begun_at_s=begun_at_s,
+            ended_at_s=time.monotonic(),
+            **attributes,
+        )
+
+    def _place(self, segment: Segment) -> ByteArray:
+        """The segment's own bytes in its slab."""
+        tensor = self._manifest.tensors[segment.tensor]
+        begin = tensor.offset_bytes + segment.start * tensor.element_bytes
+        return self._slabs[tensor.group][begin : begin + segment.count * tensor.element_bytes]

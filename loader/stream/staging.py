@@ -1,0 +1,81 @@
+"""Where parts wait between the network and the decoder: one fixed mapping, lent out part by part.
+
+First fit by address: while decoding keeps up, the same low, already-faulted pages are used again and again,
+and the rest of the mapping costs no memory. `acquire` does not wait; `work.WorkQueue` does, and its lock
+guards every call here. It does not know what is staged.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..format.manifest import align
+from .arena import ByteArray, map_bytes
+
+ALIGNMENT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Staging memory on loan. `data` (uint8, the bytes asked for) must not be used after the release."""
+
+    offset_bytes: int
+    data: ByteArray
+
+
+class Staging:
+    """At most `capacity_bytes` on loan at a time. Not thread-safe."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Map, but do not touch, whole pages for `capacity_bytes`. Raises `InsufficientMemoryError`."""
+        self.capacity_bytes = align(capacity_bytes, ALIGNMENT_BYTES)
+        self._memory = map_bytes(self.capacity_bytes, what="the loader's staging")
+        self._lent: list[tuple[int, int]] = []  # [start, end) in pages' multiples, by address
+        self.used_bytes = 0
+        self.peak_bytes = 0  # most on loan at once
+        self.touched_bytes = 0  # highest address ever lent: what the mapping costs at most
+
+    def acquire(self, size_bytes: int) -> Buffer | None:
+        """The lowest hole that fits; None when there is none now. Content is undefined.
+
+        Raises `ValueError` for more than `capacity_bytes`, which would never fit.
+        """
+        length = align(size_bytes, ALIGNMENT_BYTES)
+        if length > self.capacity_bytes:
+            raise ValueError(f"{size_bytes} bytes never fit a staging of {self.capacity_bytes}")
+        start = 0
+        for lent_start, lent_end in self._lent:
+            if lent_start - start >= length:
+                break
+            start = lent_end
+        if start + length > self.capacity_bytes:
+            return None
+        insort(self._lent, (start, start + length))
+        self.used_bytes += length
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.touched_bytes = max(self.touched_bytes, start + length)
+        return Buffer(start, self._memory[start : start + size_bytes])
+
+    def release(self, buffer: Buffer) -> None:
+        """Take a loan back. Raises `ValueError` when it is not out."""
+        end = buffer.offset_bytes + align(len(buffer.data), ALIGNMENT_BYTES)
+        self._lent.remove((buffer.offset_bytes, end))
+        self.used_bytes -= end - buffer.offset_bytes
+
+    def unmap(self) -> None:
+        """Give the memory back as soon as no loan looks at it any more. Nothing can be lent after this."""
+        self._memory = np.empty(0, np.uint8)
+        self.capacity_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` when loans overlap, leave the mapping, or do not add up."""
+        end = 0
+        for lent_start, lent_end in self._lent:
+            if lent_start < end or lent_end > self.capacity_bytes:
+                raise RuntimeError(f"staging loan [{lent_start}, {lent_end}) overlaps or leaves the mapping")
+            end = lent_end
+        if sum(lent_end - lent_start for lent_start, lent_end in self._lent) != self.used_bytes:
+            raise RuntimeError("staging loans do not add up")

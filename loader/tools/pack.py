@@ -1,0 +1,174 @@
+"""Pack a model directory into an artifact: read, encode and write in a bounded pipeline, the manifest last.
+
+Any directory with safetensors files packs, whether or not it has a `config.json`. The artifact exists whole
+or not at all: everything is written under names of its own, the manifest is put last and only if nobody else
+put one meanwhile, and on any failure, Ctrl-C included, what was written is removed.
+
+Memory: `threads` + 1 parts are in work. Each takes its tensors' bytes (at most 64 MiB; 32 MiB of bf16), what
+they become (not more), and while it is encoded up to three times its largest tensor's stretch. For bf16 on
+two cores: under 400 MiB.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+
+from ..artifact import is_artifact
+from ..errors import UsageError
+from ..format.checkpoint import Checkpoint, open_checkpoint
+from ..format.manifest import MANIFEST_NAME, Manifest, Part
+from ..format.manifest_json import dump_manifest
+from ..host import available_cores
+from ..sources.base import Source, Store
+from .aliases import find_aliases
+from .blob_writer import BlobWriter
+from .encoder import EncodedPart, Encoder, buffer_bytes
+from .pack_plan import Job, PackPlan, forward_order, plan_pack
+from .progress_bar import TransferProgress, format_bytes
+from .publish import find_replaced, publish, remove_replaced
+
+if TYPE_CHECKING:
+    from .encoder import Bytes
+
+_MAX_THREADS = 16  # beyond it reading and writing are the limit, and each thread holds parts in memory
+
+
+@dataclass(frozen=True, slots=True)
+class PackResult:
+    """`leftover` names objects of the replaced artifact that could not be removed; they only cost space."""
+
+    pin: str  # the artifact's address with its digest
+    manifest: Manifest
+    weight_bytes: int  # of the checkpoint, tied tensors counted as often as they stood there
+    stored_bytes: int
+    leftover: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """A line or two for people."""
+        lines = [
+            f"packed {format_bytes(self.weight_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
+        ]
+        if self.leftover:
+            lines.append(f"  {len(self.leftover)} objects of the replaced artifact could not be removed.")
+        return "\n".join(lines)
+
+
+def pack(
+    source: Source,
+    store: Store,
+    *,
+    force: bool = False,
+    progress: Callable[[TransferProgress], None] | None = None,
+    threads: int | None = None,
+) -> PackResult:
+    """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from this thread.
+
+    `source` and `store` may be the same folder: the artifact then stands beside the safetensors files. An
+    artifact that is there already is replaced only with `force`, in one step; its old objects are then
+    removed, which interrupts a reader that is still loading it. Raises `UsageError` when the source is
+    itself an artifact, `AlreadyExistsError` when the destination holds one or gets one meanwhile,
+    `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is
+    left behind.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
+    if is_artifact(source):
+        raise UsageError(
+            f"{source.url} is an artifact already: it has a {MANIFEST_NAME}",
+            hint="Serve it as it is, or give the folder of the original model.",
+        )
+    replaced = find_replaced(store, force=force)
+    checkpoint = open_checkpoint(source)
+    plan = plan_pack(checkpoint, find_aliases(source, checkpoint, forward_order(checkpoint)))
+    threads = threads or min(_MAX_THREADS, available_cores())
+    writer = BlobWriter(store)
+    try:
+        manifest = _store_content(source, checkpoint, plan, writer, progress=progress, threads=threads)
+        data = dump_manifest(manifest)
+    except BaseException as error:
+        writer.discard(error)
+        raise
+    publish(store, writer, data, replaced)
+    digest = blake3(data).digest()
+    return PackResult(
+        pin=f"{store.url}@b3:{digest.hex()}",
+        manifest=replace(manifest, digest=digest),
+        weight_bytes=checkpoint.weight_bytes,
+        stored_bytes=writer.stored_bytes + len(data),
+        leftover=remove_replaced(store, replaced) if replaced is not None else (),
+    )
+
+
+def _store_content(
+    source: Source,
+    checkpoint: Checkpoint,
+    plan: PackPlan,
+    writer: BlobWriter,
+    *,
+    progress: Callable[[TransferProgress], None] | None,
+    threads: int,
+) -> Manifest:
+    """Write everything but the manifest, and return that."""
+    read_bytes = 0
+    parts: list[Part] = []
+    with closing(_encode_in_order(Encoder(source, checkpoint), plan.jobs, threads)) as results:
+        for job, encoded in results:
+            parts += [_store_part(writer, part) for part in encoded]
+            read_bytes += sum(stretch.size_bytes for stretch in job)
+            if progress is not None:
+                progress(TransferProgress(read_bytes, plan.read_bytes))
+    files = tuple(writer.copy_file(source, info) for info in checkpoint.files)
+    parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order
+    numbered = tuple(replace(part, index=index) for index, part in enumerate(parts))
+    return replace(plan.manifest, blobs=writer.finish(), files=files, parts=numbered)
+
+
+def _encode_in_order(
+    encoder: Encoder, jobs: tuple[Job, ...], threads: int
+) -> Generator[tuple[Job, list[EncodedPart]], None, None]:
+    """Encode jobs in threads; yields each with its parts, which are valid until the next is asked for.
+
+    At most `threads` + 1 jobs are in work, the one yielded included. Closing the iterator stops the threads.
+    """
+    size_bytes = max(map(buffer_bytes, jobs), default=0)
+    buffers = [np.empty(0, np.uint8) for _ in range(threads + 1)]  # made at first use, then reused
+    pending: deque[tuple[Job, Bytes, Future[list[EncodedPart]]]] = deque()
+    waiting = deque(jobs)
+    with ThreadPoolExecutor(threads, thread_name_prefix="teneral-pack") as pool:
+        try:
+            while waiting or pending:
+                while waiting and buffers:
+                    buffer = buffers.pop()
+                    buffer = buffer if buffer.size else np.empty(size_bytes, np.uint8)
+                    job = waiting.popleft()
+                    pending.append((job, buffer, pool.submit(encoder.encode, job, buffer)))
+                job, buffer, future = pending.popleft()
+                yield job, future.result()
+                buffers.append(buffer)
+        finally:
+            encoder.stop()
+            for _, _, future in pending:
+                future.cancel()
+
+
+def _store_part(writer: BlobWriter, encoded: EncodedPart) -> Part:
+    """Its index is set when all parts are known."""
+    blob, offset_bytes = writer.append(encoded.tier, encoded.pieces, encoded.size_bytes)
+    return Part(
+        index=-1,
+        tier=encoded.tier,
+        group=encoded.group,
+        blob=blob,
+        offset_bytes=offset_bytes,
+        size_bytes=encoded.size_bytes,
+        digest=encoded.digest,
+        segments=encoded.segments,
+    )

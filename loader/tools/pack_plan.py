@@ -1,0 +1,113 @@
+"""Decides how a checkpoint is packed, before anything is written: a value made by pure functions.
+
+Knows no stores and no content, but for which tensors turned out to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ... import __version__
+from ..format.checkpoint import Checkpoint
+from ..format.codec import choose_encoding, decoded_plane_bytes
+from ..format.grouping import group_tensors
+from ..format.layout import Stretch, arrange_tensors, cut_parts
+from ..format.manifest import (
+    PLANE_ALIGNMENT_BYTES,
+    Blob,
+    Codec,
+    Manifest,
+    Part,
+    Plane,
+    Segment,
+    Tier,
+    align,
+)
+from ..format.manifest_json import dump_manifest
+
+Job = tuple[Stretch, ...]  # what becomes one draft part and, where it has such a tier, one refine part
+
+
+@dataclass(frozen=True, slots=True)
+class PackPlan:
+    """A manifest that lacks blobs, parts and files yet, and the jobs whose results they will be, in order."""
+
+    manifest: Manifest
+    jobs: tuple[Job, ...]
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(tensor.size_bytes for tensor in self.manifest.tensors)
+
+
+def plan_pack(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> PackPlan:
+    """The plan for all tensors but the aliases, which share the storage of others.
+
+    Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a model.
+    """
+    entries = {name: stored.entry for name, stored in checkpoint.tensors.items() if name not in aliases}
+    groups, tensors = arrange_tensors(
+        {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, choose_encoding
+    )
+    jobs = tuple(job for group in groups for job in cut_parts(tensors[index] for index in group.tensors))
+    manifest = Manifest(
+        generator=f"teneral {__version__}",
+        blobs=(),
+        files=(),
+        groups=groups,
+        tensors=tensors,
+        parts=(),
+        aliases=dict(aliases),
+        metadata=checkpoint.metadata,
+    )
+    dump_manifest(_uncompressed(manifest, jobs))
+    return PackPlan(manifest, jobs)
+
+
+def forward_order(checkpoint: Checkpoint) -> list[str]:
+    """All names, in the order in which a forward pass needs their tensors."""
+    shapes = {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
+    return [name for _, names in group_tensors(shapes) for name in names]
+
+
+def _uncompressed(manifest: Manifest, jobs: tuple[Job, ...]) -> Manifest:
+    """The manifest as it would become if no plane could be compressed."""
+    parts: list[Part] = []
+    blobs: list[Blob] = []
+    for tier in Tier:
+        end = 0
+        for job in jobs:
+            segments, size_bytes = _raw_segments(job, tier)
+            if segments:
+                parts.append(
+                    Part(
+                        index=len(parts),
+                        tier=tier,
+                        group=job[0].tensor.group,
+                        blob=len(blobs),
+                        offset_bytes=end,
+                        size_bytes=size_bytes,
+                        digest=bytes(32),
+                        segments=segments,
+                    )
+                )
+                end += size_bytes
+        if end:
+            blobs.append(Blob(tier.name, end))
+    return replace(manifest, blobs=tuple(blobs), parts=tuple(parts))
+
+
+def _raw_segments(job: Job, tier: Tier) -> tuple[tuple[Segment, ...], int]:
+    """A part's segments in one tier were they stored raw, and the part's size in bytes."""
+    segments: list[Segment] = []
+    end = 0
+    for stretch in job:
+        tensor = stretch.tensor
+        planes: list[Plane] = []
+        for size_bytes in decoded_plane_bytes(tensor.encoding, tier, tensor.element_bytes, stretch.count):
+            planes.append(Plane(Codec.RAW, end, size_bytes))
+            end = align(end + size_bytes, PLANE_ALIGNMENT_BYTES)
+        if planes:
+            segments.append(Segment(tensor.index, stretch.start, stretch.count, tuple(planes)))
+    return tuple(segments), end

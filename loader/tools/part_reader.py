@@ -1,0 +1,111 @@
+"""Reads parts one at a time, checks them, and decodes their segments: what `verify` and `unpack` have in
+common.
+
+Invariant: content is handed out only after the part's digest was found right. Every thread has buffers of
+its own, so memory is bounded by the largest part and the largest segment a thread. Loads for serving go
+through `load.py` instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from blake3 import blake3
+
+from ..errors import IntegrityError
+from ..format.codec import Scratch, decode_planes
+from ..format.manifest import Manifest, Part, Segment
+from ..host import available_cores
+from ..sources.base import Source
+from ..stream.trace import describe_part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MIN_THREADS = 4  # several connections are faster than one, also on a small machine
+MAX_THREADS = 16
+
+
+class PartReader:
+    """Thread-safe. A buffer that a method returns is its thread's own until it calls that method again."""
+
+    def __init__(self, source: Source, manifest: Manifest) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._max_part_bytes = max((part.size_bytes for part in manifest.parts), default=0)
+        segments = (segment for part in manifest.parts for segment in part.segments)
+        self._max_segment_bytes = max(map(self.segment_bytes, segments), default=0)
+        self._own = threading.local()
+
+    def read(self, part: Part) -> memoryview:
+        """The part's verified bytes. Raises `IntegrityError` when they are wrong, and the source's errors."""
+        stored = self._buffer("stored", self._max_part_bytes)[: part.size_bytes].data
+        blob = self._manifest.blobs[part.blob]
+        self._source.read_into(blob.name, part.offset_bytes, stored, version=blob.version)
+        if part.digest is not None:
+            got = blake3(stored).digest()
+            if got != part.digest:
+                where = describe_part(self._manifest, part)
+                raise IntegrityError(
+                    f"{where} has a wrong digest",
+                    where=where,
+                    expected=part.digest.hex(),
+                    got=got.hex(),
+                    hint="Restore the object, or pack the model again.",
+                )
+        return stored
+
+    def decode(self, part: Part, segment: Segment, stored: memoryview, out: Bytes) -> None:
+        """Put what the part says about a segment into `out`; before a refine part it must hold the draft."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = Scratch()
+        tensor = self._manifest.tensors[segment.tensor]
+        decode_planes(tensor, segment, part.tier, stored, out, self._own.scratch)
+
+    def workspace(self, segment: Segment) -> Bytes:
+        """Memory for the segment's decoded bytes, with undefined content."""
+        return self._buffer("decoded", self._max_segment_bytes)[: self.segment_bytes(segment)]
+
+    def segment_bytes(self, segment: Segment) -> int:
+        return segment.count * self._manifest.tensors[segment.tensor].element_bytes
+
+    def _buffer(self, name: str, size_bytes: int) -> Bytes:
+        if not hasattr(self._own, name):
+            setattr(self._own, name, np.empty(size_bytes, np.uint8))
+        buffer: Bytes = getattr(self._own, name)
+        return buffer
+
+
+def map_in_order(
+    function: Callable[[Item], Result], items: Sequence[Item], threads: int | None
+) -> Generator[Result, None, None]:
+    """Results in the order of `items`, which threads work on. Raises what the earliest failing one raised.
+
+    Items are begun in order too. Closing the iterator gives up those not begun, and waits for the others.
+    """
+    threads = threads or default_threads()
+    waiting = deque(items)
+    pending: deque[Future[Result]] = deque()  # bounded, because an artifact may have very many parts
+    with ThreadPoolExecutor(threads, thread_name_prefix="teneral-part") as pool:
+        try:
+            while waiting or pending:
+                while waiting and len(pending) < 4 * threads:
+                    pending.append(pool.submit(function, waiting.popleft()))
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def default_threads() -> int:
+    return min(MAX_THREADS, max(MIN_THREADS, available_cores()))

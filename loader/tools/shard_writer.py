@@ -1,0 +1,214 @@
+"""Safetensors files that parts are decoded into, in any order and from several threads.
+
+Room for all tensors is reserved first; then every part's segments go to their places. The draft of a split
+tensor is written, and read back when its refine part comes, so that memory holds no more than the parts in
+work. Knows no directories: it fills the folder that it is given.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import LoadCancelledError
+from ..format.checkpoint import INDEX_NAME, SINGLE_NAME, SUFFIX
+from ..format.manifest import Manifest, Part, Tensor, Tier
+from ..format.safetensors import TensorSpec, make_header
+from ..sources.base import Source
+from .part_reader import PartReader, map_in_order
+from .progress_bar import TransferProgress
+
+if TYPE_CHECKING:
+    from .part_reader import Bytes
+
+MAX_SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file to be written, with its tensors in the order of their bytes."""
+
+    file_name: str
+    names: tuple[str, ...]
+
+
+def plan_shards(manifest: Manifest, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+    """Which names go into which file; aliases get copies of their own.
+
+    Tensors with large elements come first, so that all are aligned in the file, and otherwise stay in
+    forward order.
+    """
+    names = sorted(manifest.by_name, key=lambda name: -manifest.by_name[name].element_bytes)
+    shards: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name in names:
+        size_bytes = manifest.by_name[name].size_bytes
+        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += size_bytes
+    if len(shards) == 1:
+        return (Shard(SINGLE_NAME, tuple(names)),)
+    return tuple(
+        Shard(f"model-{number:05}-of-{len(shards):05}{SUFFIX}", tuple(members))
+        for number, members in enumerate(shards, start=1)
+    )
+
+
+def write_shards(
+    source: Source,
+    manifest: Manifest,
+    shards: tuple[Shard, ...],
+    folder: Path,
+    *,
+    threads: int | None,
+    progress: Callable[[TransferProgress], None] | None,
+) -> None:
+    """Create the files, and their index if there are several, and decode all parts into them.
+
+    Raises `OSError`, before anything is read, when there is no room; `IntegrityError` naming the bad part;
+    and the source's errors. What it leaves behind on a failure is the caller's to remove.
+    """
+    with ExitStack() as opened:
+        places = _create_files(shards, manifest, folder, opened)
+        unpacker = _PartUnpacker(PartReader(source, manifest), manifest, places)
+        ordered = sorted(manifest.parts, key=lambda part: (part.group, part.tier, part.index))
+        total_bytes = sum(part.size_bytes for part in ordered)
+        done_bytes = 0
+        written = opened.enter_context(closing(map_in_order(unpacker.write, ordered, threads)))
+        for part, _ in zip(ordered, written, strict=True):
+            done_bytes += part.size_bytes
+            if progress is not None:
+                progress(TransferProgress(done_bytes, total_bytes))
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_bytes(_index_of(shards, manifest))
+
+
+def _index_of(shards: tuple[Shard, ...], manifest: Manifest) -> bytes:
+    weight_map = {name: shard.file_name for shard in shards for name in shard.names}
+    total_bytes = sum(manifest.by_name[name].size_bytes for name in weight_map)
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor's bytes begin in an open file."""
+
+    fd: int
+    offset_bytes: int
+
+
+def _create_files(
+    shards: tuple[Shard, ...], manifest: Manifest, folder: Path, opened: ExitStack
+) -> dict[int, list[_Place]]:
+    """Files with headers and room for all tensors. Returns where each goes; a tied one has several places."""
+    places: dict[int, list[_Place]] = {}
+    for shard in shards:
+        tensors = [manifest.by_name[name] for name in shard.names]
+        specs = [
+            TensorSpec(name, tensor.dtype, tensor.shape)
+            for name, tensor in zip(shard.names, tensors, strict=True)
+        ]
+        header, layout = make_header(specs, manifest.metadata, where=shard.file_name)
+        fd = os.open(folder / shard.file_name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        opened.callback(os.close, fd)
+        _reserve(fd, layout.size_bytes)
+        _write_at(fd, memoryview(header), 0)
+        for name, tensor in zip(shard.names, tensors, strict=True):
+            places.setdefault(tensor.index, []).append(_Place(fd, layout.entries[name].begin))
+    return places
+
+
+class _Drafts:
+    """Which groups have all of their draft parts in the files."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._left = Counter(part.group for part in manifest.parts if part.tier is Tier.DRAFT)
+        self._failed: set[int] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def counted(self, group: int) -> Iterator[None]:
+        """The block writes one draft part of the group."""
+        try:
+            yield
+        except BaseException:
+            self._failed.add(group)
+            raise
+        finally:
+            with self._changed:
+                self._left[group] -= 1
+                self._changed.notify_all()
+
+    def wait(self, group: int) -> None:
+        """Until all drafts of the group are written; they must have been begun. Raises when one failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left[group] == 0)
+        if group in self._failed:
+            raise LoadCancelledError("a draft part could not be written")  # whose own error is reported
+
+
+class _PartUnpacker:
+    """Writes parts into the files. Thread-safe: parts of one tier never share elements."""
+
+    def __init__(self, reader: PartReader, manifest: Manifest, places: dict[int, list[_Place]]) -> None:
+        self._reader = reader
+        self._manifest = manifest
+        self._places = places
+        self._drafts = _Drafts(manifest)
+
+    def write(self, part: Part) -> None:
+        """Verify, decode and write one part. Of a group, draft parts must be begun before refine parts."""
+        if part.tier is Tier.DRAFT:
+            with self._drafts.counted(part.group):
+                self._write(part, self._reader.read(part))
+        else:
+            stored = self._reader.read(part)
+            self._drafts.wait(part.group)
+            self._write(part, stored)
+
+    def _write(self, part: Part, stored: memoryview) -> None:
+        for segment in part.segments:
+            tensor = self._manifest.tensors[segment.tensor]
+            offset_bytes = segment.start * tensor.element_bytes
+            out = self._reader.workspace(segment)
+            if part.tier is Tier.REFINE:
+                self._read_draft(tensor, offset_bytes, out)
+            self._reader.decode(part, segment, stored, out)
+            for place in self._places[tensor.index]:
+                _write_at(place.fd, out.data, place.offset_bytes + offset_bytes)
+
+    def _read_draft(self, tensor: Tensor, offset_bytes: int, out: Bytes) -> None:
+        place = self._places[tensor.index][0]
+        view, done = out.data, 0
+        while done < len(view):
+            count = os.preadv(place.fd, [view[done:]], place.offset_bytes + offset_bytes + done)
+            if count == 0:
+                raise OSError("a file that is being written was cut off by somebody else")
+            done += count
+
+
+def _write_at(fd: int, data: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset_bytes + done)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Make the file so large, on the disk where the file system can promise that."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size_bytes)

@@ -1,0 +1,142 @@
+"""Read everything that an artifact stores, and say of every bad part and file which it is.
+
+Digests, sizes, and that every plane decodes to exactly what the manifest declares. What it finds is a value;
+only a manifest that cannot be used at all, and a store that does not answer, are errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+
+from ..artifact import open_artifact, read_file
+from ..errors import ChangedError, FormatError, NotFoundError
+from ..format.manifest import Manifest, Part
+from ..sources.base import Source
+from ..stream.trace import describe_part
+from .part_reader import PartReader, map_in_order
+from .progress_bar import TransferProgress, format_bytes, format_duration
+
+# Errors that say something about the artifact. Others (no network, no permission) say something about this
+# attempt.
+_FINDINGS = (FormatError, NotFoundError, ChangedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`where` is for people; `part` is the bad part itself, None when it is about a file or a whole blob."""
+
+    where: str
+    message: str
+    part: Part | None = None
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message.removeprefix(self.where).lstrip()}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was read and what was wrong with it. `digest` is the manifest's, None for plain safetensors."""
+
+    url: str
+    digest: bytes | None
+    num_parts: int
+    num_files: int
+    read_bytes: int
+    elapsed_s: float
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def render(self) -> str:
+        """A few lines for people, one a problem."""
+        what = f"{self.num_parts} parts and {self.num_files} files, {format_bytes(self.read_bytes)}"
+        took = format_duration(self.elapsed_s)
+        if self.problems:
+            lines = [f"  {problem}" for problem in self.problems]
+            return "\n".join([f"damaged: {len(self.problems)} of {what}, in {self.url}", *lines])
+        if self.digest is None:
+            return (
+                f"readable: {what}, in {took}\n"
+                "  Plain safetensors carry no digests, so nothing says whether these are the right bytes."
+            )
+        return f"intact: {what}, in {took}\n  {self.url}@b3:{self.digest.hex()}"
+
+
+def verify(
+    source: Source,
+    *,
+    digest: bytes | None = None,
+    threads: int | None = None,
+    progress: Callable[[TransferProgress], None] | None = None,
+) -> VerifyReport:
+    """Read and check every blob, part and file. Blocks; `progress` is called from this thread.
+
+    With `digest`, the manifest must have that one. Raises `ManifestError`, `IntegrityError` for another
+    manifest than the pinned one, `CheckpointError`, `NotFoundError` where there is no artifact, and errors
+    of a store that does not answer. Memory: a part and a decoded part a thread, at most 130 MiB each; of
+    bf16, 46 MiB.
+    """
+    started_s = time.monotonic()
+    manifest = open_artifact(source, digest=digest)
+    reader = PartReader(source, manifest)
+    problems = _check_blobs(source, manifest)
+    total_bytes = sum(part.size_bytes for part in manifest.parts)
+    total_bytes += sum(file.size_bytes for file in manifest.files)
+    done_bytes = 0
+
+    def check(part: Part) -> Problem | None:
+        return _check_part(reader, manifest, part)
+
+    with closing(map_in_order(check, manifest.parts, threads)) as results:
+        for part, problem in zip(manifest.parts, results, strict=True):
+            problems += [problem] if problem is not None else []
+            done_bytes += part.size_bytes
+            if progress is not None:
+                progress(TransferProgress(done_bytes, total_bytes))
+    for file in manifest.files:
+        try:
+            read_file(source, manifest, file.name)
+        except _FINDINGS as error:
+            problems.append(Problem(f"file {file.name} ({file.path})", error.message))
+        done_bytes += file.size_bytes
+        if progress is not None:
+            progress(TransferProgress(done_bytes, total_bytes))
+    return VerifyReport(
+        url=source.url,
+        digest=manifest.digest,
+        num_parts=len(manifest.parts),
+        num_files=len(manifest.files),
+        read_bytes=total_bytes,
+        elapsed_s=time.monotonic() - started_s,
+        problems=tuple(problems),
+    )
+
+
+def _check_blobs(source: Source, manifest: Manifest) -> list[Problem]:
+    """Blobs of another size than they should have. Absent ones show with each of their parts."""
+    problems: list[Problem] = []
+    for blob in manifest.blobs:
+        try:
+            size_bytes = source.stat(blob.name).size_bytes
+        except NotFoundError:
+            continue
+        if size_bytes != blob.size_bytes:
+            problems.append(
+                Problem(f"blob {blob.name}", f"it has {size_bytes} bytes, and should have {blob.size_bytes}")
+            )
+    return problems
+
+
+def _check_part(reader: PartReader, manifest: Manifest, part: Part) -> Problem | None:
+    try:
+        stored = reader.read(part)
+        for segment in part.segments:
+            reader.decode(part, segment, stored, reader.workspace(segment))
+    except _FINDINGS as error:
+        return Problem(describe_part(manifest, part), error.message, part)
+    return None

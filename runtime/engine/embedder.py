@@ -1,0 +1,305 @@
+"""Batches what several callers want embedded, and runs the encoder over it in one thread.
+
+Texts are taken in the order in which they came, of one call the longest first so that a batch holds texts of
+similar length; a long call is spread over batches. Invariant: a call is resolved by whoever takes it out of
+the queue, and never with a lock held. Nothing is known here of text or tokenizers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError
+from ...loader.timeline import Timeline
+from ..errors import CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_LOST = (SourceError, FormatError, LoadCancelledError)  # what no later batch can mend
+NUM_TIMED_BATCHES = 8  # batches that the timeline shows: it is about the beginning of an instance's life
+
+
+class EncoderLimits(Protocol):
+    """What bounds a model's texts."""
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class EncoderLike(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def config(self) -> EncoderLimits: ...
+
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
+        """(N, dim) float32 on the CPU, in the order of the texts. May wait for weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderStatistics:
+    """A moment's view; totals count from the start."""
+
+    queued: int  # calls that have not ended
+    batches_total: int
+    texts_total: int
+    tokens_total: int  # without padding
+    embed_s_total: float
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    token_lists: list[list[int]]
+    future: Future[np.ndarray]
+    left: list[int]  # indices of the texts not taken yet, the longest last
+    num_missing: int  # texts without their embedding
+    claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
+    embeddings: np.ndarray | None = field(default=None)  # (N, dim) float32, once the first batch tells dim
+
+
+class Embedder:
+    """`start` it once and `stop` it at the end. Calls that come before `start` wait for it."""
+
+    def __init__(
+        self,
+        model: EncoderLike,
+        *,
+        max_queued: int = 256,
+        max_batch_tokens: int = 8_192,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`max_queued` calls may wait beside the one that is worked on. A batch has up to `max_batch_tokens`,
+        padding included, or a single text.
+        """
+        self._model = model
+        self.max_tokens = model.config.max_tokens
+        self._max_queued = max_queued
+        self._max_batch_tokens = max_batch_tokens
+        self._timeline = timeline
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()  # guards all that follows
+        self._calls: list[_Call] = []
+        self._refusal: TeneralError | None = None  # why nothing new is taken
+        self._is_stopping = False
+        self._num_batches = 0
+        self._num_texts = 0
+        self._num_tokens = 0
+        self._embed_s = 0.0
+
+    # -- for any thread --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, which sleeps while there is nothing to do."""
+        with self._changed:
+            if self._thread is not None or self._is_stopping:
+                raise RuntimeError("an embedder can be started once, before it is stopped")
+            # Daemon: a batch that waits for weights cannot be interrupted, and must not keep the process.
+            self._thread = threading.Thread(target=self._run, name="teneral-embedder", daemon=True)
+            self._thread.start()
+
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """Resolves to a new array (N, dim) float32, one row for each text; the model may have failed instead.
+
+        Tokens include the special ones. The future can be cancelled while none of its texts is worked on.
+        Raises RequestError (nothing to embed, an unknown token), ContextLengthError, CapacityError,
+        DrainingError, or the error that cost the embedder its weights. Then nothing was begun.
+        """
+        self._check(token_lists)
+        texts = [list(tokens) for tokens in token_lists]
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        call = _Call(texts, Future(), by_length, len(texts))
+        with self._changed:
+            if self._refusal is not None:
+                # Without the traceback of the last time, to which each raise would add.
+                raise self._refusal.with_traceback(None)
+            if len(self._calls) > self._max_queued:
+                raise CapacityError(
+                    f"{len(self._calls)} calls are running or waiting: that is all that this instance takes",
+                    hint="Try again later, or run more instances.",
+                )
+            self._calls.append(call)
+            self._changed.notify_all()
+        # A cancelled call gives its place back at once.
+        call.future.add_done_callback(lambda _: self._take_out([call]))
+        return call.future
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; the
+        rest gets a DrainingError. Does not wait for the thread: `stop` does.
+        """
+        with self._changed:
+            self._refusal = self._refusal or _shutting_down()
+            finished = self._changed.wait_for(lambda: not self._calls, timeout_s)
+        self._shut_down()
+        return finished
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """Ends every call now (DrainingError), and the thread after its batch. False when the thread goes on
+        after `timeout_s`, as it does while its batch waits for weights: cancel their load first.
+        """
+        self._shut_down()
+        if self._thread is None:
+            return True
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def statistics(self) -> EmbedderStatistics:
+        with self._changed:
+            return EmbedderStatistics(
+                queued=len(self._calls),
+                batches_total=self._num_batches,
+                texts_total=self._num_texts,
+                tokens_total=self._num_tokens,
+                embed_s_total=self._embed_s,
+            )
+
+    def _check(self, token_lists: Sequence[Sequence[int]]) -> None:
+        if not token_lists:
+            raise RequestError("there is nothing to embed", param="input")
+        limits = self._model.config
+        for position, tokens in enumerate(token_lists):
+            if not tokens:
+                raise RequestError(f"input {position} is empty", param="input")
+            if len(tokens) > limits.max_tokens:
+                raise ContextLengthError(
+                    f"input {position} has {len(tokens)} tokens, the model takes up to {limits.max_tokens}",
+                    param="input",
+                    hint="Shorten it, or split it and embed the parts.",
+                )
+            if not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+                raise RequestError(
+                    f"input {position} has a token that is not of the model's, 0 to {limits.vocab_size - 1}",
+                    param="input",
+                )
+
+    def _shut_down(self) -> None:
+        with self._changed:
+            self._refusal = self._refusal or _shutting_down()
+            self._is_stopping = True
+            calls = self._take_out(self._calls)
+        _fail(calls, _shutting_down())
+
+    # -- the embedder's thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            try:
+                self._embed_batch(batch)
+            except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
+                self._fail_batch(error, batch)
+
+    def _next_batch(self) -> list[tuple[_Call, int]] | None:
+        """Sleeps until there are texts and takes some as (call, index). None: the embedder stops."""
+        with self._changed:
+            while True:
+                if self._is_stopping:
+                    return None
+                batch = self._take_texts()
+                if batch:
+                    return batch
+                self._changed.wait()
+
+    def _take_texts(self) -> list[tuple[_Call, int]]:
+        batch: list[tuple[_Call, int]] = []
+        longest = 0
+        for call in self._calls:
+            while call.left:
+                longest = max(longest, len(call.token_lists[call.left[-1]]))
+                if batch and longest * (len(batch) + 1) > self._max_batch_tokens:
+                    return batch
+                if not _claim(call):
+                    break
+                batch.append((call, call.left.pop()))
+        return batch
+
+    def _embed_batch(self, batch: list[tuple[_Call, int]]) -> None:
+        texts = [call.token_lists[index] for call, index in batch]
+        start_s = time.monotonic()
+        embeddings = self._model.embed(texts).numpy()  # (len(batch), dim) float32
+        end_s = time.monotonic()
+        complete = []
+        for (call, index), row in zip(batch, embeddings, strict=True):
+            if call.embeddings is None:
+                call.embeddings = np.empty((len(call.token_lists), len(row)), dtype=np.float32)
+            call.embeddings[index] = row
+            call.num_missing -= 1
+            if not call.num_missing:
+                complete.append(call)
+        self._count(texts, start_s, end_s)
+        for call in self._take_out(complete):
+            assert call.embeddings is not None
+            call.future.set_result(call.embeddings)
+
+    def _count(self, texts: list[list[int]], start_s: float, end_s: float) -> None:
+        num_tokens = sum(len(tokens) for tokens in texts)
+        if self._timeline is not None and self._num_batches < NUM_TIMED_BATCHES:
+            origin_s = self._timeline.started_at
+            self._timeline.add(
+                "execute",
+                f"batch {self._num_batches}",
+                start_s - origin_s,
+                end_s - origin_s,
+                texts=len(texts),
+                tokens=num_tokens,
+            )
+        with self._changed:
+            self._num_batches += 1
+            self._num_texts += len(texts)
+            self._num_tokens += num_tokens
+            self._embed_s += end_s - start_s
+
+    def _fail_batch(self, error: Exception, batch: list[tuple[_Call, int]]) -> None:
+        """Ends the calls of a batch that failed; all calls, now and later, if weights are lost."""
+        logger.error("a batch failed: %s", error, exc_info=error)
+        if isinstance(error, TeneralError):
+            failure = error
+        else:
+            failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        with self._changed:
+            calls = list({id(call): call for call, _ in batch}.values())
+            if isinstance(failure, WEIGHTS_LOST):
+                self._refusal = self._refusal or failure
+                calls = list(self._calls)
+        _fail(self._take_out(calls), failure)
+
+    def _take_out(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Those of the calls that were still in the queue and not cancelled: they are the taker's to resolve."""
+        with self._changed:
+            present = [call for call in calls if call in self._calls]
+            self._calls = [call for call in self._calls if call not in present]
+            self._changed.notify_all()
+            return [call for call in present if _claim(call)]
+
+
+def _claim(call: _Call) -> bool:
+    """Whether the call is to be resolved, which its owner can then prevent no more. Call it under the lock: a future
+    may be asked only once.
+    """
+    if call.claimed is None:
+        call.claimed = call.future.set_running_or_notify_cancel()
+    return call.claimed
+
+
+def _fail(calls: Sequence[_Call], error: TeneralError) -> None:
+    for call in calls:
+        call.future.set_exception(error)
+
+
+def _shutting_down() -> DrainingError:
+    return DrainingError("the instance is shutting down", hint="Ask another instance.")

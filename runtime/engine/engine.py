@@ -1,0 +1,437 @@
+"""The step loop: takes requests, runs the model over all that go on together, hands out their tokens.
+
+One thread does all the work, a step at a time: decide (`scheduler`), reserve blocks, one forward pass over
+the tokens of every sequence that takes part, choose the next tokens (`sampling`), tell (`generation`).
+Sequences join and leave between steps. Submitting and cancelling work from any thread, also while a pass
+waits for weights.
+
+Invariants: blocks are reserved and released, and sequences moved between queue and running, only under the
+lock. A sequence's blocks are free before its last event can be seen; if it is cancelled or shut down in the
+middle of a step, as soon as that step is over. Events are handed out with no lock held. Whatever fails, the
+thread lives and each sequence gets its last event. Nothing is known here of HTTP, and of text only how to
+detokenise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError, UsageError
+from ...loader.timeline import Timeline
+from ..errors import CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+from ..kv.blocks import BlockAllocator
+from ..text.detokenizer import DetokenizerSource
+from .batch import StepBatch
+from .generation import Generation, OnEvent
+from .options import EngineOptions, EngineStatistics
+from .requests import FinishReason, GenerationEvent, GenerationRequest
+from .sampling import choose_tokens
+from .scheduler import Share, StepPlan, plan_step
+from .sequence import Choice
+from .sequence import Sequence as TokenSequence
+from .step_batch import build_batch
+from .trace import EngineTimeline, OnLayer
+
+__all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
+
+logger = logging.getLogger(__name__)
+
+NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
+WEIGHTS_LOST = (SourceError, FormatError, LoadCancelledError)  # what no later forward pass can mend
+
+
+class DecoderLimits(Protocol):
+    """What bounds a model's sequences."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class DecoderLike(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def config(self) -> DecoderLimits: ...
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """The size of one block of `block_size` tokens in what `new_kv` makes."""
+
+    def new_kv(self, num_blocks: int, block_size: int) -> Any:
+        """Storage for keys and values, for `forward`; its memory is not touched before it is written."""
+
+    def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Logits (R, vocab) float32 of the batch's `logit_rows`; R may be 0. May wait for weights."""
+
+
+class Engine:
+    """`start` it once and `stop` it at the end. Requests submitted before `start` wait for it."""
+
+    def __init__(
+        self,
+        model: DecoderLike,
+        tokenizer: DetokenizerSource,
+        *,
+        options: EngineOptions,
+        timeline: Timeline | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens."""
+        self.options = options
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._timeline = EngineTimeline(timeline)
+        self._limits = options.scheduler_limits()
+        block_size = options.block_size
+        bytes_per_block = model.kv_block_bytes(block_size)
+        num_blocks = options.kv_bytes // bytes_per_block
+        wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
+        # Tokens of prompt and answer together; fewer than wanted when the pool holds fewer.
+        self.max_context = min(wanted_context, num_blocks * block_size)
+        if self.max_context < 2:
+            num_wanted_blocks = -(-wanted_context // block_size)
+            raise UsageError(
+                f"a KV pool of {options.kv_bytes} bytes is too small: {block_size} tokens need "
+                f"{bytes_per_block}",
+                key="kv_bytes",
+                hint=f"A context of {wanted_context} tokens takes {num_wanted_blocks * bytes_per_block}.",
+            )
+        self._kv_bytes = num_blocks * bytes_per_block
+        self._kv = model.new_kv(num_blocks, block_size)
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()  # guards all that follows
+        self._allocator = BlockAllocator(num_blocks)
+        self._waiting: deque[TokenSequence] = deque()
+        self._running: list[TokenSequence] = []  # in the order of admission
+        self._refusal: TeneralError | None = None  # why nothing new is taken
+        self._is_stopping = False
+        self._some_ended_early = False  # sequences to forget, which ended outside of a step
+        self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
+        self._num_ended: Counter[FinishReason] = Counter()
+        self._num_steps = 0
+        self._forward_s = 0.0
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._num_computed_tokens = 0
+        self._num_preemptions = 0
+
+    # -- for any thread --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the thread, which sleeps while there is nothing to do."""
+        with self._changed:
+            if self._thread is not None or self._is_stopping:
+                raise RuntimeError("an engine can be started once, before it is stopped")
+            # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
+            self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
+            self._thread.start()
+
+    def submit(self, request: GenerationRequest, on_event: OnEvent | None = None) -> Generation:
+        """Queues the request and returns at once.
+
+        `on_event` gets the events in order, as a rule from the engine's thread, which it must not hold up;
+        from the caller's when it cancels, stops the engine or asks for no tokens. If it raises, its sequence
+        is cancelled.
+
+        `max_tokens` beyond the end of the context is no error: the sequence ends there with LENGTH. Raises
+        ContextLengthError, RequestError (a token that the model does not have), CapacityError, DrainingError,
+        or the error that cost the engine its weights. Then nothing was begun.
+        """
+        self._check(request)
+        max_new_tokens = self.max_context - len(request.prompt_tokens)
+        if request.max_tokens is not None:
+            max_new_tokens = min(max_new_tokens, request.max_tokens)
+        generation = Generation(request, on_event, on_end=self._on_end)
+        sequence = TokenSequence(
+            generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
+        )
+        with self._changed:
+            if self._refusal is not None:
+                # Without the traceback of the last time, to which each raise would add.
+                raise self._refusal.with_traceback(None)
+            if max_new_tokens > 0:
+                self._require_place()
+                self._waiting.append(sequence)
+                self._changed.notify_all()
+        if max_new_tokens == 0:
+            generation.emit(GenerationEvent("", (), finish_reason=FinishReason.LENGTH))
+        return generation
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; what
+        has not ended in time gets its last event (ERROR, DrainingError). Does not wait for the thread: `stop`
+        does.
+        """
+        with self._changed:
+            self._refuse(_shutting_down())
+            finished = self._changed.wait_for(self._all_ended, timeout_s)
+        self._shut_down()
+        return finished
+
+    def stop(self, timeout_s: float = 1.0) -> bool:
+        """Ends every sequence now (ERROR, DrainingError), and the thread after its step. False when the
+        thread goes on after `timeout_s`, as it does while its pass waits for weights: cancel their load
+        first.
+        """
+        self._shut_down()
+        if self._thread is None:
+            return True
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def statistics(self) -> EngineStatistics:
+        with self._changed:
+            return EngineStatistics(
+                running=len(self._running),
+                queued=len(self._waiting),
+                num_blocks=self._allocator.num_blocks,
+                free_blocks=self._allocator.free_count,
+                block_size=self.options.block_size,
+                kv_bytes=self._kv_bytes,
+                max_context=self.max_context,
+                steps_total=self._num_steps,
+                forward_s_total=self._forward_s,
+                prompt_tokens_total=self._num_prompt_tokens,
+                output_tokens_total=self._num_output_tokens,
+                computed_tokens_total=self._num_computed_tokens,
+                preemptions_total=self._num_preemptions,
+                ended_total=dict(self._num_ended),
+            )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless sequences and block pool agree. For tests; waits for no step."""
+        with self._changed:
+            self._allocator.check_integrity()
+            holders = Counter(block for sequence in self._running for block in sequence.blocks)
+            for block in range(self._allocator.num_blocks):
+                assert self._allocator.reference_count(block) == holders[block], f"block {block} leaked"
+            for sequence in self._running:
+                assert sequence.num_computed <= sequence.num_blocks * self.options.block_size
+                assert sequence.num_computed <= sequence.num_tokens <= self.max_context
+            assert not any(sequence.blocks or sequence.num_computed for sequence in self._waiting)
+            assert len(self._running) <= self.options.max_running
+
+    # -- the engine's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                try:
+                    plan = self._next_plan()
+                    if plan is None:
+                        return
+                    self._execute(plan.shares)
+                except Exception as error:  # a bug of ours: nobody may be left waiting for ever
+                    logger.exception("the engine failed")
+                    self._fail_all(_as_teneral_error(error))
+
+    def _next_plan(self) -> StepPlan[TokenSequence] | None:
+        """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
+        with self._changed:
+            while True:
+                if self._some_ended_early:
+                    self._forget_ended()
+                if self._is_stopping:
+                    # Whoever stops the engine gives these their last events, maybe after this thread has gone.
+                    for sequence in (*self._running, *self._waiting):
+                        self._forget(sequence)
+                    return None
+                if self._running or self._waiting:
+                    break
+                self._changed.wait()
+            plan = plan_step(self._running, self._waiting, self._allocator.free_count, self._limits)
+            assert plan.shares, "the oldest sequence can always go on"
+            self._apply(plan)
+            return plan
+
+    def _apply(self, plan: StepPlan[TokenSequence]) -> None:
+        for sequence in plan.preempted:
+            self._running.remove(sequence)
+            self._allocator.release(sequence.forget_computed())
+            self._waiting.appendleft(sequence)
+        self._num_preemptions += len(plan.preempted)
+        for sequence in plan.admitted:
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+            if sequence.generation.mark_started():
+                self._num_prompt_tokens += sequence.num_prompt_tokens
+        for share in plan.shares:
+            if share.num_new_blocks:
+                held = share.sequence.blocks
+                new = self._allocator.allocate(share.num_new_blocks, after=held[-1] if held else None)
+                share.sequence.blocks = (*held, *new)
+
+    def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
+        choosing = [share.sequence for share in shares if share.is_last]
+        try:
+            logits = self._forward(build_batch(shares, self.options.block_size))
+            choices = choose_tokens(logits, [sequence.sampling for sequence in choosing])
+        except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
+            self._fail_step(_as_teneral_error(error), [share.sequence for share in shares])
+            return
+        for share in shares:
+            share.sequence.num_computed += share.num_tokens
+        events = [
+            (sequence, _accept(sequence, choice))
+            for sequence, choice in zip(choosing, choices, strict=True)
+            if not sequence.generation.ended
+        ]
+        with self._changed:
+            self._num_computed_tokens += sum(share.num_tokens for share in shares)
+            if len(events) < len(choosing):
+                # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
+                self._some_ended_early = True
+            for sequence, event in events:
+                self._num_output_tokens += len(event.tokens)
+                if event.finish_reason is not None:
+                    self._forget(sequence)
+        for sequence, event in events:
+            sequence.generation.emit(event)
+
+    def _forward(self, batch: StepBatch) -> torch.Tensor:
+        step = self._num_steps
+        start_s = time.monotonic()
+        try:
+            return self._model.forward(batch, self._kv, on_layer=self._timeline.on_layer(step))
+        finally:
+            end_s = time.monotonic()
+            self._num_steps += 1
+            self._forward_s += end_s - start_s
+            self._timeline.add_step(step, batch, start_s, end_s)
+
+    def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
+        """Ends the sequences of a step that failed; all sequences, now and later, if weights are lost."""
+        if isinstance(failure, WEIGHTS_LOST):
+            self._fail_all(failure)
+            return
+        logger.error("a step failed: %s", failure.message, exc_info=failure)
+        with self._changed:
+            for sequence in sequences:
+                self._forget(sequence)
+        for sequence in sequences:
+            sequence.generation.emit(_error_event(failure))
+
+    def _fail_all(self, failure: TeneralError) -> None:
+        with self._changed:
+            self._refuse(failure)
+            sequences = [*self._running, *self._waiting]
+            for sequence in sequences:
+                self._forget(sequence)
+        for sequence in sequences:
+            sequence.generation.emit(_error_event(failure))
+
+    # -- under the lock --------------------------------------------------------------------------------------
+
+    def _forget(self, sequence: TokenSequence) -> None:
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        self._allocator.release(sequence.forget_computed())
+
+    def _forget_ended(self) -> None:
+        self._some_ended_early = False
+        for sequence in (*self._running, *self._waiting):
+            if sequence.generation.ended:
+                self._forget(sequence)
+
+    def _all_ended(self) -> bool:
+        return all(sequence.generation.ended for sequence in (*self._running, *self._waiting))
+
+    def _refuse(self, refusal: TeneralError) -> None:
+        self._refusal = self._refusal or refusal
+
+    def _require_place(self) -> None:
+        num_taken = len(self._waiting) + len(self._running)
+        if num_taken < self.options.max_queued + self.options.max_running:
+            return
+        ends_s = self._recent_ends_s
+        between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else 0.0
+        raise CapacityError(
+            f"{num_taken} requests are running or waiting: that is all that this instance takes",
+            retry_after_s=min(max(between_ends_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
+            hint="Try again later, or run more instances.",
+        )
+
+    # -- whatever the thread ---------------------------------------------------------------------------------
+
+    def _check(self, request: GenerationRequest) -> None:
+        limits = self._model.config
+        num_prompt = len(request.prompt_tokens)
+        num_at_least = num_prompt if request.max_tokens == 0 else num_prompt + 1
+        if num_at_least > self.max_context:
+            hint = "Shorten the prompt."
+            if self.max_context < limits.max_context:
+                hint += f" The model itself allows {limits.max_context}; the server gives it less room."
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, but with its answer it may have {self.max_context}",
+                param="prompt",
+                hint=hint,
+            )
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for param, tokens in (("prompt", request.prompt_tokens), ("logit_bias", biased)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+                raise RequestError(
+                    f"{param} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
+                    param=param,
+                )
+
+    def _on_end(self, generation: Generation, reason: FinishReason) -> None:
+        """A generation's last event is about to be seen; called by the thread that ends it."""
+        with self._changed:
+            self._num_ended[reason] += 1
+            self._recent_ends_s.append(time.monotonic())
+            # Its place in the queue is free at once; blocks may be in use by the step that is running.
+            waiting = next((each for each in self._waiting if each.generation is generation), None)
+            if waiting is not None:
+                self._waiting.remove(waiting)
+            self._some_ended_early = True
+            self._changed.notify_all()
+        self._timeline.add_request(generation, reason)
+
+    def _shut_down(self) -> None:
+        with self._changed:
+            self._refuse(_shutting_down())
+            self._is_stopping = True
+            sequences = [*self._running, *self._waiting]
+            self._changed.notify_all()
+        for sequence in sequences:
+            sequence.generation.emit(_error_event(_shutting_down()))
+
+
+def _accept(sequence: TokenSequence, choice: Choice | ModelError) -> GenerationEvent:
+    if isinstance(choice, ModelError):
+        return _error_event(choice)
+    try:
+        return sequence.accept(choice)
+    except Exception as error:  # of the tokenizer's decoder: it must not end the other sequences
+        logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
+        return _error_event(_as_teneral_error(error))
+
+
+def _error_event(error: TeneralError) -> GenerationEvent:
+    return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
+
+
+def _shutting_down() -> DrainingError:
+    return DrainingError("the instance is shutting down", hint="Ask another instance.")
+
+
+def _as_teneral_error(error: Exception) -> TeneralError:
+    if isinstance(error, TeneralError):
+        return error
+    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

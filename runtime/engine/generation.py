@@ -1,0 +1,188 @@
+"""The caller's handle on one sequence: its events in order, its result, its cancellation.
+
+Invariant: exactly one event has a finish reason, and it is the last, whoever ends the sequence first (the
+engine, the caller, or a shutdown). Events may be written from any thread. `on_event` is never called twice at
+once, nor while a lock is held, so it may call anything, this handle included. Nothing is known here of the
+model or of scheduling.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..errors import ModelError
+from .requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+
+logger = logging.getLogger(__name__)
+
+OnEvent = Callable[[GenerationEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Moments on `time.monotonic()`'s clock; None: has not happened."""
+
+    queued_s: float
+    started_s: float | None = None  # first taken into a step
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """All events of one sequence together."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+    timings: RequestTimings
+
+
+class Generation:
+    """Made by `Engine.submit`. Iterate over it, call `result`, or have given an `on_event`; all may be
+    combined.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        on_event: OnEvent | None = None,
+        *,
+        on_end: Callable[[Generation, FinishReason], None] | None = None,
+    ) -> None:
+        """`on_end` is called once, by the thread that ends the sequence, before its last event is seen."""
+        self.request = request
+        self._on_event = on_event
+        self._on_end = on_end
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # an event was added
+        self._finished = threading.Condition(lock)  # the last one was; so `result` does not wake for each
+        self._events: list[GenerationEvent] = []
+        self._num_delivered = 0  # events that `on_event` has been called with
+        self._is_delivering = False
+        self._ended = False
+        self._queued_s = time.monotonic()
+        self._started_s: float | None = None
+        self._first_token_s: float | None = None
+        self._finished_s: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """None while the sequence goes on."""
+        with self._changed:
+            return self._events[-1].finish_reason if self._events else None
+
+    @property
+    def timings(self) -> RequestTimings:
+        return RequestTimings(self._queued_s, self._started_s, self._first_token_s, self._finished_s)
+
+    def cancel(self) -> None:
+        """Ends the sequence now, from any thread; nothing happens when it has ended. What it holds of the KV
+        pool is free again when the step that is running now is over.
+        """
+        self.emit(GenerationEvent("", (), finish_reason=FinishReason.CANCELLED))
+
+    def events(self, timeout_s: float | None = None) -> Iterator[GenerationEvent]:
+        """All events from the first to the last; waits for those to come. Raises TimeoutError when none comes
+        within `timeout_s`. May be called more than once.
+        """
+        index = 0
+        while True:
+            event = self._wait_for(index, timeout_s)
+            yield event
+            if event.finish_reason is not None:
+                return
+            index += 1
+
+    def __iter__(self) -> Iterator[GenerationEvent]:
+        return self.events()
+
+    def result(self, timeout_s: float | None = None) -> GenerationResult:
+        """Waits for the end. A cancelled sequence gives what it had; a failed one raises its error;
+        TimeoutError after `timeout_s` altogether.
+        """
+        with self._changed:
+            if not self._finished.wait_for(lambda: self.finish_reason is not None, timeout_s):
+                raise TimeoutError(f"request {self.request.request_id} has not ended within {timeout_s:g} s")
+            events = list(self._events)
+        last = events[-1]
+        if last.finish_reason is None or last.finish_reason is FinishReason.ERROR:
+            raise last.error or ModelError("the sequence failed without saying why")
+        return GenerationResult(
+            text="".join(event.text for event in events),
+            tokens=tuple(token for event in events for token in event.tokens),
+            logprobs=tuple(logprob for event in events for logprob in event.logprobs),
+            finish_reason=last.finish_reason,
+            timings=self.timings,
+        )
+
+    def mark_started(self) -> bool:
+        """For the engine: the sequence takes part in a step. True the first time only."""
+        if self._started_s is not None:
+            return False
+        self._started_s = time.monotonic()
+        return True
+
+    def emit(self, event: GenerationEvent) -> bool:
+        """For the engine: adds an event. False, and nothing happens, when the sequence has ended already."""
+        now_s = time.monotonic()
+        with self._changed:
+            if self._ended:
+                return False
+            if event.tokens and self._first_token_s is None:
+                self._first_token_s = now_s
+            if event.finish_reason is None:
+                self._append(event)
+            else:
+                self._finished_s = now_s
+                self._ended = True  # from here on nobody else adds an event
+        if event.finish_reason is not None:
+            if self._on_end is not None:
+                self._on_end(self, event.finish_reason)
+            with self._changed:
+                self._append(event)
+        self._deliver()
+        return True
+
+    def _append(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._changed.notify_all()
+        if event.finish_reason is not None:
+            self._finished.notify_all()
+
+    def _deliver(self) -> None:
+        """Calls `on_event` with what it has not seen yet, unless a thread is about that already: then it
+        comes to the new events next.
+        """
+        if self._on_event is None:
+            return
+        is_mine = False
+        while True:
+            with self._changed:
+                if self._is_delivering and not is_mine:
+                    return
+                is_mine = self._is_delivering = self._num_delivered < len(self._events)
+                if not is_mine:
+                    return
+                event = self._events[self._num_delivered]
+                self._num_delivered += 1
+            try:
+                self._on_event(event)
+            except Exception:  # the caller's code: it must not end the thread that serves everybody
+                logger.exception("request %s: on_event raised; cancelled", self.request.request_id)
+                self.cancel()
+
+    def _wait_for(self, index: int, timeout_s: float | None) -> GenerationEvent:
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._events) > index, timeout_s):
+                raise TimeoutError(f"request {self.request.request_id}: no event within {timeout_s:g} s")
+            return self._events[index]

@@ -1,0 +1,113 @@
+"""What a caller asks of the engine, and what comes back, as values. No text is tokenised here and no HTTP
+is known.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from ...loader.errors import TeneralError
+from ..errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1_024
+MAX_TOP_LOGPROBS = 20
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are plain sampling from the model's distribution.
+
+    Order of application: logit bias, repetition/presence/frequency penalties, temperature, top-k, top-p,
+    min-p.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None  # the same seed, prompt and parameters give the same tokens on the same machine
+
+    def __post_init__(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, 1 << 31)
+        _in_range("top_p", self.top_p, 0.0, 1.0)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        for _, bias in self.logit_bias:
+            _in_range("logit_bias", bias, -100.0, 100.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate. The prompt has its special tokens already."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    max_tokens: int | None = None  # None: until the context is full
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()  # never part of the text that is given out
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens:
+            raise RequestError("the prompt is empty", param="prompt")
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 0, 1 << 31)
+        if len(self.stop) > MAX_STOP_STRINGS or any(
+            not 0 < len(text) <= MAX_STOP_STRING_CHARS for text in self.stop
+        ):
+            raise RequestError(
+                f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
+                param="stop",
+            )
+        if self.num_top_logprobs is not None:
+            _in_range("top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms under the model's own distribution (after penalties and bias, before temperature
+    and filters).
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEvent:
+    """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a
+    possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has the `error`.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: TeneralError | None = None
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
+    # not (low <= value <= high) would let NaN through in the other spelling
+    if isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}, but must be from {low:g} to {high:g}", param=name)

@@ -1,0 +1,81 @@
+"""What an engine writes to the timeline: its first forward passes, and when its first requests waited, began
+and ended.
+
+The timeline is about the beginning of an instance's life, so both are bounded in number. Without a timeline
+nothing is written. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ...loader.timeline import Timeline
+from .batch import StepBatch
+from .generation import Generation
+from .requests import FinishReason
+
+NUM_STEPS = 8
+NUM_REQUESTS = 1_000
+
+OnLayer = Callable[[int, str, float, float], None]  # index, name; start and end on `time.monotonic()`'s clock
+
+
+class EngineTimeline:
+    """Spans in lane "execute" (layers of the first pass, then passes) and in lane "request"."""
+
+    def __init__(self, timeline: Timeline | None) -> None:
+        self._timeline = timeline
+        self._num_requests = 0
+        self._lock = threading.Lock()
+
+    def on_layer(self, step: int) -> OnLayer | None:
+        """What the model calls after each layer of this step, the first being 0; None: it need not."""
+        timeline = self._timeline
+        if timeline is None or step > 0:
+            return None
+
+        def write(index: int, name: str, start_s: float, end_s: float) -> None:
+            origin_s = timeline.started_at
+            timeline.add("execute", name, start_s - origin_s, end_s - origin_s, layer=index)
+
+        return write
+
+    def add_step(self, step: int, batch: StepBatch, start_s: float, end_s: float) -> None:
+        if step < NUM_STEPS:
+            self._add(
+                "execute",
+                f"step {step}",
+                start_s,
+                end_s,
+                tokens=batch.tokens.numel(),
+                sequences=len(batch.spans),
+            )
+
+    def add_request(self, generation: Generation, reason: FinishReason) -> None:
+        """The spans of a sequence that has ended: queued, prefill (until its first token), decode."""
+        with self._lock:
+            if self._timeline is None or self._num_requests >= NUM_REQUESTS:
+                return
+            self._num_requests += 1
+        timings = generation.timings
+        moments = [
+            ("queued", timings.queued_s),
+            ("prefill", timings.started_s),
+            ("decode", timings.first_token_s),
+        ]
+        reached = [(name, start_s) for name, start_s in moments if start_s is not None]
+        ends_s = [start_s for _, start_s in reached[1:]] + [timings.finished_s or reached[-1][1]]
+        request_id = generation.request.request_id
+        for (name, start_s), end_s in zip(reached, ends_s, strict=True):
+            self._add("request", name, start_s, end_s, request=request_id)
+        if timings.first_token_s is not None:
+            self._add(
+                "request", "first token", timings.first_token_s, timings.first_token_s, request=request_id
+            )
+        self._add("request", "last token", ends_s[-1], ends_s[-1], request=request_id, finish=str(reason))
+
+    def _add(self, lane: str, name: str, start_s: float, end_s: float, **attributes: object) -> None:
+        if self._timeline is not None:
+            origin_s = self._timeline.started_at
+            self._timeline.add(lane, name, start_s - origin_s, end_s - origin_s, **attributes)

@@ -1,0 +1,304 @@
+"""Chat messages → the text of a prompt, by the model's own template, rendered within bounds.
+
+Templates are Jinja programs that come with a model, so they are not trusted: another process renders them
+(`chat_worker.py`), with a limit on its memory, its output and its time; one that goes over is ended by the
+kernel and started anew. Nothing of it can hold up a thread of this process for longer than the limit. This
+module knows no tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import CapacityError, ModelError, RequestError
+
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_MESSAGES = 10_000
+MAX_MESSAGES_BYTES = 8 << 20  # as JSON
+MAX_PROMPT_CHARS = 1 << 20
+MAX_RENDER_S = 5.0  # a template takes about a millisecond
+MAX_START_S = 30.0  # starting takes 0.1 s of CPU, which a container that loads a model may not have at once
+MEMORY_BYTES = 256 << 20  # address space of the process that renders; 25 MiB of it are taken at the start
+
+# For models without a template: a transcript for them to go on with, in words that base models have seen.
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize }}: {{ message['content'] | trim }}\n\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+
+MAX_ANSWER_BYTES = 16 << 20  # the longest prompt, every character escaped as two halves of six bytes
+
+Message = Mapping[str, Any]
+
+_HINT = "A sound template takes a millisecond and little memory: is this the model's own?"
+
+
+class ChatTemplate:
+    """One model's templates. Thread-safe; renders one prompt at a time. Its process ends with it, or by
+    `close`.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        *,
+        max_prompt_chars: int = MAX_PROMPT_CHARS,
+        max_render_s: float = MAX_RENDER_S,
+        memory_bytes: int = MEMORY_BYTES,
+    ) -> None:
+        """`templates` has "default", and may have "tool_use" for requests with tools. `special_tokens`
+        (bos_token and so on) are variables of the templates. Raises `ModelError` for a template that is too
+        long; one with a wrong syntax is found out at the first `render`.
+        """
+        for name, text in templates.items():
+            if len(text) > MAX_TEMPLATE_CHARS:
+                raise ModelError(f"the chat template {name!r} is longer than {MAX_TEMPLATE_CHARS} characters")
+        self._templates = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._max_prompt_chars = max_prompt_chars
+        self._max_render_s = max_render_s
+        self._memory_bytes = memory_bytes
+        self._worker: _Worker | None = None
+        self._broken = ""  # why no template can be rendered
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Start the process now, so that the first prompt need not wait for it. Returns at once, and raises
+        nothing: when it cannot be started, `render` says so to those who need it.
+        """
+        with self._lock, contextlib.suppress(ModelError, OSError):
+            if self._worker is None:
+                self._worker = self._start_worker()
+
+    def close(self) -> None:
+        """End the process. A later `render` starts a new one."""
+        with self._lock:
+            self._drop_worker()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that renders; None while there is none."""
+        worker = self._worker
+        return None if worker is None else worker.process.pid
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt, special tokens included as text. `variables` go to the template beside the rest.
+
+        Raises `RequestError` when the template refuses these messages or they make it fail, `ModelError` when
+        the template is at fault (also when it takes too long), `CapacityError` when too many wait for it.
+        """
+        given = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": plain_messages(messages),
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        request = _encode({"template": name, "variables": given})
+        if not self._lock.acquire(timeout=MAX_START_S):
+            raise CapacityError("too many prompts wait for the chat template")
+        try:
+            answer = self._ask(request)
+        finally:
+            self._lock.release()
+        if "error" in answer:
+            raise _error(str(answer["error"]), str(answer.get("message", "")))
+        return str(answer["text"])
+
+    def _ask(self, request: bytes) -> dict[str, Any]:
+        try:
+            if self._worker is None and not self._broken:
+                self._worker = self._start_worker()
+            if self._worker is not None and not self._worker.is_ready:
+                self._await_ready(self._worker)
+            if self._broken or self._worker is None:
+                raise ModelError(f"the model's chat template cannot be used: {self._broken}")
+            return self._worker.exchange(request, self._max_render_s)
+        except TimeoutError:
+            self._drop_worker()
+            raise ModelError(
+                f"the chat template took longer than {self._max_render_s:g} s and was given up", hint=_HINT
+            ) from None
+        except (OSError, ValueError) as error:  # it has died, or what it sent is no answer
+            self._drop_worker()
+            raise ModelError(
+                "the process that renders the chat template ended: it may have used too much memory or time",
+                hint=_HINT,
+            ) from error
+
+    def _await_ready(self, worker: _Worker) -> None:
+        answer = worker.receive(time.monotonic() + MAX_START_S)
+        worker.is_ready = True
+        if "error" in answer:
+            self._broken = str(answer.get("message", ""))
+            self._drop_worker()
+
+    def _start_worker(self) -> _Worker:
+        limits = {
+            "memory_bytes": self._memory_bytes,
+            "output_chars": self._max_prompt_chars,
+            "cpu_s": int(self._max_render_s) + 1,
+        }
+        worker = _Worker()
+        worker.send(_encode({"templates": self._templates, "limits": limits}), time.monotonic() + MAX_START_S)
+        return worker
+
+    def _drop_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+
+class _Worker:
+    """The process, and the socket to it. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        """Raises `ModelError` when no process can be started."""
+        self._socket, theirs = socket.socketpair()
+        program = Path(__file__).with_name("chat_worker.py")
+        paths = json.dumps([path for path in sys.path if path])
+        passed_on = ("TZ", "LD_LIBRARY_PATH")  # the date's place, and where Python's own libraries may lie
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(program), paths],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in passed_on if name in os.environ},  # no secrets
+                cwd="/",
+                start_new_session=True,  # Ctrl-C ends the server, and the server ends this
+            )
+        except OSError as error:
+            self._socket.close()
+            raise ModelError(
+                f"the process that renders chat templates could not be started: {error}"
+            ) from error
+        finally:
+            theirs.close()
+        self.is_ready = False
+        self.end = weakref.finalize(self, _end_process, self.process, self._socket)
+
+    def exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Raises `TimeoutError`, `OSError` when the process has died, `ValueError` when its answer makes no
+        sense.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self.send(request, deadline_s)
+        return self.receive(deadline_s)
+
+    def send(self, data: bytes, deadline_s: float) -> None:
+        self._socket.settimeout(_until(deadline_s))
+        self._socket.sendall(data)
+
+    def receive(self, deadline_s: float) -> dict[str, Any]:
+        size_bytes = int.from_bytes(self._read(4, deadline_s), "big")
+        if size_bytes > MAX_ANSWER_BYTES:
+            raise ValueError(f"an answer of {size_bytes} bytes")
+        answer = json.loads(self._read(size_bytes, deadline_s))
+        if not isinstance(answer, dict):
+            raise ValueError("an answer that is no object")
+        return answer
+
+    def _read(self, size_bytes: int, deadline_s: float) -> bytes:
+        data = bytearray()
+        while len(data) < size_bytes:
+            self._socket.settimeout(_until(deadline_s))
+            piece = self._socket.recv(min(size_bytes - len(data), 1 << 20))
+            if not piece:
+                raise ConnectionResetError("the process has ended")
+            data += piece
+        return bytes(data)
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: keys without a value are left out, and text in parts becomes one
+    text.
+
+    Raises `RequestError` naming the message that is not a mapping with a role, or that holds something else
+    than text.
+    """
+    if not isinstance(messages, list | tuple) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise RequestError(f"messages must be a list of 1 to {MAX_MESSAGES} messages", param="messages")
+    plain = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"{where} must be an object with a role", param=where)
+        kept = {key: value for key, value in message.items() if value is not None}
+        if "content" in kept:
+            kept["content"] = _plain_text(kept["content"], f"{where}.content")
+        plain.append(kept)
+    return plain
+
+
+def _plain_text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise RequestError(f"{where} must be a string or a list of parts", param=where)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where} has a part that is not text", param=where, hint="This model reads text."
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _encode(message: Mapping[str, Any]) -> bytes:
+    try:
+        body = json.dumps(message).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"the messages are not JSON: {error}", param="messages") from error
+    if len(body) > MAX_MESSAGES_BYTES:
+        raise RequestError(f"the messages are larger than {MAX_MESSAGES_BYTES} bytes", param="messages")
+    return len(body).to_bytes(4, "big") + body
+
+
+def _error(kind: str, message: str) -> RequestError | ModelError:
+    if kind == "refused":
+        return RequestError(f"the model's chat template refuses these messages: {message}", param="messages")
+    if kind == "failed":
+        return RequestError(f"the model's chat template fails on these messages: {message}", param="messages")
+    if kind == "too long":
+        return RequestError(message, param="messages", hint="Send fewer or shorter messages.")
+    if kind == "unsafe":
+        return ModelError(f"the model's chat template tries what it may not: {message}", hint=_HINT)
+    return ModelError(f"the model's chat template asks for too much: {message}", hint=_HINT)
+
+
+def _until(deadline_s: float) -> float:
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
+        raise TimeoutError
+    return remaining_s
+
+
+def _end_process(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    sock.close()
+    process.kill()
+    process.wait()

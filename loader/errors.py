@@ -17,7 +17,8 @@
     ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadCancelledError       somebody asked the load to stop
 
-An error says what is wrong, where, and what to do (`hint`). It knows no exit codes and no HTTP statuses:
+An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so that an error can
+cross processes. It knows no exit codes and no HTTP statuses:
 those belong to the edge (`teneral.cli`, `teneral.handlers`).
 """
 
@@ -32,19 +33,8 @@ class TeneralError(Exception):
         self.message = message
         self.hint = hint
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross processes: rebuilt with all that they carry, whatever their own class asks for."""
-        return _rebuild, (type(self), self.args, self.__dict__)
-
     def __str__(self) -> str:
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
-
-
-def _rebuild(kind: type[TeneralError], args: tuple[object, ...], state: dict[str, object]) -> TeneralError:
-    error = kind.__new__(kind, *args)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 class UsageError(TeneralError):
@@ -144,7 +134,9 @@ class LoadCancelledError(TeneralError):
 class InsufficientMemoryError(TeneralError):
     """Something does not fit; nothing was read or allocated. `available_bytes` is None when it is unknown."""
 
-    def __init__(self, message: str, *, needed_bytes: int, available_bytes: int | None, hint: str) -> None:
+    def __init__(
+        self, message: str, *, needed_bytes: int = 0, available_bytes: int | None = None, hint: str = ""
+    ) -> None:
         super().__init__(message, hint=hint)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes

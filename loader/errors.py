@@ -17,9 +17,9 @@
     ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadCancelledError       somebody asked the load to stop
 
-An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so that an error can
-cross processes. It knows no exit codes and no HTTP statuses:
-those belong to the edge (`teneral.cli`, `teneral.handlers`).
+An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so that an error
+can cross processes. It knows no exit codes and no HTTP statuses: those belong to the edge (`teneral.cli`,
+`teneral.handlers`).
 """
 
 from __future__ import annotations

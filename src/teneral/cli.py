@@ -32,6 +32,7 @@ EXIT_CODES: tuple[tuple[type[loading.TeneralError], int], ...] = (
     (loading.ManifestError, 9),
     (loading.CheckpointError, 10),
     (loading.ChangedError, 11),
+    (loading.InsufficientMemoryError, 16),
 )
 EXIT_CODES_BY_NAME = {  # classes of the runtime, by name so that `teneral pack` need not import it
     "ModelError": 12,

@@ -12,6 +12,7 @@ An instance knows no HTTP and no platform; handlers translate for it.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -220,6 +221,9 @@ class Instance:
         _resolve(self.tokenizer, tokenizer)
 
     def _build(self) -> None:
+        # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
+        # Read once, when torch brings the library in (docs/decisions/0007).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         with self.timeline.span("process", "import torch"):
             import torch  # the longest import by far: it runs beside the fetch
 

@@ -15,7 +15,8 @@
     │   ├── CheckpointError      a safetensors file or a model directory
     │   └── IntegrityError       bytes that differ from their digest
     ├── InsufficientMemoryError  something does not fit in what the container has
-    └── LoadCancelledError       somebody asked the load to stop
+    └── LoadError                a load ended before all weights were there
+        └── LoadCancelledError   … because somebody asked it to
 
 An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so that an error
 can cross processes. It knows no exit codes and no HTTP statuses: those belong to the edge (`teneral.cli`,
@@ -127,7 +128,11 @@ class IntegrityError(FormatError):
         self.got = got
 
 
-class LoadCancelledError(TeneralError):
+class LoadError(TeneralError):
+    """A load ended before all weights were there, through no fault of the store or of what it holds."""
+
+
+class LoadCancelledError(LoadError):
     """The load was cancelled by its owner."""
 
 

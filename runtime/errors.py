@@ -13,7 +13,10 @@ TeneralError
 
 from __future__ import annotations
 
-from ..loader.errors import TeneralError
+from ..loader.errors import FormatError, LoadError, SourceError, TeneralError
+
+# What ended a load: no later forward pass can mend it.
+WEIGHTS_LOST = (SourceError, FormatError, LoadError)
 
 
 class ModelError(TeneralError):

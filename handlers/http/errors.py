@@ -11,7 +11,7 @@ import math
 import msgspec
 from aiohttp import web
 
-from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError
+from ...loader.errors import FormatError, LoadError, SourceError, TeneralError
 from ...runtime.errors import (
     CancelledError,
     CapacityError,
@@ -37,7 +37,7 @@ _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (ModelError, 503, SERVER_ERROR, "model_unavailable"),
     (SourceError, 503, SERVER_ERROR, "model_unavailable"),
     (FormatError, 503, SERVER_ERROR, "model_unavailable"),
-    (LoadCancelledError, 503, SERVER_ERROR, "model_unavailable"),
+    (LoadError, 503, SERVER_ERROR, "model_unavailable"),
 )
 
 

@@ -7,18 +7,17 @@ definition, or the caller asks for a stream; so a first value is held back until
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
 
 from aiohttp import web
 
-from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError
 from ..context import Context
 from ..function import Handler, HandlerKind, run
 from .errors import SERVER_ERROR, ApiError
+from .respond import complete
 from .responses import encode
 from .schemas import Decoder
 from .service import CALL, Service
@@ -62,24 +61,14 @@ class InvokeRoute:
     async def _stream(
         self, request: web.Request, framing: Framing, first: list[Any], values: AsyncIterator[Any]
     ) -> web.StreamResponse:
-        call = CALL.get()
+        async def send() -> None:
+            if first:
+                await stream.send(*map(encode, first))
+            async for value in values:
+                await stream.send(encode(value))
+
         async with EventStream(request, framing, self._service.limits) as stream:
-            try:
-                if first:
-                    await stream.send(*map(encode, first))
-                async for value in values:
-                    await stream.send(encode(value))
-                return await stream.finish()
-            except ConnectionError:
-                raise
-            except asyncio.CancelledError:
-                if call.ended_by is None or not stream.started:
-                    raise
-                return await stream.fail(call.explain(call.ended_by))
-            except TeneralError as error:
-                if not stream.started:
-                    raise
-                return await stream.fail(call.explain(error))
+            return await complete(stream, CALL.get(), send())
 
 
 def _whole(value: Any) -> web.Response:

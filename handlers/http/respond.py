@@ -5,7 +5,7 @@ given back whole or bit by bit. What it looks like on the wire, a `Format` knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
@@ -71,33 +71,43 @@ async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> 
 
 async def _stream(service: Service, request: web.Request, fmt: Format, body_bytes: int) -> web.StreamResponse:
     call = CALL.get()
-    num_generated = 0
     async with EventStream(request, SSE, service.limits, comment=service.load_comment) as stream:
-        try:
-            with Sequences(
-                service,
-                call,
-                max_pending_events=service.limits.max_pending_events,
-                on_overflow=stream.abort,
-            ) as sequences:
-                await _submit(service, call, fmt, sequences, body_bytes)
-                while steps := await sequences.next_steps():
-                    num_generated += sum(len(event.tokens) for _, event in steps)
-                    if items := [item for step in steps for item in fmt.chunks(step)]:
-                        await stream.send(*items)
-            if fmt.body.includes_usage:
-                await stream.send(fmt.usage_chunk(Usage.of(fmt.num_prompt_tokens, num_generated)))
-            return await stream.finish()
-        except ConnectionError:
+        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes))
+
+
+async def _send_steps(
+    stream: EventStream, service: Service, call: Call, fmt: Format, body_bytes: int
+) -> None:
+    num_generated = 0
+    bound = service.limits.max_pending_events
+    with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
+        await _submit(service, call, fmt, sequences, body_bytes)
+        while steps := await sequences.next_steps():
+            num_generated += sum(len(event.tokens) for _, event in steps)
+            if items := [item for step in steps for item in fmt.chunks(step)]:
+                await stream.send(*items)
+    if fmt.body.includes_usage:
+        await stream.send(fmt.usage_chunk(Usage.of(fmt.num_prompt_tokens, num_generated)))
+
+
+async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:
+    """Await what sends to a stream, then end it: well, or with an error event where something was sent before.
+
+    Errors that come before anything was sent pass through, and get a status of their own.
+    """
+    try:
+        await sending
+        return await stream.finish()
+    except ConnectionError:
+        raise
+    except asyncio.CancelledError:
+        if call.ended_by is None or not stream.started:
             raise
-        except asyncio.CancelledError:
-            if call.ended_by is None or not stream.started:
-                raise
-            return await stream.fail(call.explain(call.ended_by))
-        except Exception as error:
-            if not stream.started:
-                raise
-            return await stream.fail(call.explain(error))
+        return await stream.fail(call.explain(call.ended_by))
+    except Exception as error:
+        if not stream.started:
+            raise
+        return await stream.fail(call.explain(error))
 
 
 async def _submit(service: Service, call: Call, fmt: Format, sequences: Sequences, body_bytes: int) -> None:

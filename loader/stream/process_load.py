@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import LoadCancelledError, TeneralError
+from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..sources.base import SourceOptions
 from ..timeline import Span, Timeline
@@ -177,7 +177,7 @@ class ProcessLoad:
             self._child.wait()
             if not isinstance(error, TeneralError):  # else our half of the shared memory was refused
                 said = f"the load stopped on a defect: {type(error).__name__}: {error}"
-                error = TeneralError(said).with_traceback(error.__traceback__)
+                error = LoadError(said).with_traceback(error.__traceback__)
             self._fail(error)
         finally:
             os.close(memory_fd)
@@ -231,13 +231,13 @@ def _start_child(socket_fd: int, memory_fd: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _died(status: int) -> TeneralError:
+def _died(status: int) -> LoadError:
     if status < 0:
-        return TeneralError(
+        return LoadError(
             f"the process that loads the weights was killed by signal {-status}",
             hint="Signal 9 usually means that the container is out of memory: give it more, or serve a smaller model.",
         )
-    return TeneralError(
+    return LoadError(
         f"the process that loads the weights ended early, with status {status}",
         hint="What it said stands above. Set loader = thread to load within the server's own process.",
     )

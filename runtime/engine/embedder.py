@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError
+from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
-from ..errors import CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+from ..errors import WEIGHTS_LOST, CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_LOST = (SourceError, FormatError, LoadCancelledError)  # what no later batch can mend
 NUM_TIMED_BATCHES = 8  # batches that the timeline shows: it is about the beginning of an instance's life
 
 

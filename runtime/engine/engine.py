@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ...loader.errors import FormatError, LoadCancelledError, SourceError, TeneralError, UsageError
+from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
-from ..errors import CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+from ..errors import WEIGHTS_LOST, CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
 from ..kv.blocks import BlockAllocator
 from ..text.detokenizer import DetokenizerSource
 from .batch import StepBatch
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
-WEIGHTS_LOST = (SourceError, FormatError, LoadCancelledError)  # what no later forward pass can mend
 
 
 class DecoderLimits(Protocol):

@@ -187,7 +187,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"teneral {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_artifact_commands(commands)
+    _add_model_commands(commands)
+    return parser
 
+
+def _add_artifact_commands(commands: Any) -> None:
     command = _command(commands, "pack", _pack, "turn a Hugging Face directory into an artifact")
     command.add_argument(
         "model", metavar="MODEL", help="directory with config.json and *.safetensors; path, s3://, http(s)://"
@@ -219,6 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="for machines")
     _add_source_flags(command)
 
+
+def _add_model_commands(commands: Any) -> None:
     command = _command(commands, "serve", _serve, "serve a model over HTTP, as OpenAI's API does")
     command.add_argument(
         "model",
@@ -258,7 +265,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
     command.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
 
 
 def _command(commands: Any, name: str, function: Any, help: str) -> argparse.ArgumentParser:

@@ -21,25 +21,7 @@ from teneral.loader.format.safetensors import (
 )
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+from teneral.runtime.weights import TORCH_DTYPES
 
 
 def header_of(data: bytes, name: str = "model.safetensors"):

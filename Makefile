@@ -3,6 +3,8 @@ PYTHON ?= python3
 export PYTHON
 # A shell that forbids bytecode would make every import of torch three times slower.
 unexport PYTHONDONTWRITEBYTECODE
+# All targets share one .venv.
+.NOTPARALLEL:
 
 .PHONY: demo test quick check bench wheel clean
 
@@ -28,7 +30,8 @@ bench: ## cold start beside transformers after a download, over a local store at
 
 wheel: ## build the wheel into dist/
 	@scripts/setup dev
+	@rm -rf build # setuptools would pack what earlier builds left there
 	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove what the commands above made
-	rm -rf .venv .demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,8 +1,9 @@
 """Elements ↔ planes: how a stretch of a tensor is cut into byte streams that compress, and come in tiers.
 
-Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Works frame by frame
-(`FRAME_ELEMENTS` elements), so that what is decompressed is merged while it is still in the second-level
-cache. Heavy calls release the GIL. It does not know parts, blobs, digests or whose memory it writes to.
+Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Decodes in batches of a few frames
+(`FRAME_ELEMENTS` elements each): what is decompressed is merged while it is still in the cache, and calls are
+few, since each one gives the GIL up and has to get it back. It does not know parts, blobs, digests or whose
+memory it writes to.
 
 bf16.3 cuts a bf16 `s eeeeeeee mmmmmmm` into E, the exponent byte; N1, `s` and the top 3 mantissa bits; and
 N2, the low 4. `share` below is the number of elements that share one byte of a plane: 2 for nibbles.
@@ -11,7 +12,8 @@ N2, the low 4. `share` below is the number of elements that share one byte of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,19 +36,28 @@ _WORD = np.dtype("<u2")
 _SIGN_AND_TOP_BITS = np.uint16(0x8070)  # of a bf16: what N1 holds
 _LOW_BITS = np.uint16(0x000F)  # what N2 holds
 _MIDPOINT = np.uint16(0b1000)  # what the low bits are worth on average, while only the draft is there
+_MAX_BATCH_FRAMES = 8
 _MAX_SAMPLE_FRAMES = 4
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
 
 class Scratch:
-    """Working memory of one thread, 224 KiB, used again for every frame. Not to be shared."""
+    """Working memory of one thread, 1.75 MiB, used again for every batch. Not to be shared."""
 
-    __slots__ = ("half", "nibbles", "words")
+    __slots__ = ("planes", "words")
 
     def __init__(self) -> None:
-        self.words: Words = np.empty(FRAME_ELEMENTS, _WORD)
-        self.half: Words = np.empty(FRAME_ELEMENTS // 2, _WORD)
-        self.nibbles: Bytes = np.empty(FRAME_ELEMENTS // 2, np.uint8)
+        elements = _MAX_BATCH_FRAMES * FRAME_ELEMENTS
+        self.planes: Bytes = np.empty(elements * 3 // 2, np.uint8)  # decompressed; bf16.3's draft takes most
+        self.words: Words = np.empty(elements, _WORD)
+
+    def rooms(self, sizes_bytes: Iterable[int]) -> list[Bytes]:
+        """`planes`, cut up for planes whose pieces take that much."""
+        sizes_bytes = list(sizes_bytes)
+        return [
+            self.planes[end - size : end]
+            for end, size in zip(accumulate(sizes_bytes), sizes_bytes, strict=True)
+        ]
 
 
 def choose_encoding(dtype: str, shape: tuple[int, ...]) -> Encoding:
@@ -178,32 +189,47 @@ def decode_planes(
     if tensor.encoding is Encoding.WHOLE:
         np.copyto(out, _raw_plane(stored, segment.planes[0], out.size, where))
         return
+    shares = _shares(tensor.encoding, tier, tensor.element_bytes)
+    max_frames = _MAX_BATCH_FRAMES // max(1, shares.count(1))
+    counts = _batch_counts(segment.count, max_frames)
+    rooms = scratch.rooms(max_frames * FRAME_ELEMENTS // share for share in shares)
     planes = [
-        _plane_frames(stored, plane, segment.count, share, where)
-        for plane, share in zip(
-            segment.planes, _shares(tensor.encoding, tier, tensor.element_bytes), strict=True
-        )
+        _plane_pieces(stored, plane, counts, share, room, where)
+        for plane, share, room in zip(segment.planes, shares, rooms, strict=True)
     ]
-    counts = frame_counts(segment.count)
-    if tensor.encoding is Encoding.BF16_3:
-        merge = _merge_draft if tier is Tier.DRAFT else _merge_refine
-        merge(out.view(_WORD), counts, *planes, scratch=scratch, where=where)
-    elif tensor.element_bytes == 2:
-        _merge_byte_pairs(out.view(_WORD), counts, *planes)
-    else:
-        _merge_bytes(out, counts, planes)
+    merge = _merge_for(tensor, tier)
+    begin = 0
+    for count, *pieces in zip(counts, *planes, strict=True):  # strictly, so that planes check their own end
+        _check_unused_nibbles(count, pieces, shares, where)
+        end = begin + count * tensor.element_bytes
+        merge(out[begin:end], pieces, scratch)
+        begin = end
 
 
-def _plane_frames(stored: memoryview, plane: Plane, count: int, share: int, where: str) -> Iterator[Bytes]:
-    """The plane's bytes frame by frame; views of `stored` where it is raw."""
-    size_bytes, frame_bytes = -(-count // share), FRAME_ELEMENTS // share
+def _batch_counts(count: int, max_frames: int) -> list[int]:
+    """How many elements to decode at a time: up to `max_frames` whole frames; at last what is left of one."""
+    num_whole, rest = divmod(count, FRAME_ELEMENTS)
+    num_full, frames = divmod(num_whole, max_frames)
+    counts = [max_frames * FRAME_ELEMENTS] * num_full + [frames * FRAME_ELEMENTS, rest]
+    return [count for count in counts if count]
+
+
+def _plane_pieces(
+    stored: memoryview, plane: Plane, counts: list[int], share: int, room: Bytes, where: str
+) -> Iterator[Bytes]:
+    """The plane's bytes of each batch: views of `stored` where it is raw, else of `room`, again and again."""
+    sizes_bytes = [-(-count // share) for count in counts]
     if plane.codec is Codec.ZSTD:
         src = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
-        yield from zstd.decompressed_frames(src, size_bytes, frame_bytes, where=where)
+        frames = zstd.FrameReader(src, FRAME_ELEMENTS // share, where=where)
+        for size_bytes in sizes_bytes:
+            frames.read_into(room[:size_bytes])
+            yield room[:size_bytes]
+        frames.finish()
         return
-    raw = _raw_plane(stored, plane, size_bytes, where)
-    for start in range(0, size_bytes, frame_bytes):
-        yield raw[start : start + frame_bytes]
+    raw = _raw_plane(stored, plane, sum(sizes_bytes), where)
+    for end, size_bytes in zip(accumulate(sizes_bytes), sizes_bytes, strict=True):
+        yield raw[end - size_bytes : end]
 
 
 def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) -> Bytes:
@@ -217,75 +243,66 @@ def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) ->
     return np.frombuffer(view, np.uint8)
 
 
-def _merge_draft(
-    out: Words,
-    counts: list[int],
-    exponent_frames: Iterator[Bytes],
-    nibble_frames: Iterator[Bytes],
-    *,
-    scratch: Scratch,
-    where: str,
-) -> None:
-    start = 0
-    for count, exponents, packed in zip(counts, exponent_frames, nibble_frames, strict=True):
-        _check_last_nibble(count, packed, where)
-        half = packed.size
-        bits, widened = scratch.words[:count], scratch.half[:half]
-        # A multiplication puts a copy of the byte where its nibble's sign belongs and one where its mantissa
-        # bits do; they do not overlap, so nothing is carried.
-        np.copyto(widened, packed)
-        np.multiply(widened, np.uint16(0x1010), out=bits[:half])
-        np.multiply(widened[: count - half], np.uint16(0x0101), out=bits[half:])
-        np.bitwise_and(bits, _SIGN_AND_TOP_BITS, out=bits)
-        np.bitwise_or(bits, _MIDPOINT, out=bits)
-        words = out[start : start + count]
-        np.copyto(words, exponents)
-        np.multiply(words, np.uint16(1 << 7), out=words)  # numpy multiplies faster than it shifts
-        np.bitwise_or(words, bits, out=words)
-        start += count
+def _check_unused_nibbles(count: int, pieces: list[Bytes], shares: tuple[int, ...], where: str) -> None:
+    for piece, share in zip(pieces, shares, strict=True):
+        if count % share and piece[-1] >> 4:
+            raise IntegrityError(f"{where}: the unused nibble behind the last element is not 0", where=where)
 
 
-def _merge_refine(
-    out: Words, counts: list[int], nibble_frames: Iterator[Bytes], *, scratch: Scratch, where: str
-) -> None:
-    start = 0
-    for count, packed in zip(counts, nibble_frames, strict=True):
-        _check_last_nibble(count, packed, where)
-        half = packed.size
-        bits, nibbles = scratch.words[:count], scratch.nibbles[:half]
-        np.bitwise_and(packed, np.uint8(0x0F), out=nibbles)
-        np.copyto(bits[:half], nibbles)
-        np.right_shift(packed, np.uint8(4), out=nibbles)
-        np.copyto(bits[half:], nibbles[: count - half])
-        # Assigned under a mask, never XORed: a part that is decoded twice must give the same weights.
-        words = out[start : start + count]
-        np.bitwise_and(words, ~_LOW_BITS, out=words)
-        np.bitwise_or(words, bits, out=words)
-        start += count
+# Pieces of planes → elements. `out` holds one batch: whole frames, or a single shorter one.
 
 
-def _check_last_nibble(count: int, packed: Bytes, where: str) -> None:
-    if count % 2 and packed[-1] >> 4:
-        raise IntegrityError(f"{where}: the unused nibble behind the last element is not 0", where=where)
+def _merge_for(tensor: Tensor, tier: Tier) -> Callable[[Bytes, list[Bytes], Scratch], None]:
+    if tensor.encoding is Encoding.BF16_3:
+        return _merge_draft if tier is Tier.DRAFT else _merge_refine
+    return _merge_byte_pairs if tensor.element_bytes == 2 else _merge_bytes
 
 
-def _merge_byte_pairs(
-    out: Words, counts: list[int], low_frames: Iterator[Bytes], high_frames: Iterator[Bytes]
-) -> None:
+def _merge_draft(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
+    words, (exponents, packed) = out.view(_WORD), pieces
+    low, high = _widen_nibbles(packed, scratch)
+    # A multiplication puts a copy of the byte where its nibble's sign belongs and one where its mantissa
+    # bits do; they do not overlap, so nothing is carried.
+    np.multiply(high, np.uint16(0x1010), out=low)
+    np.multiply(high, np.uint16(0x0101), out=high)
+    bits = scratch.words[: words.size]
+    np.bitwise_and(bits, _SIGN_AND_TOP_BITS, out=bits)
+    np.bitwise_or(bits, _MIDPOINT, out=bits)
+    np.copyto(words, exponents)
+    np.multiply(words, np.uint16(1 << 7), out=words)  # numpy multiplies faster than it shifts left
+    np.bitwise_or(words, bits, out=words)
+
+
+def _merge_refine(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
+    words, (packed,) = out.view(_WORD), pieces
+    low, high = _widen_nibbles(packed, scratch)
+    np.bitwise_and(high, _LOW_BITS, out=low)
+    np.right_shift(high, np.uint16(4), out=high)
+    # Assigned under a mask, never XORed: a part that is decoded twice must give the same weights.
+    np.bitwise_and(words, ~_LOW_BITS, out=words)
+    np.bitwise_or(words, scratch.words[: words.size], out=words)
+
+
+def _widen_nibbles(packed: Bytes, scratch: Scratch) -> tuple[Words, Words]:
+    """Room for the elements of the low and of the high nibbles, (frames, half) each; the bytes stand in the latter.
+
+    Together they are the front of `scratch.words`, frame by frame: of an odd count, the unused nibble is last.
+    """
+    half = min(packed.size, FRAME_ELEMENTS // 2)
+    room = scratch.words[: 2 * packed.size].reshape(-1, 2, half)
+    np.copyto(room[:, 1], packed.reshape(-1, half))
+    return room[:, 0], room[:, 1]
+
+
+def _merge_byte_pairs(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
     """Twice as fast as `_merge_bytes`; for wider elements the same trick gains nothing."""
-    start = 0
-    for count, low, high in zip(counts, low_frames, high_frames, strict=True):
-        words = out[start : start + count]
-        np.copyto(words, high)
-        np.multiply(words, np.uint16(1 << 8), out=words)
-        np.bitwise_or(words, low, out=words)
-        start += count
+    words, (low, high) = out.view(_WORD), pieces
+    np.copyto(words, high)
+    np.multiply(words, np.uint16(1 << 8), out=words)
+    np.bitwise_or(words, low, out=words)
 
 
-def _merge_bytes(out: Bytes, counts: list[int], planes: list[Iterator[Bytes]]) -> None:
-    columns = out.reshape(-1, len(planes))
-    start = 0
-    for count, *frames in zip(counts, *planes, strict=True):
-        for place, frame in enumerate(frames):
-            np.copyto(columns[start : start + count, place], frame)
-        start += count
+def _merge_bytes(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
+    columns = out.reshape(-1, len(pieces))
+    for place, piece in enumerate(pieces):
+        np.copyto(columns[:, place], piece)

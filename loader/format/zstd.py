@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,10 +29,22 @@ FRAME_ALIGNMENT_BYTES = 8
 _WINDOW_LOG = 16
 _ZSTD_MAGIC = 0xFD2FB528
 _SKIPPABLE_MAGIC = 0x184D2A50
-_SKIPPABLE_HEADER_BYTES = 8
-_CONTENT_SIZE_BYTES = (1, 2, 4, 8)  # by the descriptor's top two bits, in a single-segment frame
+# What fills up to the next multiple of 8, by the number of bytes that are missing to it.
+_PADDINGS = (
+    b"",
+    *(struct.pack("<II", _SKIPPABLE_MAGIC, missing) + bytes(missing) for missing in range(1, 8)),
+)
 _SINGLE_SEGMENT, _RESERVED, _CHECKSUM, _DICTIONARY = 0x20, 0x18, 0x04, 0x03  # bits of the descriptor
 _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
+_FRAME_HEADER = struct.Struct("<IB")  # magic number and descriptor
+# How a single-segment frame's content size is written, and what 0 means, by the descriptor's top two bits.
+_CONTENT_SIZES = (
+    (struct.Struct("<B"), 0),
+    (struct.Struct("<H"), 256),
+    (struct.Struct("<I"), 0),
+    (struct.Struct("<Q"), 0),
+)
+_BLOCK_HEADER = struct.Struct("<I")  # it has 3 bytes, so it is read together with the byte before it
 
 _contexts = threading.local()  # zstd contexts are costly to make and must not be shared between threads
 
@@ -50,58 +61,83 @@ def compress_frames(data: bytes | bytearray | memoryview, frame_bytes: int, *, h
     pieces: list[bytes] = []
     for start in range(0, len(view), frame_bytes):
         frame = compress(view[start : start + frame_bytes])
-        pieces.append(frame)
-        if padding_bytes := -len(frame) % FRAME_ALIGNMENT_BYTES:
-            pieces.append(struct.pack("<II", _SKIPPABLE_MAGIC, padding_bytes) + bytes(padding_bytes))
+        pieces += frame, _PADDINGS[-len(frame) % FRAME_ALIGNMENT_BYTES]
     return b"".join(pieces)
 
 
-def decompressed_frames(
-    src: memoryview, size_bytes: int, frame_bytes: int, *, where: str = ""
-) -> Iterator[NDArray[np.uint8]]:
-    """The contents of the frames in `src`, `size_bytes` in all: `frame_bytes` each, the last may be shorter.
+class FrameReader:
+    """Reads the content of a run of frames, piece by piece, into memory of the caller's.
 
-    `src` must end with the last frame's padding. Takes memory for one frame at a time, which the caller
-    owns. Raises `IntegrityError` for anything else, possibly after some frames were handed out.
+    The frames of a piece are decompressed in one call, which needs the GIL only for an instant between two of
+    them: decoding threads seldom wait for each other. The methods raise `IntegrityError` for what is not exactly
+    as the format says; the piece that was being read is then undefined.
     """
-    assert 0 < frame_bytes <= MAX_FRAME_BYTES
-    decompress = _decompressor().decompress
-    offset = 0
-    for start in range(0, size_bytes, frame_bytes):
-        content_bytes = min(frame_bytes, size_bytes - start)
-        end = _end_of_frame(src, offset, content_bytes, where)
+
+    __slots__ = ("_frame_bytes", "_offset", "_src", "_where")
+
+    def __init__(self, src: memoryview, frame_bytes: int, *, where: str = "") -> None:
+        """`src` holds frames of `frame_bytes` each, but for a shorter last one. `where` names it in errors."""
+        assert 0 < frame_bytes <= MAX_FRAME_BYTES
+        self._src = src
+        self._frame_bytes = frame_bytes
+        self._where = where
+        self._offset = 0
+
+    def read_into(self, out: NDArray[np.uint8]) -> None:
+        """Fill `out`, contiguous, with the next frames, the last of which is shorter where `out` ends within it.
+
+        Whatever the frames hold, nothing outside `out` is written, and no memory is taken for their content.
+        """
+        begin = self._offset
+        end = self._check_frames(out.size)
+        # One reader a piece, because planes are read by turns, and a thread has only one decompressor.
+        reader = _decompressor().stream_reader(self._src[begin:end], read_across_frames=True)
         try:
-            content = decompress(src[offset:end], allow_extra_data=False)
+            filled_bytes = reader.readinto(out.data)
         except zstandard.ZstdError as error:
-            raise _damaged(f"the zstd frame at byte {offset} cannot be decoded ({error})", where) from error
-        if len(content) != content_bytes:
-            raise _damaged(f"the zstd frame at byte {offset} does not hold what it declares", where)
-        yield np.frombuffer(content, np.uint8)
-        offset = _end_of_padding(src, end, where)
-    if offset != len(src):
-        raise _damaged(f"{len(src) - offset} bytes follow the last zstd frame", where)
+            raise _damaged(
+                f"a zstd frame in bytes {begin} to {end} cannot be decoded ({error})", self._where
+            ) from error
+        if filled_bytes != out.size:
+            raise _damaged(
+                f"the zstd frames in bytes {begin} to {end} do not hold what they declare", self._where
+            )
+
+    def finish(self) -> None:
+        """Check that nothing follows what was read."""
+        left_bytes = len(self._src) - self._offset
+        if left_bytes:
+            raise _damaged(f"{left_bytes} bytes follow the last zstd frame", self._where)
+
+    def _check_frames(self, size_bytes: int) -> int:
+        """Step over the frames that hold the next `size_bytes`, and their padding; where the last frame ends."""
+        src, where, offset, end = self._src, self._where, self._offset, self._offset
+        for start in range(0, size_bytes, self._frame_bytes):
+            end = _end_of_frame(src, offset, min(self._frame_bytes, size_bytes - start), where)
+            offset = _end_of_padding(src, end, where)
+        self._offset = offset
+        return end
 
 
 def _end_of_frame(src: memoryview, offset: int, content_bytes: int, where: str) -> int:
     """Where the frame at `offset` ends, by RFC 8878, section 3.1.1. It must declare `content_bytes`."""
-    magic, descriptor = _unpack("<IB", src, offset, where)
+    magic, descriptor = _unpack(_FRAME_HEADER, src, offset, where)
     if magic != _ZSTD_MAGIC:
         raise _damaged(f"there is no zstd frame at byte {offset}", where)
     if descriptor & (_SINGLE_SEGMENT | _RESERVED | _CHECKSUM | _DICTIONARY) != _SINGLE_SEGMENT:
         raise _damaged(
             f"the zstd frame at byte {offset} has no content size, or a window, checksum or dictionary", where
         )
-    cursor = offset + 5
-    width = _CONTENT_SIZE_BYTES[descriptor >> 6]
-    declared_bytes = int.from_bytes(src[cursor : cursor + width], "little") + (256 if width == 2 else 0)
+    size_field, least_bytes = _CONTENT_SIZES[descriptor >> 6]
+    cursor = offset + _FRAME_HEADER.size
+    declared_bytes = _unpack(size_field, src, cursor, where)[0] + least_bytes
     if declared_bytes != content_bytes:
         raise _damaged(
             f"the zstd frame at byte {offset} declares {declared_bytes} bytes, not {content_bytes}", where
         )
-    cursor += width
+    cursor += size_field.size
     for _ in range(MAX_FRAME_BLOCKS):
-        low, high = _unpack("<HB", src, cursor, where)
-        header = high << 16 | low
+        header = _unpack(_BLOCK_HEADER, src, cursor - 1, where)[0] >> 8
         block_type, block_bytes = header >> 1 & 3, header >> 3
         if block_type == _RESERVED_BLOCK:
             break
@@ -115,23 +151,20 @@ def _end_of_frame(src: memoryview, offset: int, content_bytes: int, where: str) 
 
 def _end_of_padding(src: memoryview, offset: int, where: str) -> int:
     """The next multiple of 8 where a frame can start, behind the skippable frame that fills up to it."""
-    padding_bytes = -offset % FRAME_ALIGNMENT_BYTES
-    if not padding_bytes:
-        return offset
-    magic, declared_bytes = _unpack("<II", src, offset, where)
-    start = offset + _SKIPPABLE_HEADER_BYTES
-    padding = bytes(src[start : start + padding_bytes])
-    if (magic, declared_bytes, padding) != (_SKIPPABLE_MAGIC, padding_bytes, bytes(padding_bytes)):
-        raise _damaged(
-            f"the padding at byte {offset} is not {padding_bytes} zeros in a skippable frame", where
-        )
-    return start + padding_bytes
+    padding = _PADDINGS[-offset % FRAME_ALIGNMENT_BYTES]
+    end = offset + len(padding)
+    if src[offset:end] != padding:
+        if end > len(src):
+            raise _ends_early(src, where)
+        raise _damaged(f"the padding at byte {offset} is not the shortest skippable frame of zeros", where)
+    return end
 
 
-def _unpack(layout: str, src: memoryview, offset: int, where: str) -> tuple[int, ...]:
-    if offset + struct.calcsize(layout) > len(src):
-        raise _ends_early(src, where)
-    return struct.unpack_from(layout, src, offset)
+def _unpack(layout: struct.Struct, src: memoryview, offset: int, where: str) -> tuple[int, ...]:
+    try:
+        return layout.unpack_from(src, offset)
+    except struct.error as error:
+        raise _ends_early(src, where) from error
 
 
 def _ends_early(src: memoryview, where: str) -> IntegrityError:

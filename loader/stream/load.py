@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import LoadCancelledError, TeneralError
+from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier, align
 from ..host import available_cores
 from ..memory import available_bytes, check_fits
@@ -243,7 +243,7 @@ class WeightLoad:
         except TeneralError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 - unless the load ends, all who wait for it wait for ever
-            failure = TeneralError(f"the load stopped on a defect: {type(error).__name__}: {error}")
+            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
 

@@ -16,14 +16,25 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.format import codec, zstd
-from teneral.loader.format.manifest import Codec, Encoding, Plane, Segment, Tensor, Tier
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Encoding, Plane, Segment, Tensor, Tier
 
 CONTENT = bytes(np.random.default_rng(0).normal(120, 3, 3000).astype(np.uint8))
 
 
-def decoded(src: bytes, size_bytes: int = len(CONTENT), frame_bytes: int = 1000) -> bytes:
-    frames = zstd.decompressed_frames(memoryview(src), size_bytes, frame_bytes)
-    return b"".join(frame.tobytes() for frame in frames)
+def decoded(
+    src: bytes, size_bytes: int = len(CONTENT), frame_bytes: int = 1000, *, frames_a_piece: int = 1
+) -> bytes:
+    """What the frames hold, read a few at a time. Checks that nothing beside it is written, come what may."""
+    memory = np.full(64 + size_bytes + 64, 0xEE, np.uint8)
+    content = memory[64:-64]
+    reader = zstd.FrameReader(memoryview(src), frame_bytes)
+    try:
+        for start in range(0, size_bytes, frames_a_piece * frame_bytes):
+            reader.read_into(content[start : start + frames_a_piece * frame_bytes])
+        reader.finish()
+    finally:
+        assert set(memory[:64]) | set(memory[-64:]) == {0xEE}
+    return content.tobytes()
 
 
 def aligned(frame: bytes) -> bytes:
@@ -97,6 +108,38 @@ def test_a_frame_is_refused_that(what: str) -> None:
         decoded(frame, 3)
 
 
+@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("num_before", [1, 7])
+def test_a_frame_behind_good_ones_is_refused_that(what: str, num_before: int) -> None:
+    frame, message = HOSTILE[what]
+    message = message.split(" at byte")[0]  # it is another byte here
+    with pytest.raises(IntegrityError, match=message):
+        decoded(ABC * num_before + frame, 3 * (num_before + 1), 3, frames_a_piece=8)
+
+
+@pytest.mark.parametrize(
+    "what", ["holds more than it declares", "holds less than it declares", "holds noise"]
+)
+def test_a_frame_before_good_ones_is_refused_that(what: str) -> None:
+    with pytest.raises(IntegrityError, match="cannot be decoded"):
+        decoded(HOSTILE[what][0] + ABC * 3, 12, 3, frames_a_piece=4)
+
+
+def test_a_frame_may_not_make_up_for_a_shorter_one() -> None:
+    longer = handmade(raw_block(b"abcd"), content_bytes=3)
+    shorter = handmade(raw_block(b"ef"), content_bytes=3)
+    for frames in (longer + shorter, shorter + longer):
+        with pytest.raises(IntegrityError, match="cannot be decoded"):
+            decoded(frames, 6, 3, frames_a_piece=2)
+
+
+def test_damage_does_not_reach_what_is_decoded_next() -> None:
+    for frame, _ in HOSTILE.values():
+        with pytest.raises(IntegrityError):
+            decoded(frame, 3)
+        assert decoded(ABC * 5, 15, 3, frames_a_piece=5) == b"abc" * 5
+
+
 def test_what_a_bomb_declares_is_never_allocated() -> None:
     assert zstandard.ZstdDecompressor().decompress(BOMB) == bytes(64 << 20)  # it is a real one
     tracemalloc.start()
@@ -109,6 +152,12 @@ def test_what_a_bomb_declares_is_never_allocated() -> None:
     assert peak_bytes < 1 << 20
 
 
+def test_a_bomb_that_declares_little_ends_at_what_it_declares() -> None:
+    bomb = handmade(*[b"\x02\x00\x08\x00"] * 255, b"\x03\x00\x08\x00", content_bytes=65_536)  # 16 MiB
+    with pytest.raises(IntegrityError, match="cannot be decoded"):
+        decoded(bomb * 4, 4 * 65_536, 65_536, frames_a_piece=4)
+
+
 def test_a_frame_may_not_end_in_the_next_one() -> None:
     coded = zstd.compress_frames(CONTENT, 1000, huf=True)
     first_end = coded.index(struct.pack("<I", 0xFD2FB528), 4)
@@ -116,27 +165,29 @@ def test_a_frame_may_not_end_in_the_next_one() -> None:
         decoded(coded[: first_end - 8] + coded[first_end:])
 
 
+@pytest.mark.parametrize("frames_a_piece", [1, 3])
 @pytest.mark.parametrize("huf", [False, True])
-def test_frames_cut_off_anywhere_are_refused(huf: bool) -> None:
+def test_frames_cut_off_anywhere_are_refused(huf: bool, frames_a_piece: int) -> None:
     coded = zstd.compress_frames(CONTENT, 1000, huf=huf)
     for end in range(len(coded)):
         with pytest.raises(IntegrityError):
-            decoded(coded[:end])
+            decoded(coded[:end], frames_a_piece=frames_a_piece)
 
 
 @given(
     changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4),
     huf=st.booleans(),
+    frames_a_piece=st.integers(1, 4),
 )
 @settings(max_examples=300, deadline=None)
 def test_changed_bytes_are_refused_or_give_content_of_the_right_size(
-    changes: list[tuple[int, int]], huf: bool
+    changes: list[tuple[int, int]], huf: bool, frames_a_piece: int
 ) -> None:
     coded = bytearray(zstd.compress_frames(CONTENT, 1000, huf=huf))
     for place, value in changes:
         coded[place % len(coded)] = value
     try:
-        content = decoded(bytes(coded))
+        content = decoded(bytes(coded), frames_a_piece=frames_a_piece)
     except IntegrityError:
         return
     assert len(content) == len(CONTENT)
@@ -164,6 +215,15 @@ def test_bits_in_the_unused_last_nibble_are_refused() -> None:
     assert refine(Plane(Codec.RAW, 0, 2), b"\x21\x03", 3).tolist() == [1, 0, 3, 0, 2, 0]
     with pytest.raises(IntegrityError, match="unused nibble"):
         refine(Plane(Codec.RAW, 0, 2), b"\x21\x43", 3)
+
+
+def test_bits_in_an_unused_nibble_behind_many_frames_are_refused() -> None:
+    count = 9 * FRAME_ELEMENTS + 1
+    stored = bytearray(-(-count // 2))
+    assert not refine(Plane(Codec.RAW, 0, len(stored)), bytes(stored), count).any()
+    stored[-1] = 0x10
+    with pytest.raises(IntegrityError, match="unused nibble"):
+        refine(Plane(Codec.RAW, 0, len(stored)), bytes(stored), count)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 3])

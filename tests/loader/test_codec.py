@@ -113,6 +113,59 @@ def test_a_draft_has_all_but_four_bits_and_refining_gives_them(kind: str, count:
     assert np.array_equal(out, data)
 
 
+@st.composite
+def segments_around_batches(draw: st.DrawFn) -> tuple[str, Encoding, int]:
+    """A dtype, its encoding, and a count of elements next to where a batch or one of its frames ends."""
+    dtype, encoding = draw(
+        st.sampled_from(
+            [("BF16", Encoding.BF16_3)] * 3
+            + [(dtype, Encoding.BYTES) for dtype in ("I8", "BF16", "F32", "F64")]
+        )
+    )
+    planes = DTYPE_BITS[dtype] // 8 if encoding is Encoding.BYTES else 1
+    frames_a_batch = codec._MAX_BATCH_FRAMES // planes
+    frames = draw(st.integers(1, 2)) * frames_a_batch + draw(st.integers(-1, 1))
+    return dtype, encoding, max(1, frames * FRAME_ELEMENTS + draw(st.sampled_from([-2, -1, 0, 1, 2, 1000])))
+
+
+@given(
+    segment=segments_around_batches(),
+    kind=st.sampled_from(["weights", "repetitions", "zeros", "noise"]),
+    seed=st.integers(0, 1 << 16),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_bit_comes_back_where_batches_end(
+    segment: tuple[str, Encoding, int], kind: str, seed: int
+) -> None:
+    dtype, encoding, count = segment
+    tensor = tensor_of(dtype, encoding, count)
+    data = made_of(kind, tensor.size_bytes, seed)
+    parts = store(dtype, encoding, data)
+    slab = np.full(data.size + 128, 0xEE, np.uint8)
+    scratch = codec.Scratch()
+    for tier in parts:
+        decode(tensor, parts, tier, slab[64:-64], scratch)
+    assert np.array_equal(slab[64:-64], data)
+    assert set(slab[:64]) | set(slab[-64:]) == {0xEE}
+
+
+def test_what_a_batch_leaves_behind_does_not_reach_the_next() -> None:
+    scratch = codec.Scratch()
+    for count in (9 * FRAME_ELEMENTS + 5, 3, FRAME_ELEMENTS, 1, 2 * FRAME_ELEMENTS + 1):
+        tensor = tensor_of("BF16", Encoding.BF16_3, count)
+        data = made_of("weights", tensor.size_bytes, count)
+        parts = store("BF16", Encoding.BF16_3, data)
+        out = np.zeros_like(data)
+        for tier in Tier:
+            decode(tensor, parts, tier, out, scratch)
+        assert np.array_equal(out, data)
+
+
+def test_a_thread_works_in_less_than_4_mib() -> None:
+    scratch = codec.Scratch()
+    assert scratch.planes.nbytes + scratch.words.nbytes < 4 << 20
+
+
 def test_all_bit_patterns_of_bf16_come_back() -> None:
     data = np.arange(1 << 16, dtype="<u2").view(np.uint8)
     parts = store("BF16", Encoding.BF16_3, data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import numpy as np
 import pytest
 import zstandard
@@ -18,18 +20,25 @@ CONTENT = st.one_of(
 )
 
 
-def join(src: bytes, size_bytes: int, frame_bytes: int) -> bytes:
-    frames = zstd.decompressed_frames(memoryview(src), size_bytes, frame_bytes)
-    return b"".join(frame.tobytes() for frame in frames)
+def join(src: bytes, size_bytes: int, frame_bytes: int, frames_a_piece: int = 1) -> bytes:
+    """What the frames hold, read a few at a time."""
+    reader = zstd.FrameReader(memoryview(src), frame_bytes)
+    content = np.empty(size_bytes, np.uint8)
+    for start in range(0, size_bytes, frames_a_piece * frame_bytes):
+        reader.read_into(content[start : start + frames_a_piece * frame_bytes])
+    reader.finish()
+    return content.tobytes()
 
 
-@given(content=CONTENT, frame_bytes=FRAME_BYTES, huf=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_frames_give_their_content_back(content: bytes, frame_bytes: int, huf: bool) -> None:
+@given(content=CONTENT, frame_bytes=FRAME_BYTES, huf=st.booleans(), frames_a_piece=st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_frames_give_their_content_back_however_many_are_read_at_a_time(
+    content: bytes, frame_bytes: int, huf: bool, frames_a_piece: int
+) -> None:
     content = content[: 300 * frame_bytes]
     coded = zstd.compress_frames(content, frame_bytes, huf=huf)
     assert len(coded) % zstd.FRAME_ALIGNMENT_BYTES == 0
-    assert join(coded, len(content), frame_bytes) == content
+    assert join(coded, len(content), frame_bytes, frames_a_piece) == content
 
 
 @given(content=CONTENT, frame_bytes=st.sampled_from([1000, zstd.MAX_FRAME_BYTES]), huf=st.booleans())
@@ -51,8 +60,26 @@ def test_a_frame_declares_its_size_and_nothing_else(size_bytes: int, huf: bool) 
 
 def test_frames_are_cut_at_the_same_number_of_bytes() -> None:
     coded = zstd.compress_frames(bytes(range(250)), 100, huf=True)
-    frames = list(zstd.decompressed_frames(memoryview(coded), 250, 100))
-    assert [frame.size for frame in frames] == [100, 100, 50]
+    pieces = coded.split(struct.pack("<I", 0xFD2FB528))[1:]
+    sizes = [zstandard.frame_content_size(struct.pack("<I", 0xFD2FB528) + piece) for piece in pieces]
+    assert sizes == [100, 100, 50]
+
+
+def test_pieces_are_read_one_after_the_other() -> None:
+    reader = zstd.FrameReader(memoryview(zstd.compress_frames(bytes(range(250)), 100, huf=True)), 100)
+    first, second = np.empty(100, np.uint8), np.empty(150, np.uint8)
+    reader.read_into(first)
+    reader.read_into(second)
+    reader.finish()
+    assert first.tobytes() + second.tobytes() == bytes(range(250))
+
+
+def test_frames_that_were_not_read_are_refused_at_the_end() -> None:
+    coded = zstd.compress_frames(bytes(range(250)), 100, huf=True)
+    reader = zstd.FrameReader(memoryview(coded), 100)
+    reader.read_into(np.empty(200, np.uint8))
+    with pytest.raises(IntegrityError, match="bytes follow the last zstd frame"):
+        reader.finish()
 
 
 def test_no_content_makes_no_frames() -> None:
@@ -66,20 +93,22 @@ def test_literals_alone_shrink_what_has_few_different_bytes() -> None:
     assert len(coded) < 0.45 * exponents.size
 
 
+@pytest.mark.parametrize("frames_a_piece", [1, 2, 3])
 @pytest.mark.parametrize("difference", [-1, 1, 100, -100])
-def test_another_size_than_expected_is_refused(difference: int) -> None:
+def test_another_size_than_expected_is_refused(difference: int, frames_a_piece: int) -> None:
     coded = zstd.compress_frames(bytes(1000), 400, huf=True)
     with pytest.raises(IntegrityError):
-        join(coded, 1000 + difference, 400)
+        join(coded, 1000 + difference, 400, frames_a_piece)
 
 
 def test_other_cuts_than_expected_are_refused_although_the_content_is_the_same() -> None:
     coded = zstd.compress_frames(bytes(1000), 250, huf=True)
-    with pytest.raises(IntegrityError, match="declares 250 bytes, not 500"):
-        join(coded, 1000, 500)
+    for frames_a_piece in (1, 2):
+        with pytest.raises(IntegrityError, match="declares 250 bytes, not 500"):
+            join(coded, 1000, 500, frames_a_piece)
 
 
 def test_an_error_names_the_place() -> None:
     with pytest.raises(IntegrityError, match=r"^tensor 'w': there is no zstd frame at byte 0") as caught:
-        list(zstd.decompressed_frames(memoryview(bytes(64)), 10, 10, where="tensor 'w'"))
+        zstd.FrameReader(memoryview(bytes(64)), 10, where="tensor 'w'").read_into(np.empty(10, np.uint8))
     assert caught.value.where == "tensor 'w'"

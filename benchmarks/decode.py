@@ -1,0 +1,158 @@
+"""Decoding alone: GB/s of weights, CPU seconds a GB and context switches, on one thread and on more.
+
+    python -m benchmarks.decode [--threads 1 2] [--weights-mb 256] [--rounds 7] [--save]
+
+Normally distributed bf16 weights are packed in memory, and each thread decodes a share of the segments into a
+slab that is larger than the caches and has all its pages: neither network, verification nor page faults are
+measured here (`benchmarks.load` has them all). Measurements take turns, since machines are noisy: trust the
+ratios. *Voluntary* context switches are waits for the GIL. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from teneral.loader.format import codec
+from teneral.loader.format.manifest import Encoding, Plane, Segment, Tensor, Tier, align
+
+GB = 1e9
+SEGMENT_ELEMENTS = 4 * 1024 * 1024
+WORK = {"draft": (Tier.DRAFT,), "refine": (Tier.REFINE,), "both": (Tier.DRAFT, Tier.REFINE)}
+RESULTS = Path(__file__).parent / "results"
+
+Bytes = npt.NDArray[np.uint8]
+StoredSegment = tuple[Segment, memoryview]
+
+
+def main() -> None:
+    options = _options()
+    model = Model(max(1, int(options.weights_mb * 1e6) // (2 * SEGMENT_ELEMENTS)))
+    kinds = [(name, threads) for threads in options.threads for name in WORK]
+    samples: dict[tuple[str, int], list[dict[str, float]]] = {kind: [] for kind in kinds}
+    for _ in range(options.rounds):
+        for name, threads in random.sample(kinds, len(kinds)):
+            samples[name, threads].append(model.measure(WORK[name], threads))
+    report = {
+        "benchmark": "decode",
+        "command": " ".join(["python -m benchmarks.decode", *sys.argv[1:]]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {
+            "name": f"{os.cpu_count()}-core-{platform.machine()}",
+            "python": platform.python_version(),
+        },
+        "load_average": os.getloadavg()[0],
+        "weight_bytes": model.weight_bytes,
+        "rounds": options.rounds,
+        "results": [
+            {"work": name, "threads": threads, **_medians(rows)} for (name, threads), rows in samples.items()
+        ],
+    }
+    print(render(report))
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        stem = f"decode-{report['date'][:10]}-{report['machine']['name']}"
+        (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    lines = [
+        f"{report['weight_bytes'] / 1e6:.0f} MB of bf16 weights; medians of {report['rounds']} rounds",
+        f"{report['machine']['name']}, {report['date']}, load average {report['load_average']:.1f}",
+        "",
+        "| work | threads | weights GB/s | CPU-s a GB | context switches a GB: voluntary, forced |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in report["results"]:
+        speed = f"{row['weights_gb_s']:.2f} | {row['cpu_s_a_gb']:.3f}"
+        switches = f"{row['voluntary_switches_a_gb']:.0f}, {row['forced_switches_a_gb']:.0f}"
+        lines.append(f"| {row['work']} | {row['threads']} | {speed} | {switches} |")
+    return "\n".join(lines)
+
+
+class Model:
+    """Segments of one tensor, packed in memory, and the slab that they decode into."""
+
+    def __init__(self, num_segments: int) -> None:
+        rng = np.random.default_rng(0)
+        count = num_segments * SEGMENT_ELEMENTS
+        self.weight_bytes = 2 * count
+        self._tensor = Tensor(0, "w", "BF16", (count,), 0, Encoding.BF16_3, 0)
+        self._slab: Bytes = np.full(self.weight_bytes, 1, np.uint8)
+        self._stored: dict[Tier, list[StoredSegment]] = {tier: [] for tier in Tier}
+        for start in range(0, count, SEGMENT_ELEMENTS):
+            floats = rng.standard_normal(SEGMENT_ELEMENTS, np.float32) * np.float32(0.02)
+            data = (floats.view("<u4") >> 16).astype("<u2").view(np.uint8)
+            for tier, planes in codec.encode_segment("BF16", Encoding.BF16_3, data).items():
+                self._stored[tier].append(_store(start, planes))
+
+    def measure(self, tiers: tuple[Tier, ...], num_threads: int) -> dict[str, float]:
+        """Decode everything once."""
+        threads = [
+            threading.Thread(target=self._decode, args=(tiers, number, num_threads))
+            for number in range(num_threads)
+        ]
+        before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        elapsed_s, after = time.monotonic() - start_s, resource.getrusage(resource.RUSAGE_SELF)
+        gb = self.weight_bytes / GB
+        return {
+            "weights_gb_s": gb / elapsed_s,
+            "cpu_s_a_gb": (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / gb,
+            "voluntary_switches_a_gb": (after.ru_nvcsw - before.ru_nvcsw) / gb,
+            "forced_switches_a_gb": (after.ru_nivcsw - before.ru_nivcsw) / gb,
+        }
+
+    def _decode(self, tiers: tuple[Tier, ...], first: int, step: int) -> None:
+        scratch = codec.Scratch()
+        for tier in tiers:
+            for segment, stored in self._stored[tier][first::step]:
+                out = self._slab[2 * segment.start : 2 * (segment.start + segment.count)]
+                codec.decode_planes(self._tensor, segment, tier, stored, out, scratch)
+
+
+def _store(start: int, coded: list[codec.CodedPlane]) -> StoredSegment:
+    """A segment that has a part to itself."""
+    part, planes = bytearray(), []
+    for plane_codec, stored in coded:
+        part += bytes(align(len(part), 8) - len(part))
+        planes.append(Plane(plane_codec, len(part), len(stored)))
+        part += stored
+    return Segment(0, start, SEGMENT_ELEMENTS, tuple(planes)), memoryview(part)
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--weights-mb", type=float, default=256.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,8 +12,7 @@ N2, the low 4. `share` below is the number of elements that share one byte of a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +35,7 @@ _WORD = np.dtype("<u2")
 _SIGN_AND_TOP_BITS = np.uint16(0x8070)  # of a bf16: what N1 holds
 _LOW_BITS = np.uint16(0x000F)  # what N2 holds
 _MIDPOINT = np.uint16(0b1000)  # what the low bits are worth on average, while only the draft is there
-_MAX_BATCH_FRAMES = 8
+_MAX_BATCH_FRAMES = 8  # more of them gain little, and leave the cache; elements of 8 bytes need 8
 _MAX_SAMPLE_FRAMES = 4
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
@@ -48,16 +47,8 @@ class Scratch:
 
     def __init__(self) -> None:
         elements = _MAX_BATCH_FRAMES * FRAME_ELEMENTS
-        self.planes: Bytes = np.empty(elements * 3 // 2, np.uint8)  # decompressed; bf16.3's draft takes most
+        self.planes: Bytes = np.empty(elements * 3 // 2, np.uint8)  # decompressed; bf16.3's draft fills it
         self.words: Words = np.empty(elements, _WORD)
-
-    def rooms(self, sizes_bytes: Iterable[int]) -> list[Bytes]:
-        """`planes`, cut up for planes whose pieces take that much."""
-        sizes_bytes = list(sizes_bytes)
-        return [
-            self.planes[end - size : end]
-            for end, size in zip(accumulate(sizes_bytes), sizes_bytes, strict=True)
-        ]
 
 
 def choose_encoding(dtype: str, shape: tuple[int, ...]) -> Encoding:
@@ -192,7 +183,7 @@ def decode_planes(
     shares = _shares(tensor.encoding, tier, tensor.element_bytes)
     max_frames = _MAX_BATCH_FRAMES // max(1, shares.count(1))
     counts = _batch_counts(segment.count, max_frames)
-    rooms = scratch.rooms(max_frames * FRAME_ELEMENTS // share for share in shares)
+    rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
     planes = [
         _plane_pieces(stored, plane, counts, share, room, where)
         for plane, share, room in zip(segment.planes, shares, rooms, strict=True)
@@ -227,9 +218,15 @@ def _plane_pieces(
             yield room[:size_bytes]
         frames.finish()
         return
-    raw = _raw_plane(stored, plane, sum(sizes_bytes), where)
-    for end, size_bytes in zip(accumulate(sizes_bytes), sizes_bytes, strict=True):
-        yield raw[end - size_bytes : end]
+    yield from _cut(_raw_plane(stored, plane, sum(sizes_bytes), where), sizes_bytes)
+
+
+def _cut(data: Bytes, sizes_bytes: list[int]) -> Iterator[Bytes]:
+    """Views of these sizes, one behind another."""
+    begin = 0
+    for size_bytes in sizes_bytes:
+        yield data[begin : begin + size_bytes]
+        begin += size_bytes
 
 
 def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) -> Bytes:
@@ -294,7 +291,7 @@ def _widen_nibbles(packed: Bytes, scratch: Scratch) -> tuple[Words, Words]:
     return room[:, 0], room[:, 1]
 
 
-def _merge_byte_pairs(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
+def _merge_byte_pairs(out: Bytes, pieces: list[Bytes], _: Scratch) -> None:
     """Twice as fast as `_merge_bytes`; for wider elements the same trick gains nothing."""
     words, (low, high) = out.view(_WORD), pieces
     np.copyto(words, high)
@@ -302,7 +299,7 @@ def _merge_byte_pairs(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None
     np.bitwise_or(words, low, out=words)
 
 
-def _merge_bytes(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
+def _merge_bytes(out: Bytes, pieces: list[Bytes], _: Scratch) -> None:
     columns = out.reshape(-1, len(pieces))
     for place, piece in enumerate(pieces):
         np.copyto(columns[:, place], piece)

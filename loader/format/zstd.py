@@ -2,8 +2,8 @@
 
 Invariant: no frame is given to the decompressor before its header and block headers were read here, and its
 declared size found to be the one that the caller expects, at most `MAX_FRAME_BYTES`. So neither time nor
-memory follows a number that an attacker chose. python-zstandard alone does not see to that: it ignores
-`max_output_size` when a frame declares a size, and drops what follows a frame without a word.
+memory follows a number that an attacker chose. python-zstandard alone does not see to that: to it, frames of
+any sizes, windows and dictionaries, with anything skippable between them, are one stream.
 
 It does not know tensors, planes or manifests. `docs/format.md`, "Frames", is the norm.
 """

@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -24,6 +25,8 @@ from tests.support.store_faults import FaultHook
 from tests.support.store_http import RequestError
 from tests.support.store_objects import Objects
 from tests.support.store_pacing import Pacer
+
+LOG_WAIT_S = 2.0
 
 
 class StoreServer:
@@ -71,8 +74,14 @@ class StoreServer:
         self._service.fault = fault
 
     def log(self) -> list[LogEntry]:
-        """Every request, in the order in which the answers began."""
-        return list(self._service.log)
+        """Every request, in the order in which the answers began. Waits until those being sent are: a client
+        has the last byte a moment before the server has noted it.
+        """
+        entries = list(self._service.log)
+        until_s = time.monotonic() + LOG_WAIT_S
+        while any(entry.done_s is None for entry in entries) and time.monotonic() < until_s:
+            time.sleep(0.001)
+        return entries
 
     def clear_log(self) -> None:
         self._service.log.clear()

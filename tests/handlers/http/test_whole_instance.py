@@ -31,6 +31,7 @@ async def test_the_first_request_may_come_before_the_model(
         assert answer.status == 200, answer.body
         await server.eventually(lambda: server.instance.state.can_answer)
         assert (await server.get("/readyz")).status == 200
+        await server.eventually(lambda: "load" in server.instance.statistics())  # in the load's last report
         assert b"teneral_load_" in (await server.get("/metrics")).body
         lanes = {span["lane"] for span in (await server.get("/timeline")).json["spans"]}
         assert {"fetch", "model"} <= lanes

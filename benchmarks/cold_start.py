@@ -96,7 +96,7 @@ def render(report: dict[str, Any]) -> str:
     base = report["results"].get("transformers after boto3", {}).get("first_token_s")
     for name, row in report["results"].items():
         wire_s = report["wire_s"]["packed" if "packed" in name else "plain"]
-        ratio = f"{base / row['first_token_s']:.1f}x sooner" if base else "–"
+        ratio = f"{base / row['first_token_s']:.1f}x sooner" if base and base != row["first_token_s"] else "–"
         lines.append(
             f"| {name} | {row['first_token_s']:.2f} | {row['first_token_s'] / wire_s:.2f} x {wire_s:.2f} s | {ratio} "
             f"| {row['peak_mb']:,.0f} |"

@@ -212,8 +212,8 @@ def _read(url: str, connections: int) -> dict[str, Any]:
     """Read the same bytes in the same ranges, and do nothing with them."""
     from teneral.loader.artifact import open_artifact
     from teneral.loader.sources.open import open_source
-    from teneral.loader.stream.load import LoadOptions
-    from teneral.loader.stream.plan import Order, plan_load
+    from teneral.loader.stream.options import LoadOptions, Order
+    from teneral.loader.stream.plan import plan_load
 
     source = open_source(url)
     manifest = open_artifact(source)

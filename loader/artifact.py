@@ -7,14 +7,15 @@ replaced unnoticed. Reads only the manifest (or the safetensors headers) and sma
 
 from __future__ import annotations
 
-from blake3 import blake3
+from typing import TYPE_CHECKING
 
 from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError
-from .format.checkpoint import MAX_SMALL_FILE_BYTES, manifest_of, open_checkpoint
-from .format.manifest import MANIFEST_NAME, File, Manifest
-from .format.manifest_json import MAX_MANIFEST_BYTES, parse_manifest
+from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK
 from .sources.base import Source
+
+if TYPE_CHECKING:
+    from .format.manifest import File, Manifest
 
 
 def is_artifact(source: Source) -> bool:
@@ -46,11 +47,20 @@ def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
                 hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",
             ) from error
         raise
+    from .format.manifest_json import (
+        parse_manifest,
+    )  # while the answer was on its way, a loader has imported it
+
     return parse_manifest(data, expected_digest=digest)
 
 
 def _open_plain(source: Source, no_manifest: NotFoundError | AccessDeniedError) -> Manifest:
     """From safetensors headers. Where all is denied, raises what was said about the manifest."""
+    from .format.checkpoint import (
+        manifest_of,
+        open_checkpoint,
+    )  # an artifact's first bytes need not wait for these
+
     try:
         return manifest_of(open_checkpoint(source))
     except AccessDeniedError:
@@ -85,6 +95,8 @@ def read_file(source: Source, manifest: Manifest, name: str) -> bytes:
 
 def check_content(data: bytes, file: File) -> None:
     """Raises `IntegrityError` when `data` is not the content that the manifest declares for the file."""
+    from blake3 import blake3
+
     got = blake3(data).digest()
     if len(data) != file.size_bytes or got != file.digest:
         expected = file.digest.hex() if file.digest is not None else ""

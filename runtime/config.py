@@ -10,16 +10,17 @@ source reads as every AWS program does.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..loader.errors import UsageError
 from ..loader.sources.base import SourceOptions
+from ..loader.stream.options import LoadOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
@@ -176,6 +177,10 @@ class ServeConfig:
         )
 
     @property
+    def load_options(self) -> LoadOptions:
+        return LoadOptions(connections=self.connections, staging_bytes=self.staging_bytes)
+
+    @property
     def served_name(self) -> str:
         """The model's name for clients: `name`, or the last part of the address without its pin."""
         if self.name:
@@ -197,7 +202,7 @@ def resolve(
     path = config_file or environment.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     if path:
-        values.update(_from_file(Path(path)))
+        values.update(_from_file(path))
     values.update(_from_environment(environment))
     for name, value in flags.items():
         values[name] = _parse(name, value, f"--{name.replace('_', '-')}")
@@ -224,9 +229,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _from_file(path: Path) -> dict[str, Any]:
+def _from_file(path: str | Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             data = file.read(MAX_CONFIG_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(
@@ -236,6 +241,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"the configuration file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", key="config"
         )
+    import tomllib  # few have such a file
+
     try:
         table = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -260,5 +267,7 @@ def _parse(name: str, value: Any, key: str) -> Any:
 
 
 def _unknown(key: str, known: list[str], written: str | None = None) -> UsageError:
+    import difflib  # only on the way to an error
+
     near = difflib.get_close_matches(written or key, known, n=1)
     return UsageError(f"unknown setting {key}", key=key, hint=f"Did you mean {near[0]}?" if near else "")

@@ -23,17 +23,17 @@ from ..loader.errors import CheckpointError, TeneralError
 from ..loader.host import available_cores
 from ..loader.pin import split_pin
 from ..loader.sources.open import open_source
-from ..loader.stream.options import LoadOptions
-from ..loader.stream.process_load import ProcessLoad
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
+from .start import start_load
 from .state import State
 
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
     from ..loader.sources.base import Source
     from ..loader.stream.load import WeightLoad
+    from ..loader.stream.process_load import ProcessLoad
     from .engine.embedder import Embedder
     from .engine.engine import Engine
     from .models.decoder import Decoder
@@ -59,9 +59,16 @@ class Instance:
     """One model being served. Thread-safe. `close` it, or use it as a context manager."""
 
     def __init__(
-        self, config: ServeConfig, *, timeline: Timeline | None = None, source: Source | None = None
+        self,
+        config: ServeConfig,
+        *,
+        timeline: Timeline | None = None,
+        source: Source | None = None,
+        load: ProcessLoad | None = None,
     ) -> None:
-        """With `source`, the model is read from there instead of `config.model`; the instance closes it."""
+        """With `source`, the model is read from there instead of `config.model`; with `load`, its weights come from
+        that load, which may have been started already. The instance closes both.
+        """
         self.config = config
         self.timeline = timeline or Timeline()
         self.model_name = config.served_name
@@ -73,7 +80,7 @@ class Instance:
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
         self._opened: Future[tuple[Source, Manifest]] = Future()
         self._source = source
-        self._load: WeightLoad | ProcessLoad | None = None
+        self._load: WeightLoad | ProcessLoad | None = load
         self._draining = False
         self._failure: TeneralError | None = None
         self._lock = threading.Lock()
@@ -82,8 +89,8 @@ class Instance:
 
     def start(self) -> Instance:
         """Begin everything; return at once. What cannot even begin fails the instance, as what fails later does."""
-        if self._source is None and self.config.loader == "process" and ProcessLoad.is_possible():
-            self._run(self._start_child)  # before all imports, so that it runs beside them
+        if self._load is None and self._source is None:
+            self._run(self._start_load)  # before all imports, so that it runs beside them
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
             threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
         return self
@@ -167,16 +174,8 @@ class Instance:
 
     # the three threads
 
-    def _start_child(self) -> None:
-        address, digest = split_pin(self.config.model)
-        self._load = ProcessLoad(
-            address,
-            digest=digest,
-            source_options=self.config.source_options,
-            options=self._load_options(),
-            timeline=self.timeline,
-        )
-        self._load.start()
+    def _start_load(self) -> None:
+        self._load = start_load(self.config, self.timeline)
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
@@ -190,17 +189,14 @@ class Instance:
 
     def _load_here(self, source: Source, digest: bytes | None) -> WeightLoad:
         """A load in this process's own threads."""
-        from ..loader.artifact import open_artifact  # these bring in numpy
+        from ..loader.artifact import open_artifact  # these are the loader's process's business, as a rule
         from ..loader.stream.load import WeightLoad
 
         with self.timeline.span("manifest", "open"):
             manifest = open_artifact(source, digest=digest)
-        load = WeightLoad(source, manifest, options=self._load_options(), timeline=self.timeline)
+        load = WeightLoad(source, manifest, options=self.config.load_options, timeline=self.timeline)
         load.start()
         return load
-
-    def _load_options(self) -> LoadOptions:
-        return LoadOptions(connections=self.config.connections, staging_bytes=self.config.staging_bytes)
 
     def _watch_load(self, load: WeightLoad | ProcessLoad, num_groups: int) -> None:
         """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load

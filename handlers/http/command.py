@@ -1,21 +1,24 @@
-"""`teneral serve`: the port first, then the stream of weights, then everything else beside it.
+"""`teneral serve`: the stream of weights first, then the port, then everything else beside it.
 
-The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog
-instead of being refused. The instance's threads then fetch and import while the web server is being
-imported here.
+The loader's process is forked off while this one is still small. The listening socket is bound before anything heavy
+is imported: clients that come early wait in its backlog instead of being refused. The instance's threads then import
+while the web server is being imported here.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from ...loader.errors import UsageError
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
+from ...runtime.start import start_load
 
 BACKLOG = 1024
 
@@ -25,21 +28,27 @@ def run_server(config: ServeConfig) -> int:
 
     Blocks. Changes the process: logging, and the OpenMP policy (below).
     """
-    # Until the server has its own handlers, which drain: there is nothing to drain yet, so end, and clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with _ending_at_once():
+        return _run(config)
+
+
+def _run(config: ServeConfig) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
-    with listen(config.host, config.port) as sock:
+    load = start_load(config, timeline, fork=True)
+    with load or nullcontext(), listen(config.host, config.port) as sock:
         timeline.mark("process", "port open")
+        with timeline.span("process", "import runtime"):
+            import logging
+
+            from ...runtime.instance import Instance
         logging.basicConfig(
             level=config.log_level.upper(),
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             stream=sys.stderr,
         )
-        with timeline.span("process", "import loader"):
-            from ...runtime.instance import Instance
-
-        with Instance(config, timeline=timeline) as instance:
+        logging.getLogger("torch").setLevel(logging.WARNING)  # at info it tells of its caches when it ends
+        with Instance(config, timeline=timeline, load=load) as instance:
             with timeline.span("process", "import server"):
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
@@ -59,6 +68,24 @@ def run_server(config: ServeConfig) -> int:
     if failure is not None:
         raise failure
     return 0
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """While in here, and until the server has its own handlers, which drain, a signal ends the process: there is
+    nothing to drain yet, and the loader's process ends when this one does.
+
+    Not by an exception: where one is raised while an import cleans up, or in the import of the user's handler, it is
+    swallowed, and the server goes on.
+    """
+    before = {
+        number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -17,7 +17,19 @@ from dataclasses import dataclass
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from ..sources.base import ObjectInfo, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts
-from .manifest import Blob, Codec, Encoding, File, Manifest, Part, Plane, Segment, Tensor, Tier
+from .limits import MAX_SMALL_FILE_BYTES
+from .manifest import (
+    Blob,
+    Codec,
+    Encoding,
+    File,
+    Manifest,
+    Part,
+    Plane,
+    Segment,
+    Tensor,
+    Tier,
+)
 from .safetensors import MAX_TENSORS, Entry, SafetensorsFile, decode_object, read_header
 
 SINGLE_NAME = "model.safetensors"
@@ -54,7 +66,6 @@ SMALL_FILES = (
     "NOTICE",
     "NOTICE.txt",
 )
-MAX_SMALL_FILE_BYTES = 256 * 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_SHARDS = 4096
 MAX_LISTED = 10_000

@@ -6,7 +6,7 @@ few, since each one gives the GIL up and has to get it back. It does not know pa
 memory it writes to.
 
 bf16.3 cuts a bf16 `s eeeeeeee mmmmmmm` into E, the exponent byte; N1, `s` and the top 3 mantissa bits; and
-N2, the low 4. `share` below is the number of elements that share one byte of a plane: 2 for nibbles.
+N2, the low 4. `share` below is the number of elements that share one byte of a plane (`plane_shares`): 2 for nibbles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ import numpy as np
 
 from ..errors import IntegrityError
 from . import zstd
-from .manifest import DTYPE_BITS, FRAME_ELEMENTS, Codec, Encoding, Plane, Segment, Tensor, Tier, frame_counts
+from .manifest import (
+    DTYPE_BITS,
+    FRAME_ELEMENTS,
+    Codec,
+    Encoding,
+    Plane,
+    Segment,
+    Tensor,
+    Tier,
+    frame_counts,
+    plane_shares,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,24 +69,6 @@ def choose_encoding(dtype: str, shape: tuple[int, ...]) -> Encoding:
     if dtype == "BF16":
         return Encoding.BF16_3 if math.prod(shape) >= MIN_SPLIT_ELEMENTS else Encoding.WHOLE
     return Encoding.BYTES
-
-
-def plane_count(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
-    """How many planes a segment has in a tier."""
-    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1))
-
-
-def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
-    """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
-    if encoding is Encoding.WHOLE:
-        return (count * element_bytes,) if tier is Tier.DRAFT else ()
-    return tuple(-(-count // share) for share in _shares(encoding, tier, element_bytes))
-
-
-def _shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
-    if encoding is Encoding.BF16_3:
-        return (1, 2) if tier is Tier.DRAFT else (2,)
-    return (1,) * element_bytes if tier is Tier.DRAFT else ()
 
 
 # Elements → planes
@@ -168,7 +161,12 @@ def _pack_low_nibbles(low: Words, high: Words, scratch: Words, *, out: Bytes) ->
 
 
 def decode_planes(
-    tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, out: Bytes, scratch: Scratch
+    tensor: Tensor,
+    segment: Segment,
+    tier: Tier,
+    stored: memoryview,
+    out: memoryview | Bytes,
+    scratch: Scratch,
 ) -> None:
     """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
 
@@ -177,10 +175,11 @@ def decode_planes(
     repeated. Raises `IntegrityError` when a plane does not decode to its exact size; `out` is then undefined.
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
+    elements = np.frombuffer(out, np.uint8)
     if tensor.encoding is Encoding.WHOLE:
-        np.copyto(out, _raw_plane(stored, segment.planes[0], out.size, where))
+        np.copyto(elements, _raw_plane(stored, segment.planes[0], elements.size, where))
         return
-    shares = _shares(tensor.encoding, tier, tensor.element_bytes)
+    shares = plane_shares(tensor.encoding, tier, tensor.element_bytes)
     max_frames = _MAX_BATCH_FRAMES // max(1, shares.count(1))
     counts = _batch_counts(segment.count, max_frames)
     rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
@@ -193,7 +192,7 @@ def decode_planes(
     for count, *pieces in zip(counts, *planes, strict=True):  # strictly, so that planes check their own end
         _check_unused_nibbles(count, pieces, shares, where)
         end = begin + count * tensor.element_bytes
-        merge(out[begin:end], pieces, scratch)
+        merge(elements[begin:end], pieces, scratch)
         begin = end
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..errors import ManifestError, UsageError
 from ..sources.base import check_name
-from .manifest import MANIFEST_NAME
+from .limits import MANIFEST_NAME
 
 MAX_TEXT_BYTES = 1024
 MAX_INTEGER = 2**53 - 1  # what every JSON reader holds exactly

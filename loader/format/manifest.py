@@ -19,7 +19,6 @@ from functools import cached_property
 from typing import Any
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
 FRAME_ELEMENTS = 65_536
 MAX_PART_ELEMENTS = 16 * 1024 * 1024
 MAX_PART_DECODED_BYTES = 64 * 1024 * 1024  # what a part's elements take in memory
@@ -240,3 +239,25 @@ def frame_counts(count: int) -> list[int]:
     """Elements of each of the frames that `count` elements are cut into: full ones, then a shorter one."""
     full, rest = divmod(count, FRAME_ELEMENTS)
     return [FRAME_ELEMENTS] * full + ([rest] if rest else [])
+
+
+def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
+    """Of each plane that an element is cut into in a tier: how many elements share one of its bytes.
+
+    A whole plane is not cut, and has none.
+    """
+    if encoding is Encoding.BF16_3:
+        return (1, 2) if tier is Tier.DRAFT else (2,)
+    return (1,) * element_bytes if encoding is Encoding.BYTES and tier is Tier.DRAFT else ()
+
+
+def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
+    """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
+    if encoding is Encoding.WHOLE:
+        return (count * element_bytes,) if tier is Tier.DRAFT else ()
+    return tuple(-(-count // share) for share in plane_shares(encoding, tier, element_bytes))
+
+
+def plane_count(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
+    """How many planes a segment has in a tier."""
+    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1))

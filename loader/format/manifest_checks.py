@@ -11,12 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from .codec import decoded_plane_bytes
 from .json_object import refuse
+from .limits import MANIFEST_NAME
 from .manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
-    MANIFEST_NAME,
     MAX_PART_BYTES,
     MAX_PART_DECODED_BYTES,
     MAX_PART_ELEMENTS,
@@ -29,6 +28,7 @@ from .manifest import (
     Tensor,
     Tier,
     align,
+    decoded_plane_bytes,
 )
 
 MAX_TENSOR_ELEMENTS = 2**48

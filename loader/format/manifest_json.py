@@ -16,10 +16,10 @@ from blake3 import blake3
 
 from ..errors import IntegrityError, ManifestError
 from .json_object import DAMAGED, MAX_INTEGER, NEWER, JsonObject, is_text, is_unicode, refuse
+from .limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .manifest import (
     DTYPE_BITS,
     FORMAT_VERSION,
-    MANIFEST_NAME,
     MAX_PART_SEGMENTS,
     Blob,
     Codec,
@@ -38,7 +38,6 @@ from .manifest import (
 from .manifest_checks import check_manifest
 
 FORMAT_NAME = "teneral"
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_JSON_ITEMS = (
     5_000_000  # about 160,000 tensors; bounds the memory of a hostile file, parsed, to about 1 GiB
 )
@@ -47,7 +46,6 @@ MAX_PARTS = 1_000_000
 MAX_GROUPS = 100_000
 MAX_BLOBS = 100_000
 MAX_FILES = 10_000
-MAX_FILE_BYTES = 256 * 1024 * 1024
 MAX_DIMENSIONS = 32
 MAX_PLANES = 8  # no element has more bytes
 
@@ -196,7 +194,7 @@ def _parse_file(value: Any, where: str) -> File:
     return File(
         name=file.object_name("name"),
         path=file.object_name("path"),
-        size_bytes=file.integer("size", MAX_FILE_BYTES),
+        size_bytes=file.integer("size", MAX_SMALL_FILE_BYTES),
         digest=file.digest("blake3"),
     )
 

@@ -2,25 +2,25 @@
 
 A slab exists, at its final address, before a byte of it has arrived, so that tensors can be made over it at
 once. The memory is never returned while anything looks at it: every view holds the mapping, and the last one
-to go frees it. It does not know what a slab holds.
+to go frees it. It does not know what a slab holds, and works
+without numpy, whose import the first bytes must not wait for.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from ..format.manifest import align
 from ..memory import refused
 
-ByteArray = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
@@ -46,7 +46,7 @@ class Arena:
         for size_bytes in slab_sizes_bytes:
             slabs.append(memory[start : start + size_bytes])
             start += align(size_bytes)
-        self.slabs: tuple[ByteArray, ...] = tuple(slabs)
+        self.slabs: tuple[memoryview, ...] = tuple(slabs)
 
     def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> None:
         """Take all pages from the system now, front to back, changing no content; `stopped` ends it early.
@@ -60,9 +60,13 @@ class Arena:
         """
         if sys.platform != "linux" or self.size_bytes == 0:
             return
+        import ctypes  # 5 ms, on a thread that nobody waits for
+
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        begin = self._memory.ctypes.data  # of a mapping, so at a page's start
+        begin = ctypes.addressof(
+            ctypes.c_char.from_buffer(self._memory)
+        )  # of a mapping, so at a page's start
         slow_steps = 0
         for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             left = self.size_bytes - offset
@@ -74,13 +78,21 @@ class Arena:
                 madvise(begin + offset, left, mmap.MADV_NOHUGEPAGE)
 
 
-def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> ByteArray:
+def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:
+    """The slab as numpy knows it: the same memory, which the array keeps alive."""
+    import numpy as np  # the first bytes are asked for before anybody needs this
+
+    return np.frombuffer(slab, np.uint8)
+
+
+def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> memoryview:
     """Fresh zeroed memory that the system hands over as it is first written; `huge_pages` asks for 2 MiB ones.
 
-    The array owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system refuses.
+    The view, (size_bytes,) uint8, owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system
+    refuses.
     """
     if size_bytes == 0:
-        return np.empty(0, np.uint8)
+        return memoryview(bytearray())
     try:
         # Private, because Python's default is shared: shared memory is never huge-paged and faults several
         # times slower.
@@ -89,16 +101,16 @@ def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> ByteAr
         raise refused(size_bytes, None, what=what) from error
     if huge_pages:
         _advise_huge_pages(mapping)
-    return np.frombuffer(mapping, np.uint8)
+    return memoryview(mapping)
 
 
-def map_shared(fd: int, size_bytes: int, *, what: str) -> ByteArray:
+def map_shared(fd: int, size_bytes: int, *, what: str) -> memoryview:
     """The first `size_bytes` of a memory file, seen by every process that maps it. It is made longer where it is short.
 
-    The array owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
+    The view owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
     """
     if size_bytes == 0:
-        return np.empty(0, np.uint8)
+        return memoryview(bytearray())
     try:
         if os.fstat(fd).st_size < size_bytes:
             os.ftruncate(fd, size_bytes)
@@ -106,7 +118,7 @@ def map_shared(fd: int, size_bytes: int, *, what: str) -> ByteArray:
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
     _advise_huge_pages(mapping)  # taken where the system lets memory files have them
-    return np.frombuffer(mapping, np.uint8)
+    return memoryview(mapping)
 
 
 def _advise_huge_pages(mapping: mmap.mmap) -> None:

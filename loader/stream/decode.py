@@ -1,25 +1,28 @@
 """The work of a decode thread: a part that has arrived is verified, and only then becomes values in its slab.
 
 Invariant: no byte of a part that has a digest reaches a decoder or a slab before the digest of the whole part
-was found right. It does not know where parts come from, or who waits for them.
+was found right. It does not know where parts come from, or who waits for them. numpy and zstandard are imported
+by the first decode thread: the first ranges are on their way by then.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from ..format import codec
 from ..format.manifest import Manifest, Part, Segment
 from ..timeline import Timeline
-from .arena import ByteArray
 from .blame import blame_part, wrong_digest
 from .plan import Step
 from .progress import Meter, Phase
 from .trace import add_part_span
 from .work import WorkQueue
+
+if TYPE_CHECKING:
+    from ..format import codec
 
 
 class Decoder:
@@ -28,7 +31,7 @@ class Decoder:
     def __init__(
         self,
         manifest: Manifest,
-        slabs: Sequence[ByteArray],
+        slabs: Sequence[memoryview],
         work: WorkQueue,
         *,
         source_url: str,
@@ -48,6 +51,8 @@ class Decoder:
 
     def run(self) -> None:
         """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the part."""
+        from ..format import codec
+
         scratch = codec.Scratch()
         while (task := self._work.next_step()) is not None:
             step, stored = task
@@ -55,14 +60,14 @@ class Decoder:
                 self._decode(step.part, stored, scratch)
                 self._settle(step)
 
-    def _verify(self, step: Step, stored: ByteArray) -> bool:
+    def _verify(self, step: Step, stored: memoryview) -> bool:
         """Whether the part may be decoded; if not, it is fetched again. Raises when that was tried before."""
         part = step.part
         if part.digest is None:
             return True  # never packed: there is nothing to compare with
         begun_at_s = time.monotonic()
         with self._meter.measure(Phase.VERIFY, part.size_bytes):
-            got = blake3(stored.data).digest()
+            got = blake3(stored).digest()
         right = got == part.digest
         self._add_span(Phase.VERIFY, part, begun_at_s, right=right)
         if right:
@@ -74,15 +79,15 @@ class Decoder:
         self._work.fetch_again(step)
         return False
 
-    def _decode(self, part: Part, stored: ByteArray, scratch: codec.Scratch) -> None:
+    def _decode(self, part: Part, stored: memoryview, scratch: codec.Scratch) -> None:
+        from ..format.codec import decode_planes
+
         begun_at_s = time.monotonic()
         try:
             with self._meter.measure(Phase.DECODE, part.size_bytes):
                 for segment in part.segments:
                     tensor = self._manifest.tensors[segment.tensor]
-                    codec.decode_planes(
-                        tensor, segment, part.tier, stored.data, self._place(segment), scratch
-                    )
+                    decode_planes(tensor, segment, part.tier, stored, self._place(segment), scratch)
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source_url) from error
         self._add_span(Phase.DECODE, part, begun_at_s)
@@ -98,7 +103,7 @@ class Decoder:
             **attributes,
         )
 
-    def _place(self, segment: Segment) -> ByteArray:
+    def _place(self, segment: Segment) -> memoryview:
         """The segment's own bytes in its slab."""
         tensor = self._manifest.tensors[segment.tensor]
         begin = tensor.offset_bytes + segment.start * tensor.element_bytes

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from ..format.manifest import Manifest
 from ..sources.base import Source
 from ..timeline import Timeline
-from .arena import ByteArray
 from .blame import blame_part
 from .plan import Plan, Read, Step
 from .progress import Meter, Phase
@@ -47,14 +46,14 @@ class Fetcher:
         while (task := self._work.next_read()) is not None:
             self._read(*task)
 
-    def _read(self, read: Read, memory: ByteArray) -> None:
+    def _read(self, read: Read, memory: memoryview) -> None:
         step = self._plan.steps[read.step]
         part = step.part
         blob = self._manifest.blobs[part.blob]
         try:
             with self._meter.measure(Phase.FETCH, len(memory)):
                 self._source.read_into(
-                    blob.name, part.offset_bytes + read.start_bytes, memory.data, version=blob.version
+                    blob.name, part.offset_bytes + read.start_bytes, memory, version=blob.version
                 )
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source.url) from error

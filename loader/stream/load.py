@@ -16,10 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier, align
@@ -27,7 +24,7 @@ from ..host import available_cores
 from ..memory import available_bytes, check_fits
 from ..sources.base import Source
 from ..timeline import Timeline
-from .arena import Arena, ByteArray
+from .arena import Arena, as_array
 from .decode import Decoder
 from .fetch import Fetcher
 from .options import LoadOptions
@@ -36,6 +33,10 @@ from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
 from .staging import ALIGNMENT_BYTES, Staging
 from .work import WorkQueue
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
@@ -126,9 +127,9 @@ class WeightLoad:
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness.is_open(group, tier)
 
-    def slab(self, group: int) -> ByteArray:
-        """The group's memory: uint8 (slab_bytes,), writable, never moved. Undefined content until `wait`."""
-        return self._arena.slabs[group]
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
+        """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
+        return as_array(self._arena.slabs[group])
 
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """A tensor in its shape, as a view of its slab. Raises `KeyError` for an unknown name.
@@ -137,7 +138,7 @@ class WeightLoad:
         shape, packed ones flat.
         """
         tensor = self.manifest.by_name[name]
-        data = self._arena.slabs[tensor.group][tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+        data = self.slab(tensor.group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
         array = data.view(NUMPY_DTYPES.get(tensor.dtype, "u1"))
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from .plan import Order
 
 MIB = 1024 * 1024
+
+
+class Order(enum.StrEnum):
+    """Which weights come first."""
+
+    EXACT = "exact"  # group by group, draft parts and then refine parts: the first exact token soonest
+    DRAFT_FIRST = "draft-first"  # all draft parts, then all refine parts: the first draft token soonest
 
 
 @dataclass(frozen=True, slots=True)

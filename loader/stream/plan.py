@@ -7,22 +7,15 @@ cut. Pure: nothing here does I/O, waits, or knows where memory lies.
 
 from __future__ import annotations
 
-import enum
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..format.manifest import Codec, Encoding, Manifest, Part, Tier
+from .options import Order
 
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing the part gains
-
-
-class Order(enum.StrEnum):
-    """Which weights come first."""
-
-    EXACT = "exact"  # group by group, draft parts and then refine parts: the first exact token soonest
-    DRAFT_FIRST = "draft-first"  # all draft parts, then all refine parts: the first draft token soonest
 
 
 @dataclass(frozen=True, slots=True)

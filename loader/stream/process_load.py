@@ -12,48 +12,23 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..sources.base import SourceOptions
-from ..timeline import Span, Timeline
+from ..timeline import Timeline
+from .arena import Arena, as_array
+from .launch import Launched, Task, launch
 from .options import LoadOptions
 from .progress import LoadProgress, LoadState, LoadStatistics
-from .readiness import Gate, Readiness
+from .readiness import Readiness
+from .report import Report
 
 if TYPE_CHECKING:
-    from .arena import Arena, ByteArray
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What the child is told, once."""
-
-    url: str
-    digest: bytes | None
-    source_options: SourceOptions
-    load_options: LoadOptions
-    started_at: float  # the timeline's origin, on the clock that all processes of a machine share
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the child tells, any number of times: all that is new since it last did."""
-
-    progress: LoadProgress | None = None
-    gates: tuple[Gate, ...] = ()
-    spans: tuple[Span, ...] = ()
-    manifest: Manifest | None = None  # in the first report that has one, before any gate
-    statistics: LoadStatistics | None = None  # in the last report
-    error: TeneralError | None = None  # in the last report, when the load failed
+    import numpy as np
+    import numpy.typing as npt
 
 
 class ProcessLoad:
@@ -62,25 +37,10 @@ class ProcessLoad:
     The slabs belong to whoever looks at them: neither `close` nor the child's end frees memory that a view shows.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        digest: bytes | None = None,
-        source_options: SourceOptions | None = None,
-        options: LoadOptions | None = None,
-        timeline: Timeline | None = None,
-    ) -> None:
-        self._timeline = timeline or Timeline()
-        self._task = Task(
-            url,
-            digest,
-            source_options or SourceOptions(),
-            options or LoadOptions(),
-            self._timeline.started_at,
-        )
-        self._child: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, launched: Launched, *, timeline: Timeline | None = None) -> None:
+        """Take over a load that was launched. Its spans go to `timeline`, whose origin it must have been given."""
+        self._timeline = timeline or Timeline(started_at=launched.task.started_at)
+        self._child = launched.process
         self._opened = threading.Event()
         self._manifest: Manifest | None = None
         self._arena: Arena | None = None
@@ -88,27 +48,28 @@ class ProcessLoad:
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
         self._statistics: LoadStatistics | None = None
-        self._lock = threading.Lock()  # guards the error against the end, and starting against cancelling
-
-    @staticmethod
-    def is_possible() -> bool:
-        """Whether this system has memory that can be shared without a name (Linux: memfd)."""
-        return hasattr(os, "memfd_create")
-
-    def start(self) -> None:
-        """Start the child; return at once. Raises `OSError` when the system refuses another process or its memory."""
-        with self._lock:
-            if self._error is not None or self._child is not None:
-                return
-            memory_fd = os.memfd_create("teneral-weights")
-            ours, theirs = socket.socketpair()
-            with theirs:
-                os.set_inheritable(memory_fd, True)
-                self._child = _start_child(theirs.fileno(), memory_fd)
+        self._lock = threading.Lock()  # guards the error against the end
         self._thread = threading.Thread(
-            target=self._listen, args=(ours, memory_fd), name="teneral-load", daemon=True
+            target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
         self._thread.start()
+
+    @classmethod
+    def start(
+        cls,
+        url: str,
+        *,
+        digest: bytes | None = None,
+        source_options: SourceOptions | None = None,
+        options: LoadOptions | None = None,
+        timeline: Timeline | None = None,
+    ) -> Self:
+        """Launch a load of the model at `url`; return at once. Raises as `launch` does."""
+        timeline = timeline or Timeline()
+        task = Task(
+            url, digest, source_options or SourceOptions(), options or LoadOptions(), timeline.started_at
+        )
+        return cls(launch(task), timeline=timeline)
 
     @property
     def manifest(self) -> Manifest:
@@ -128,11 +89,11 @@ class ProcessLoad:
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness is not None and self._readiness.is_open(group, tier)
 
-    def slab(self, group: int) -> ByteArray:
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
         """As `WeightLoad.slab`; waits for the manifest."""
         _ = self.manifest
         assert self._arena is not None
-        return self._arena.slabs[group]
+        return as_array(self._arena.slabs[group])
 
     def progress(self) -> LoadProgress:
         """What the child last told: at every gate, and a few times a second between them."""
@@ -145,27 +106,29 @@ class ProcessLoad:
     def cancel(self) -> None:
         """End the child; closed gates raise `LoadCancelledError`. Nothing after the end."""
         self._fail(LoadCancelledError("the load was cancelled"))
-        if self._child is not None and self._statistics is None:
+        if self._statistics is None:
             self._child.kill()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the child has ended; False when it has not after `timeout_s`."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Cancel if it is still under way, and wait for the child. Idempotent. The weights stay."""
         self.cancel()
         self.join()
 
-    def _listen(self, sock: socket.socket, memory_fd: int) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _listen(self, memory_fd: int) -> None:
         """The body of the one thread: take reports until the child ends."""
-        assert self._child is not None
         try:
-            with sock, sock.makefile("rwb") as stream:
-                pickle.dump(self._task, stream)
-                stream.flush()
+            with self._child.socket as sock, sock.makefile("rb") as stream:
                 while True:
                     self._take(pickle.load(stream), memory_fd)  # noqa: S301 - written by our own child, nobody else has it
         except (EOFError, OSError, pickle.UnpicklingError):
@@ -197,8 +160,6 @@ class ProcessLoad:
             self._fail(report.error)
 
     def _open(self, manifest: Manifest, memory_fd: int) -> None:
-        from .arena import Arena  # brings in numpy, which the child must not wait for to be started
-
         with self._lock:
             if self._error is not None:
                 return
@@ -219,18 +180,6 @@ class ProcessLoad:
         self._opened.set()
 
 
-def _start_child(socket_fd: int, memory_fd: int) -> subprocess.Popen[bytes]:
-    # The child must find this very package, wherever this process found it.
-    package_root = str(Path(__file__).parents[3])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.child", str(socket_fd), str(memory_fd)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(socket_fd, memory_fd),
-        env=os.environ | {"PYTHONPATH": path},
-    )
-
-
 def _died(status: int) -> LoadError:
     if status < 0:
         return LoadError(
@@ -241,8 +190,3 @@ def _died(status: int) -> LoadError:
         f"the process that loads the weights ended early, with status {status}",
         hint="What it said stands above. Set loader = thread to load within the server's own process.",
     )
-
-
-def new_spans(timeline: Timeline, num_known: int) -> Sequence[Span]:
-    """The spans that were added after the first `num_known`."""
-    return timeline.spans()[num_known:]

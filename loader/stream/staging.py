@@ -10,20 +10,18 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..format.manifest import align
-from .arena import ByteArray, map_bytes
+from .arena import map_bytes
 
 ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Staging memory on loan. `data` (uint8, the bytes asked for) must not be used after the release."""
+    """Staging memory on loan. `data` (the bytes asked for) must not be used after the release."""
 
     offset_bytes: int
-    data: ByteArray
+    data: memoryview
 
 
 class Staging:
@@ -67,7 +65,7 @@ class Staging:
 
     def unmap(self) -> None:
         """Give the memory back as soon as no loan looks at it any more. Nothing can be lent after this."""
-        self._memory = np.empty(0, np.uint8)
+        self._memory = memoryview(bytearray())
         self.capacity_bytes = 0
 
     def check_integrity(self) -> None:

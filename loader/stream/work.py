@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from .arena import ByteArray
 from .plan import Plan, Read, Step
 from .staging import Buffer, Staging
 
@@ -28,7 +27,7 @@ from .staging import Buffer, Staging
 class WorkQueue:
     """Hands out a plan's reads and steps. Thread-safe; the blocking methods wait without the GIL."""
 
-    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[ByteArray]) -> None:
+    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview]) -> None:
         self._plan = plan
         self._staging = staging
         self._slabs = slabs
@@ -44,7 +43,7 @@ class WorkQueue:
             for needed in step.needs:
                 self._needed_by[needed].append(step.number)
         self._begun_at_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
-        self._memory: dict[int, ByteArray] = {}  # of steps under way: staging, or the slab itself
+        self._memory: dict[int, memoryview] = {}  # of steps under way: staging, or the slab itself
         self._loans: dict[int, Buffer] = {}
         self._arrived: set[int] = set()  # with all ranges in, but needs unmet
         self._ready: list[int] = []  # heap of steps to decode
@@ -52,7 +51,7 @@ class WorkQueue:
         self._stopped = False
         self.memory_wait_s = 0.0  # spent waiting for staging, summed over threads
 
-    def next_read(self) -> tuple[Read, ByteArray] | None:
+    def next_read(self) -> tuple[Read, memoryview] | None:
         """The next range and the memory that it belongs in. Blocks while there is none; None at the end.
 
         The memory stays the step's until `finish_step`.
@@ -81,7 +80,7 @@ class WorkQueue:
                 self._offer(read.step)
             return self._begun_at_s.pop(read.step)
 
-    def next_step(self) -> tuple[Step, ByteArray] | None:
+    def next_step(self) -> tuple[Step, memoryview] | None:
         """The earliest step to decode, and its part's bytes. Blocks while there is none; None at the end."""
         with self._lock:
             while not self._stopped and self._num_left:
@@ -152,7 +151,7 @@ class WorkQueue:
         self._memory[number] = loan.data
         return True
 
-    def _with_memory(self, read: Read) -> tuple[Read, ByteArray]:
+    def _with_memory(self, read: Read) -> tuple[Read, memoryview]:
         self._begun_at_s.setdefault(read.step, time.monotonic())
         return read, self._memory[read.step][read.start_bytes : read.end_bytes]
 

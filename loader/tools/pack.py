@@ -24,7 +24,8 @@ from blake3 import blake3
 from ..artifact import is_artifact
 from ..errors import UsageError
 from ..format.checkpoint import Checkpoint, open_checkpoint
-from ..format.manifest import MANIFEST_NAME, Manifest, Part
+from ..format.limits import MANIFEST_NAME
+from ..format.manifest import Manifest, Part
 from ..format.manifest_json import dump_manifest
 from ..host import available_cores
 from ..sources.base import Source, Store

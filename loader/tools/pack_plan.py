@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ... import __version__
 from ..format.checkpoint import Checkpoint
-from ..format.codec import choose_encoding, decoded_plane_bytes
+from ..format.codec import choose_encoding
 from ..format.grouping import group_tensors
 from ..format.layout import Stretch, arrange_tensors, cut_parts
 from ..format.manifest import (
@@ -23,6 +23,7 @@ from ..format.manifest import (
     Segment,
     Tier,
     align,
+    decoded_plane_bytes,
 )
 from ..format.manifest_json import dump_manifest
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import AlreadyExistsError, FormatError, NotFoundError, SourceError
-from ..format.manifest import MANIFEST_NAME
-from ..format.manifest_json import MAX_MANIFEST_BYTES, parse_manifest
+from ..format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from ..format.manifest_json import parse_manifest
 from ..sources.base import ObjectInfo, Store
 from .blob_writer import FOLDER, BlobWriter
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.support.format_artifacts import build_format_artifact
 
 from teneral.loader.errors import ManifestError
-from teneral.loader.format.codec import plane_count
-from teneral.loader.format.manifest import FRAME_ELEMENTS, Manifest, Tier
-from teneral.loader.format.manifest_json import MAX_JSON_ITEMS, MAX_MANIFEST_BYTES, parse_manifest
+from teneral.loader.format.limits import MAX_MANIFEST_BYTES
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Manifest, Tier, plane_count
+from teneral.loader.format.manifest_json import MAX_JSON_ITEMS, parse_manifest
 
 Document = dict[str, Any]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
-from teneral.loader.stream.arena import PREFAULT_STEP_BYTES, Arena, map_bytes
+from teneral.loader.stream.arena import PREFAULT_STEP_BYTES, Arena, as_array, map_bytes
 
 KERNEL = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
 
@@ -23,20 +23,21 @@ KERNEL = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
 @given(st.lists(st.integers(0, 10_000), max_size=8))
 def test_slabs_have_their_sizes_are_aligned_and_do_not_overlap(sizes_bytes: list[int]) -> None:
     arena = Arena(sizes_bytes)
-    assert [slab.size for slab in arena.slabs] == sizes_bytes
-    assert all(slab.ctypes.data % SLAB_ALIGNMENT_BYTES == 0 for slab in arena.slabs if slab.size)
-    for number, slab in enumerate(arena.slabs):
+    slabs = [as_array(slab) for slab in arena.slabs]
+    assert [slab.size for slab in slabs] == sizes_bytes
+    assert all(slab.ctypes.data % SLAB_ALIGNMENT_BYTES == 0 for slab in slabs if slab.size)
+    for number, slab in enumerate(slabs):
         slab[:] = number + 1
-    assert all(np.all(slab == number + 1) for number, slab in enumerate(arena.slabs))
+    assert all(np.all(slab == number + 1) for number, slab in enumerate(slabs))
 
 
 def test_memory_is_zero_until_it_is_written() -> None:
-    assert not map_bytes(100_000, what="a test").any()
+    assert not any(map_bytes(100_000, what="a test"))
 
 
 def test_a_view_keeps_the_memory_when_the_arena_is_gone() -> None:
     arena = Arena([4096, 4096])
-    view = arena.slabs[1][100:200]
+    view = as_array(arena.slabs[1])[100:200]
     view[:] = 7
     del arena
     gc.collect()
@@ -45,7 +46,7 @@ def test_a_view_keeps_the_memory_when_the_arena_is_gone() -> None:
 
 def test_slabs_can_be_written_through_other_libraries_views() -> None:
     slab = Arena([64]).slabs[0]
-    memoryview(slab)[3] = 5
+    as_array(slab)[3] = 5
     assert slab[3] == 5
 
 
@@ -81,7 +82,7 @@ prefaults = pytest.mark.skipif(
 @prefaults
 def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
     size_bytes = 6 * PREFAULT_STEP_BYTES + 4160
-    slab = (arena := Arena([size_bytes])).slabs[0]
+    slab = as_array((arena := Arena([size_bytes])).slabs[0])
     slab[:100] = 3
     arena.prefault(stopped=lambda: False, slow_step_s=60)
     assert int(mapping_of(slab.ctypes.data)["Rss"].split()[0]) * 1024 >= size_bytes
@@ -91,7 +92,7 @@ def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
 
 @prefaults
 def test_prefaulting_does_without_huge_pages_where_they_are_slow() -> None:
-    slab = (arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0]
+    slab = as_array((arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0])
     slab[-100:] = 3
     arena.prefault(stopped=lambda: False, slow_step_s=0)
     tail = mapping_of(slab.ctypes.data + slab.size - 1)
@@ -115,4 +116,4 @@ def test_prefaulting_stops_when_told_to() -> None:
 def test_prefaulting_nothing_is_fine() -> None:
     arena = Arena([0])
     arena.prefault(stopped=lambda: False)
-    assert arena.slabs[0].size == 0
+    assert len(arena.slabs[0]) == 0

@@ -20,6 +20,8 @@ from teneral.loader.format.manifest import (
     Tensor,
     Tier,
     align,
+    decoded_plane_bytes,
+    plane_count,
 )
 
 COUNTS = st.one_of(
@@ -217,21 +219,21 @@ def test_byte_planes_stand_little_end_first() -> None:
 def test_raw_planes_have_exactly_their_decoded_size(dtype: str, encoding: Encoding, count: int) -> None:
     tensor = tensor_of(dtype, encoding, count)
     for tier, coded in codec.encode_segment(dtype, encoding, made_of("noise", tensor.size_bytes, 0)).items():
-        sizes = codec.decoded_plane_bytes(encoding, tier, tensor.element_bytes, count)
+        sizes = decoded_plane_bytes(encoding, tier, tensor.element_bytes, count)
         assert [plane_codec for plane_codec, _ in coded] == [Codec.RAW] * len(sizes)
         assert tuple(len(stored) for _, stored in coded) == sizes
-        assert codec.plane_count(encoding, tier, tensor.element_bytes) == len(sizes)
+        assert plane_count(encoding, tier, tensor.element_bytes) == len(sizes)
 
 
 def test_no_encoding_but_bf16_3_has_anything_to_refine() -> None:
-    assert [codec.plane_count(encoding, Tier.REFINE, 2) for encoding in Encoding] == [0, 0, 1]
+    assert [plane_count(encoding, Tier.REFINE, 2) for encoding in Encoding] == [0, 0, 1]
 
 
 @given(kind=st.sampled_from(["weights", "repetitions", "zeros", "noise"]), count=COUNTS)
 @settings(max_examples=30, deadline=None)
 def test_a_coded_plane_is_aligned_and_smaller_than_a_raw_one(kind: str, count: int) -> None:
     for tier, coded in codec.encode_segment("BF16", Encoding.BF16_3, made_of(kind, 2 * count, 7)).items():
-        sizes = codec.decoded_plane_bytes(Encoding.BF16_3, tier, 2, count)
+        sizes = decoded_plane_bytes(Encoding.BF16_3, tier, 2, count)
         for (plane_codec, stored), decoded_bytes in zip(coded, sizes, strict=True):
             if plane_codec is Codec.ZSTD:
                 assert len(stored) % 8 == 0

@@ -38,6 +38,21 @@ def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> No
     assert third_party <= {"numpy", "blake3", "zstandard"}
 
 
+def test_the_first_ranges_are_asked_for_before_what_decodes_them_is_imported() -> None:
+    statement = "import teneral.loader.stream.child, teneral.loader.stream.load, teneral.loader.sources.s3"
+    assert modules_after(statement) & {"numpy", "zstandard", "ctypes"} == set()
+
+
+def test_sending_for_the_weights_needs_next_to_nothing() -> None:
+    modules = modules_after("import teneral.runtime.start, teneral.handlers.http.command")
+    own = {name for name in modules if name.startswith("teneral.")}
+    assert (
+        modules & {"numpy", "subprocess", "logging", "concurrent.futures", "tomllib", "pathlib"}
+        == set()
+    )
+    assert not any(name.startswith(("teneral.loader.format", "teneral.runtime.instance")) for name in own)
+
+
 def test_importing_starts_no_thread() -> None:
     program = "import teneral.loader.stream.load, threading; print(threading.active_count())"
     output = subprocess.run(

@@ -20,7 +20,7 @@ from teneral.loader.errors import InsufficientMemoryError, UsageError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.plan import Order
+from teneral.loader.stream.options import Order
 from teneral.loader.stream.progress import LoadState
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.plan import MIN_RANGE_BYTES, Order, Plan, plan_load
+from teneral.loader.stream.options import Order
+from teneral.loader.stream.plan import MIN_RANGE_BYTES, Plan, plan_load
 
 MIB = 1024 * 1024
 THREE_LAYERS = [

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from teneral.loader.stream.arena import as_array
 from teneral.loader.stream.staging import ALIGNMENT_BYTES, Buffer, Staging
 
 PAGE = ALIGNMENT_BYTES
@@ -33,21 +34,21 @@ class Loans(RuleBasedStateMachine):
             assert self.loans, "an empty staging fits everything up to its capacity"
             return
         self.stamp = self.stamp % 255 + 1
-        loan.data[:] = self.stamp
-        assert loan.data.size == size_bytes
+        as_array(loan.data)[:] = self.stamp
+        assert len(loan.data) == size_bytes
         self.loans.append((loan, self.stamp))
 
     @precondition(lambda self: self.loans)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         loan, stamp = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
-        assert np.all(loan.data == stamp)
+        assert np.all(as_array(loan.data) == stamp)
         self.staging.release(loan)
 
     @invariant()
     def books_agree(self) -> None:
         self.staging.check_integrity()
-        held = sum(-(-loan.data.size // PAGE) * PAGE for loan, _ in self.loans)
+        held = sum(-(-len(loan.data) // PAGE) * PAGE for loan, _ in self.loans)
         assert self.staging.used_bytes == held
         assert held <= self.staging.peak_bytes <= self.staging.capacity_bytes
 
@@ -81,8 +82,8 @@ def test_an_unmapped_staging_lends_nothing_but_loans_stay_readable() -> None:
     staging = Staging(2 * PAGE)
     loan = staging.acquire(PAGE)
     assert loan is not None
-    loan.data[:] = 9
+    as_array(loan.data)[:] = 9
     staging.unmap()
-    assert np.all(loan.data == 9)
+    assert np.all(as_array(loan.data) == 9)
     with pytest.raises(ValueError, match="never fit"):
         staging.acquire(1)

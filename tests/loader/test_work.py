@@ -10,8 +10,9 @@ import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.arena import Arena, ByteArray
-from teneral.loader.stream.plan import Order, Plan, Read, Step, plan_load
+from teneral.loader.stream.arena import Arena, as_array
+from teneral.loader.stream.options import Order
+from teneral.loader.stream.plan import Plan, Read, Step, plan_load
 from teneral.loader.stream.staging import Staging
 from teneral.loader.stream.work import WorkQueue
 
@@ -31,7 +32,7 @@ def two_layers() -> BuiltArtifact:
     return build_artifact([(f"layers.{number}", {f"w{number}": ("BF16", (64, 64))}) for number in range(2)])
 
 
-def take_all_reads(work: WorkQueue, plan: Plan) -> list[tuple[Read, ByteArray]]:
+def take_all_reads(work: WorkQueue, plan: Plan) -> list[tuple[Read, memoryview]]:
     taken = [work.next_read() for reads in plan.reads for _ in reads]
     return [task for task in taken if task is not None]
 
@@ -46,7 +47,7 @@ def test_reads_come_in_plan_order_and_fill_their_part_from_end_to_end() -> None:
     taken = take_all_reads(work, plan)
     assert [read for read, _ in taken] == [read for reads in plan.reads for read in reads]
     for step in plan.steps:
-        places = [memory.ctypes.data for read, memory in taken if read.step == step.number]
+        places = [as_array(memory).ctypes.data for read, memory in taken if read.step == step.number]
         starts = [read.start_bytes for read in plan.reads[step.number]]
         assert [place - places[0] for place in places] == starts
 
@@ -122,7 +123,7 @@ def test_a_part_to_be_fetched_again_comes_before_all_others_and_keeps_its_memory
     again = work.next_read()
     assert again is not None
     assert again[0] == read
-    assert again[1].ctypes.data == memory.ctypes.data
+    assert as_array(again[1]).ctypes.data == as_array(memory).ctypes.data
     assert work.finish_read(read) is not None
     assert work.next_step() is not None
 
@@ -134,7 +135,7 @@ def test_parts_without_a_digest_are_read_into_their_slab() -> None:
     work = WorkQueue(plan, Staging(0), arena.slabs)
     task = work.next_read()
     assert task is not None
-    assert np.shares_memory(task[1], arena.slabs[0])
+    assert np.shares_memory(as_array(task[1]), as_array(arena.slabs[0]))
     assert work.finish_read(task[0]) is not None
     work.finish_step(plan.steps[0])
     assert work.next_step() is None

@@ -12,10 +12,10 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from teneral.loader.format import codec
+from teneral.loader.format.limits import MANIFEST_NAME
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
-    MANIFEST_NAME,
     Blob,
     File,
     Group,

@@ -1,0 +1,132 @@
+"""A process of our own beside this one, that serves it over a private socket and ends when it does.
+
+What must not wait for this process's GIL runs in one: the loader, the tokenizer. It is started by forking where that
+is safe (it has an interpreter and our modules already: 20 ms sooner), else as a fresh interpreter. Either way the
+module that it runs has a `main(socket_fd, *fds)`, called with the numbers of the open files that it is given, and is
+to end when the socket does.
+
+It does not know what is said over the socket.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+
+
+class HelperProcess:
+    """`socket` is this side's end, and the caller's to close."""
+
+    def __init__(self, module: str, *, fds: Sequence[int] = (), fork: bool = False) -> None:
+        """Start `main` of the package's `module`, such as ".loader.stream.child". Returns at once.
+
+        `fds` stay the caller's; the helper has copies. `fork` allows forking, and is for a process that knows itself
+        to hold nothing that must not be held twice; where there are threads already, it is not done even so.
+        Raises `OSError` when the system refuses another process.
+        """
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process: _Fork | subprocess.Popen[bytes] = (
+                    _Fork(module, theirs, self.socket, fds)
+                    if fork and _is_single_threaded()
+                    else _spawn(module, (theirs.fileno(), *fds))
+                )
+            except OSError:
+                self.socket.close()
+                raise
+
+    def wait(self) -> int:
+        """Block until it has ended; its exit status, or minus the signal that killed it."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """End it now, if it has not ended. It is still to be waited for."""
+        self._process.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+
+class _Fork:
+    """A fork of this process that runs a module's `main`; waited for and killed as `subprocess.Popen` is."""
+
+    def __init__(self, module: str, theirs: socket.socket, ours: socket.socket, fds: Sequence[int]) -> None:
+        self._lock = threading.Lock()  # between who waits for it and who kills it
+        self._status: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve_and_exit(module, theirs, ours, fds)
+
+    def wait(self) -> int:
+        # The part that may last is not under the lock. Where another thread has the status by now, or the system keeps
+        # none because this process ignores SIGCHLD, there is nothing to wait for.
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            if self._status is None:
+                try:
+                    self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+                except ChildProcessError:
+                    self._status = 0
+            return self._status
+
+    def kill(self) -> None:
+        with self._lock:
+            if self._status is None:  # so its number is not another's by now
+                try:
+                    os.kill(self.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    return
+
+
+def _serve_and_exit(module: str, theirs: socket.socket, ours: socket.socket, fds: Sequence[int]) -> None:
+    """The fork's whole life: nothing of it may return into the code that forked."""
+    status = 1
+    try:
+        ours.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        name = _package() + module
+        __import__(name)
+        sys.modules[name].main(theirs.fileno(), *fds)
+        status = 0
+    except BaseException:  # noqa: BLE001 - said, and then the process is over
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def _spawn(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+    import subprocess  # 10 ms that a fork need not pay
+    from pathlib import Path
+
+    # The helper must find this very package, wherever this process found it.
+    package_root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", _package() + module, *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def _package() -> str:
+    return __name__.partition(".")[0]
+
+
+def _is_single_threaded() -> bool:
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False

@@ -1,0 +1,52 @@
+"""What the process that loads tells the one that it loads for."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from io import BufferedRWPair
+
+    from ..errors import TeneralError
+    from ..format.manifest import Manifest
+    from ..timeline import Span, Timeline
+    from .progress import LoadProgress, LoadStatistics
+    from .readiness import Gate
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Told any number of times: all that is new since the last one."""
+
+    progress: LoadProgress | None = None
+    gates: tuple[Gate, ...] = ()
+    spans: tuple[Span, ...] = ()
+    manifest: Manifest | None = None  # in the first report that has one, before any gate
+    statistics: LoadStatistics | None = None  # in the last report
+    error: TeneralError | None = None  # in the last report, when the load failed
+
+
+class Reporter:
+    """Writes reports, each with the timeline's spans that are new."""
+
+    def __init__(self, stream: BufferedRWPair, timeline: Timeline) -> None:
+        self._stream = stream
+        self.timeline = timeline
+        self._num_spans = 0
+
+    def send(
+        self,
+        *,
+        progress: LoadProgress | None = None,
+        gates: tuple[Gate, ...] = (),
+        manifest: Manifest | None = None,
+        statistics: LoadStatistics | None = None,
+        error: TeneralError | None = None,
+    ) -> None:
+        """Raises `OSError` when the one who is told is gone."""
+        spans = tuple(self.timeline.spans()[self._num_spans :])
+        self._num_spans += len(spans)
+        pickle.dump(Report(progress, gates, spans, manifest, statistics, error), self._stream)
+        self._stream.flush()

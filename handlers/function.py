@@ -193,7 +193,7 @@ def _checked(handler: Handler, value: Any) -> Any:
     """The value itself when it can be sent. To encode it is the check, made in the user's thread, not on the
     server's loop.
     """
-    if isinstance(value, str | bytes):
+    if isinstance(value, bytes):
         return value
     if inspect.iscoroutine(value):
         value.close()  # or Python warns of a coroutine that was never awaited, on top of our error
@@ -205,10 +205,26 @@ def _checked(handler: Handler, value: Any) -> Any:
         )
 
     try:
-        json.dumps(value, default=refuse, allow_nan=False)
+        # As UTF-8, which half of a surrogate pair, as in a text that was cut, has no form in.
+        text = (
+            value
+            if isinstance(value, str)
+            else json.dumps(value, default=refuse, allow_nan=False, ensure_ascii=False)
+        )
+        text.encode()
     except (ValueError, TypeError, RecursionError) as error:
         raise HandlerError(f"{handler.name} gave a value that is not JSON: {error}") from error
     return value
+
+
+def _said(error: BaseException) -> str:
+    """The exception's own text. To make it is users' code as well, and what that raises must not end the thread, or
+    nobody would ever be told.
+    """
+    try:
+        return str(error)
+    except BaseException as another:  # noqa: BLE001 - as above
+        return f"(its text raises {type(another).__name__})"
 
 
 def _type_name(value: object) -> str:
@@ -219,7 +235,7 @@ def _type_name(value: object) -> str:
 def _as_error(handler: Handler, error: BaseException) -> TeneralError:
     if isinstance(error, TeneralError):
         return error
-    told = f"{handler.name} raised {type(error).__name__}: {error}"
+    told = f"{handler.name} raised {type(error).__name__}: {_said(error)}"
     failure = HandlerError(told if len(told) <= MAX_MESSAGE_CHARS else f"{told[:MAX_MESSAGE_CHARS]}…")
     failure.__cause__ = error
     return failure

@@ -15,6 +15,7 @@ from .pin import PIN_MARK
 from .sources.base import Source
 
 if TYPE_CHECKING:
+    from .cache.part_cache import PartCache
     from .format.manifest import File, Manifest
 
 
@@ -73,8 +74,10 @@ def find_file(manifest: Manifest, name: str) -> File | None:
     return next((file for file in manifest.files if file.name == name), None)
 
 
-def read_file(source: Source, manifest: Manifest, name: str) -> bytes:
+def read_file(source: Source, manifest: Manifest, name: str, *, cache: PartCache | None = None) -> bytes:
     """The content of one small file, at most 256 MiB, checked against its digest where it has one.
+
+    What has a digest is taken from the `cache` if it is there, and offered to it if not.
 
     Raises `NotFoundError` when the manifest names no such file, `IntegrityError` when its bytes are other
     ones, and `ChangedError` when a plain file has another size than when the folder was opened.
@@ -82,6 +85,9 @@ def read_file(source: Source, manifest: Manifest, name: str) -> bytes:
     file = find_file(manifest, name)
     if file is None:
         raise NotFoundError(f"{source.url} has no file {name}", source=source.url, name=name)
+    kept = _read_cached(file, cache)
+    if kept is not None:
+        return kept
     data, _ = source.read(file.path, max_bytes=MAX_SMALL_FILE_BYTES)
     if file.digest is None:
         if len(data) != file.size_bytes:
@@ -90,10 +96,26 @@ def read_file(source: Source, manifest: Manifest, name: str) -> bytes:
             )
         return data
     check_content(data, file)
+    if cache is not None:
+        cache.offer(file.digest, memoryview(data))
     return data
 
 
-def check_content(data: bytes, file: File) -> None:
+def _read_cached(file: File, cache: PartCache | None) -> bytes | None:
+    if cache is None or file.digest is None:
+        return None
+    data = bytearray(file.size_bytes)
+    if not cache.read_into(file.digest, 0, memoryview(data)):
+        return None
+    try:
+        check_content(data, file)
+    except IntegrityError:
+        cache.reject(file.digest)
+        return None
+    return bytes(data)
+
+
+def check_content(data: bytes | bytearray, file: File) -> None:
     """Raises `IntegrityError` when `data` is not the content that the manifest declares for the file."""
     from blake3 import blake3
 

@@ -36,14 +36,25 @@ class HelperProcess:
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process: _Fork | subprocess.Popen[bytes] = (
-                    _Fork(module, theirs, self.socket, fds)
+                self._process: _Fork | _Adopted | subprocess.Popen[bytes] = (
+                    _Fork(module, theirs, fds)
                     if fork and _is_single_threaded()
                     else _spawn(module, (theirs.fileno(), *fds))
                 )
             except OSError:
                 self.socket.close()
                 raise
+
+    @classmethod
+    def adopt(cls, pid: int, sock: socket.socket) -> HelperProcess:
+        """One that another process of ours has started, and that serves `sock`. Raises `OSError` when it is gone.
+
+        How it ends is its starter's to know: `wait` gives 0.
+        """
+        helper = cls.__new__(cls)
+        helper.socket = sock
+        helper._process = _Adopted(pid)
+        return helper
 
     def wait(self) -> int:
         """Block until it has ended; its exit status, or minus the signal that killed it."""
@@ -61,12 +72,12 @@ class HelperProcess:
 class _Fork:
     """A fork of this process that runs a module's `main`; waited for and killed as `subprocess.Popen` is."""
 
-    def __init__(self, module: str, theirs: socket.socket, ours: socket.socket, fds: Sequence[int]) -> None:
+    def __init__(self, module: str, theirs: socket.socket, fds: Sequence[int]) -> None:
         self._lock = threading.Lock()  # between who waits for it and who kills it
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _serve_and_exit(module, theirs, ours, fds)
+            _serve_and_exit(module, theirs, fds)
 
     def wait(self) -> int:
         # The part that may last is not under the lock. Where another thread has the status by now, or the system keeps
@@ -90,20 +101,55 @@ class _Fork:
                     return
 
 
-def _serve_and_exit(module: str, theirs: socket.socket, ours: socket.socket, fds: Sequence[int]) -> None:
+class _Adopted:
+    """Another's child, known by a descriptor: numbers are used again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._descriptor = os.pidfd_open(pid)
+
+    def wait(self) -> int:
+        import select  # only standby processes adopt
+
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        poll.poll()
+        return 0
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.close(self._descriptor)
+
+
+def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int]) -> None:
     """The fork's whole life: nothing of it may return into the code that forked."""
     status = 1
     try:
-        ours.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the owner decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # It must not hold what the owner thinks that it has closed.
+        _close_all_but(0, 1, 2, theirs.fileno(), *fds)
         name = _package() + module
         __import__(name)
         sys.modules[name].main(theirs.fileno(), *fds)
         status = 0
+    except EOFError:
+        status = 1  # the owner was gone before it said what to do
     except BaseException:  # noqa: BLE001 - said, and then the process is over
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
+
+
+def _close_all_but(*kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with suppress(OSError):  # the folder's own
+                os.close(int(name))
 
 
 def _spawn(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:

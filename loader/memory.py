@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .errors import InsufficientMemoryError
 
@@ -15,39 +16,60 @@ MIB = 1024 * 1024
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
-def available_bytes(root: str = "/") -> int | None:
-    """Memory that can still be taken without swapping or being killed; None where nothing says (not Linux).
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Memory that can still be taken without swapping or being killed, and what says so."""
+
+    size_bytes: int
+    limit: str  # for people, such as "memory.max of the cgroup /pods/this"
+
+
+def available(root: str = "/") -> Available | None:
+    """The tightest of all limits; None where nothing says (not Linux).
 
     `root` is where /proc and /sys/fs/cgroup are looked for.
     """
-    figures = [figure for figure in (_host_available(root), *_cgroup_figures(root)) if figure is not None]
-    return max(0, min(figures)) if figures else None
+    figures = [*_host_available(root), *_cgroup_figures(root)]
+    tightest = min(figures, key=lambda figure: figure.size_bytes, default=None)
+    return None if tightest is None else Available(max(0, tightest.size_bytes), tightest.limit)
 
 
-def check_fits(needed_bytes: int, available: int | None, *, what: str) -> None:
-    """Raise `InsufficientMemoryError` when more is needed than available. Unknown counts as enough."""
-    if available is not None and needed_bytes > available:
-        raise refused(needed_bytes, available, what=what)
+def available_bytes(root: str = "/") -> int | None:
+    """`available` as a number."""
+    found = available(root)
+    return None if found is None else found.size_bytes
 
 
-def refused(needed_bytes: int, available: int | None, *, what: str) -> InsufficientMemoryError:
-    left = "the system has less" if available is None else f"{available / MIB:,.0f} MiB are available"
+def check_fits(needed_bytes: int, left: Available | None, *, what: str, made_of: str = "") -> None:
+    """Raise `InsufficientMemoryError` when more is needed than available. Unknown counts as enough.
+
+    `made_of` tells people what the need is made of.
+    """
+    if left is not None and needed_bytes > left.size_bytes:
+        raise refused(needed_bytes, left, what=what, made_of=made_of)
+
+
+def refused(
+    needed_bytes: int, left: Available | None, *, what: str, made_of: str = ""
+) -> InsufficientMemoryError:
+    have = "the system has less"
+    if left is not None:
+        have = f"{left.size_bytes / MIB:,.0f} MiB are available ({left.limit})"
     return InsufficientMemoryError(
-        f"{what} needs {needed_bytes / MIB:,.0f} MiB of memory, but {left}",
+        f"{what} needs {needed_bytes / MIB:,.0f} MiB of memory{f' ({made_of})' if made_of else ''}, but {have}",
         needed_bytes=needed_bytes,
-        available_bytes=available,
+        available_bytes=None if left is None else left.size_bytes,
         hint="Give the container more memory, or load a smaller model.",
     )
 
 
-def _host_available(root: str) -> int | None:
+def _host_available(root: str) -> Iterator[Available]:
     for line in _read(os.path.join(root, "proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+            yield Available(int(line.split()[1]) * 1024, "MemAvailable of the host")
 
 
-def _cgroup_figures(root: str) -> Iterator[int]:
+def _cgroup_figures(root: str) -> Iterator[Available]:
     """What each limit on the way from this process's cgroups up to their roots leaves."""
     mount = os.path.join(root, "sys/fs/cgroup")
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
@@ -66,7 +88,7 @@ def _cgroup_figures(root: str) -> Iterator[int]:
 
 def _walk_up(
     mount: str, path: str, limit_name: str, usage_name: str, cache_keys: tuple[str, ...]
-) -> Iterator[int]:
+) -> Iterator[Available]:
     # Inside a cgroup namespace the path may name folders that only the host sees: the mount itself is then
     # the container's.
     components = [component for component in path.split("/") if component not in ("", ".", "..")]
@@ -75,7 +97,8 @@ def _walk_up(
         limit = _number(_read(os.path.join(folder, limit_name)))
         usage = _number(_read(os.path.join(folder, usage_name)))
         if limit is not None and usage is not None and limit < UNLIMITED_BYTES:
-            yield limit - usage + _cache_bytes(folder, cache_keys)
+            size_bytes = limit - usage + _cache_bytes(folder, cache_keys)
+            yield Available(size_bytes, f"{limit_name} of the cgroup /{'/'.join(components[:depth])}")
 
 
 def _cache_bytes(folder: str, keys: tuple[str, ...]) -> int:

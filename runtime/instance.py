@@ -11,7 +11,6 @@ An instance knows no HTTP and no platform; handlers translate for it.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -19,14 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..loader.errors import CheckpointError, TeneralError
+from ..loader.errors import TeneralError
 from ..loader.host import available_cores
 from ..loader.pin import split_pin
 from ..loader.sources.open import open_source
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .start import start_load
+from .start import Helpers, send_for
 from .state import State
 
 if TYPE_CHECKING:
@@ -64,10 +63,10 @@ class Instance:
         *,
         timeline: Timeline | None = None,
         source: Source | None = None,
-        load: ProcessLoad | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
-        """With `source`, the model is read from there instead of `config.model`; with `load`, its weights come from
-        that load, which may have been started already. The instance closes both.
+        """With `source`, the model is read from there instead of `config.model`; `helpers` are the processes
+        that load it, where they were started already. The instance closes them.
         """
         self.config = config
         self.timeline = timeline or Timeline()
@@ -79,8 +78,10 @@ class Instance:
         self.kind: Future[str] = Future()
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
         self._opened: Future[tuple[Source, Manifest]] = Future()
+        self._exact: Future[None] = Future()
         self._source = source
-        self._load: WeightLoad | ProcessLoad | None = load
+        self._helpers = helpers
+        self._load: WeightLoad | ProcessLoad | None = helpers.load if helpers else None
         self._draining = False
         self._failure: TeneralError | None = None
         self._lock = threading.Lock()
@@ -89,8 +90,8 @@ class Instance:
 
     def start(self) -> Instance:
         """Begin everything; return at once. What cannot even begin fails the instance, as what fails later does."""
-        if self._load is None and self._source is None:
-            self._run(self._start_load)  # before all imports, so that it runs beside them
+        if self._helpers is None and self._source is None:
+            self._run(self._start_helpers)  # before all imports, so that they run beside them
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
             threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
         return self
@@ -117,6 +118,8 @@ class Instance:
             worker.stop(0)  # whoever waits has its answer now; the pass itself may wait at a gate, which …
         if self._load is not None:
             self._load.close()  # … opens, with an error, here
+        if self._helpers is not None:
+            self._helpers.close()
         for worker in self._workers():
             worker.stop()
         if self._source is not None:
@@ -130,6 +133,10 @@ class Instance:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def wait_exact(self) -> bool:
+        """Block until all weights are exact; False when the instance has failed or was closed before."""
+        return self._exact.exception() is None
 
     # what can be seen
 
@@ -174,8 +181,11 @@ class Instance:
 
     # the three threads
 
-    def _start_load(self) -> None:
-        self._load = start_load(self.config, self.timeline)
+    def _start_helpers(self) -> None:
+        sent = send_for(self.config, self.timeline)
+        if sent is not None:
+            self._helpers = sent.take_over(self.timeline)
+            self._load = self._helpers.load
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
@@ -205,24 +215,35 @@ class Instance:
         for group in range(num_groups):
             load.wait(group)
         self.timeline.mark("process", "all weights exact")
+        _resolve(self._exact, None)
+        if self.config.cache_dir is not None:
+            load.join()  # until all is written that the next container is to find
+            _warn_of_cache(load)
 
     def _load_tokenizer(self) -> None:
-        with self.timeline.span("tokenizer", "import"):
-            from .text.tokenizer import (
-                TextTokenizer,  # brings in `tokenizers`, which the stream must not wait for
-            )
         source, manifest = self._opened.result()
+        if self._helpers is not None:
+            _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest))
+            return
+        from .files import ModelFiles
+        from .text.tokenizer import TextTokenizer
+
         with self.timeline.span("tokenizer", "load"):
-            tokenizer = TextTokenizer.from_files(_file_reader(source, manifest))
+            files = ModelFiles(source, manifest, self.config.load_options)
+            tokenizer = TextTokenizer.from_files(files.read)
         _resolve(self.tokenizer, tokenizer)
 
     def _build(self) -> None:
         # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
         # Read once, when torch brings the library in (docs/decisions/0007).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        with self.timeline.span("process", "import torch"):
+        with self.timeline.span("process", "import torch") as said:
+            from .torch_import import import_torch
+
+            said["trimmed"] = import_torch(trim=self.config.trim_imports)
             import torch  # the longest import by far: it runs beside the fetch
 
+            from .files import ModelFiles
             from .models.build import build_model
             from .models.encoder import Encoder
             from .weights import StreamedWeights
@@ -230,11 +251,11 @@ class Instance:
         source, manifest = self._opened.result()
         assert self._load is not None
         with self.timeline.span("model", "build"):
-            config = _json_file(source, manifest, "config.json", required=True)
+            files = ModelFiles(source, manifest, self.config.load_options)
             model = build_model(
-                config,
+                files.json("config.json", required=True),
                 StreamedWeights(self._load),
-                **{key: _json_file(source, manifest, name) for key, name in SENTENCE_FILES.items()},
+                **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
             )
         if isinstance(model, Encoder):
             self._start_embedder(model)
@@ -305,7 +326,7 @@ class Instance:
 
     def _settle(self, error: TeneralError) -> None:
         """Give everything that waits an answer."""
-        for future in (self._opened, self.tokenizer, self.engine, self.embedder, self.kind):
+        for future in (self._opened, self._exact, self.tokenizer, self.engine, self.embedder, self.kind):
             with self._lock:
                 if not future.done():
                     future.set_exception(error)
@@ -338,28 +359,10 @@ def _resolve(future: Future[T], value: T) -> None:
         future.set_result(value)
 
 
-def _file_reader(source: Source, manifest: Manifest) -> Callable[[str], bytes | None]:
-    names = {file.name for file in manifest.files}
+def _warn_of_cache(load: WeightLoad | ProcessLoad) -> None:
+    import logging  # only where there is a cache
 
-    def read(name: str) -> bytes | None:
-        from ..loader.artifact import read_file  # brings in numpy
-
-        return read_file(source, manifest, name) if name in names else None
-
-    return read
-
-
-def _json_file(source: Source, manifest: Manifest, name: str, *, required: bool = False) -> Any:
-    data = _file_reader(source, manifest)(name)
-    if data is None:
-        if required:
-            raise CheckpointError(
-                f"the model has no {name}",
-                where=source.url,
-                hint="Serving needs the directory as Hugging Face writes it; pack it again with its config.json.",
-            )
-        return None
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is not JSON: {error}", where=f"{source.url}/{name}") from error
+    statistics = load.statistics()
+    if statistics is not None and statistics.cache is not None:
+        for trouble in statistics.cache.troubles:
+            logging.getLogger(__name__).warning("%s", trouble)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..loader.format.manifest import Tier
+from ..loader.stream.rows import RowParts
 from .errors import ModelError
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 Gate = Callable[
     [], None
 ]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
+
+RowGate = Callable[[torch.Tensor], None]  # the same, for the rows of a matrix that it is called with, integers
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -55,6 +58,11 @@ class Weights(Protocol):
     def gate(self, names: Iterable[str]) -> Gate:
         """A gate that opens when all these tensors hold their exact values. Unknown names are ignored."""
 
+    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
+        """A gate that opens when the rows of `table` that it is called with, and all the other tensors, hold their
+        exact values: these come before all else then. Unknown names are ignored.
+        """
+
 
 class DictWeights:
     """Weights that are all there."""
@@ -76,6 +84,10 @@ class DictWeights:
 
     def gate(self, names: Iterable[str]) -> Gate:
         return lambda: None
+
+    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
+        gate = self.gate([table, *names])
+        return lambda rows: gate()
 
 
 class StreamedWeights:
@@ -128,6 +140,22 @@ class StreamedWeights:
         def wait() -> None:
             for group in groups:
                 load.wait(group, Tier.REFINE)
+
+        return wait
+
+
+    def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
+        load, manifest = self._load, self._load.manifest
+        present = [name for name in {table, *names} if name in manifest.by_name]
+        groups = {manifest.by_name[name].group for name in present}
+        others: set[int] = set().union(*(RowParts(manifest, name).all for name in present if name != table))
+        table_parts = RowParts(manifest, table) if table in present else None
+
+        def wait(rows: torch.Tensor) -> None:
+            if all(load.is_ready(group) for group in groups):
+                return
+            held = table_parts.holding(rows.flatten().tolist()) if table_parts is not None else set()
+            load.wait_parts(others | held)
 
         return wait
 

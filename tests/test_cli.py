@@ -6,7 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import pytest
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
+from teneral.loader import errors as loading
+from teneral.runtime.synth import synthesize
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +164,7 @@ def test_no_credentials_are_explained(
         ("serve",),
         ("invoke", "m:f", "--model", "m", "--timeout-s", "-1"),
         ("synth", "x", "--like", "gpt-9"),
+        ("serve", "m", "--host", "203.0.113.1", "--port", "0"),  # an address of documentation, of no machine
         ("inspect", "ftp://host/model"),
     ],
 )
@@ -210,11 +217,7 @@ def test_a_file_that_is_no_timeline_is_refused(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "t.json").write_text(content)
-    code = cli.run(["timeline", str(tmp_path / "t.json")])
-    said = capsys.readouterr().err
-    assert code != 0
-    assert said.startswith("teneral: ")
-    assert "internal error" not in said
+    assert "internal error" not in fails(capsys, 9, "timeline", str(tmp_path / "t.json"))
 
 
 def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,3 +226,70 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             cli.run([command, "--help"])
         assert ended.value.code == 0
         assert "usage: teneral" in capsys.readouterr().out
+
+
+def test_a_seed_below_zero_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.run(["synth", str(tmp_path / "x"), "--like", "minilm", "--seed", "-1"])
+    assert ended.value.code == 2
+    assert "whole number" in capsys.readouterr().err
+
+
+def test_a_handler_whose_time_is_up_has_a_code_of_its_own(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef handler(event, context):\n    while not context.cancelled:\n        time.sleep(0.01)\n"
+    )
+    (tmp_path / "event.json").write_text("{}")
+    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"), "--timeout-s", "0.01")
+    assert "deadline" in fails(capsys, 14, "invoke", f"{tmp_path}/slow.py:handler", *arguments)
+
+
+def test_a_bucket_in_another_region_is_the_stores_answer() -> None:
+    assert cli.exit_code(loading.SourceError("the bucket is in another region")) == 5
+    assert cli.exit_code(loading.NotFoundError("no such bucket")) == 3
+
+
+def test_ctrl_c_while_the_command_line_is_read_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parse", interrupted)
+    assert cli.run(["inspect", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_output_that_cannot_be_written_is_told(artifact: Path) -> None:
+    command = [sys.executable, "-m", "teneral", "inspect", str(artifact)]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (7, "teneral: no space is left where the output is written\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_packing_that_is_ended_by_a_signal_leaves_nothing_behind(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    synthesize("qwen2.5-0.5b", tmp_path / "model", num_layers=1)
+    command = [
+        sys.executable,
+        "-m",
+        "teneral",
+        "pack",
+        str(tmp_path / "model"),
+        str(tmp_path / "out"),
+        "--quiet",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(tmp_path.glob("out/**/*.tmp")):
+            time.sleep(0.002)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()

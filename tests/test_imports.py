@@ -38,7 +38,7 @@ def loaded_by(statement: str) -> set[str]:
     [
         ("import teneral", set()),
         ("import teneral.cli", set()),
-        ("import teneral.cli; teneral.cli._parser()", set()),
+        ("import teneral.cli; teneral.cli.parse(['serve', 'model'])", set()),
         ("import teneral.handlers.http.command", set()),
         ("import teneral.loader, teneral.runtime, teneral.handlers", set()),
         (

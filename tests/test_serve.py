@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.store_faults import Fault
+from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.sources.file import FileStore
@@ -120,6 +125,70 @@ def test_serving_never_imports_boto3_or_transformers_for_a_local_artifact(
 def test_a_signal_ends_an_idle_server_well(server: Server, number: int) -> None:
     server.ask("POST", "/v1/completions", COMPLETION)
     assert server.end(number) == 0
+    assert server.process.stderr is not None
+    said = server.process.stderr.read()
+    assert "POST /v1/completions 200" in said
+    assert "torch" not in said  # which tells of its caches at level info, when it ends
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_meets_an_import_is_not_swallowed_by_it(
+    artifact: Path, tmp_path: Path, number: int
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\n"
+        "print('importing', file=sys.stderr, flush=True)\n"
+        "for _ in range(600):\n"
+        "    try:\n        time.sleep(0.1)\n"
+        "    except BaseException:\n        pass\n"  # as Python does where a signal meets a clean-up
+        "def handler(event, context):\n    return None\n"
+    )
+    flags = ["--host", "127.0.0.1", "--port", "0", "--handler", f"{tmp_path}/slow.py:handler"]
+    command = [sys.executable, "-m", "teneral", "serve", str(artifact), *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "importing\n"
+        process.send_signal(number)
+        assert process.wait(WAIT_S) == 0
+        assert process.stderr.read() == ""
+
+
+def holds_weights(process_id: int) -> bool:
+    """Whether the process has the memory file open that weights are loaded into."""
+    try:
+        files = list(Path(f"/proc/{process_id}/fd").iterdir())
+        return any("teneral-weights" in os.readlink(file) for file in files)
+    except OSError:
+        return False  # it has ended, or the file was closed meanwhile
+
+
+def test_a_server_whose_loader_is_killed_says_so_and_ends(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(artifact, tmp_path / "bucket" / "model")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    stalling = Fault(stall_after_bytes=0)
+    with StoreServer(
+        tmp_path, fault=lambda request: stalling if "blobs" in (request.key or "") else None
+    ) as store:
+        server = Server("s3://bucket/model", "--endpoint-url", store.url, "--region", "us-east-1")
+        try:
+            while not (loaders := [child for child in children(server.process.pid) if holds_weights(child)]):
+                time.sleep(0.01)
+            for child in loaders:
+                os.kill(child, signal.SIGKILL)
+            assert server.process.wait(WAIT_S) == 17
+            assert server.process.stderr is not None
+            said = server.process.stderr.read()
+        finally:
+            server.close()
+    assert "killed by signal 9" in said
+    assert "Traceback" not in said
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_signal_before_the_model_is_loaded_ends_the_server_too(server: Server) -> None:

@@ -1,24 +1,30 @@
-"""`teneral serve`: the stream of weights first, then the port, then everything else beside it.
+"""`teneral serve`: the port and the stream of weights first, then everything else beside it.
 
-The loader's process is forked off while this one is still small. The listening socket is bound before anything heavy
-is imported: clients that come early wait in its backlog instead of being refused. The instance's threads then import
-while the web server is being imported here.
+The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog instead of
+being refused. The loader's and the tokenizer's processes are forked off while this one is still small. The instance's
+threads then import while the web server is being imported here, or a standby process takes it all over.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from ...loader.errors import UsageError
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
-from ...runtime.start import start_load
+from ...runtime.start import SentFor, send_for
+
+if TYPE_CHECKING:
+    from ...runtime.instance import Instance
 
 BACKLOG = 1024
 
@@ -35,8 +41,24 @@ def run_server(config: ServeConfig) -> int:
 def _run(config: ServeConfig) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
-    load = start_load(config, timeline, fork=True)
-    with load or nullcontext(), listen(config.host, config.port) as sock:
+    with listen(config.host, config.port) as sock:
+        sent = send_for(config, timeline, fork=True)
+        if config.standby_socket is not None:
+            from ..standby.client import hand_over  # few have a pool
+
+            status = hand_over(config, sock, sent, timeline)
+            if status is not None:
+                return status
+        serve_on(sock, config, timeline, sent)
+    return 0
+
+
+def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent: SentFor | None) -> None:
+    """Serve at a listening socket what was sent for already, until a signal ends it. Closes the socket.
+
+    Blocks. Raises the error that ended the instance.
+    """
+    with sock, sent.take_over(timeline) if sent else nullcontext() as helpers:
         timeline.mark("process", "port open")
         with timeline.span("process", "import runtime"):
             import logging
@@ -48,7 +70,10 @@ def _run(config: ServeConfig) -> int:
             stream=sys.stderr,
         )
         logging.getLogger("torch").setLevel(logging.WARNING)  # at info it tells of its caches when it ends
-        with Instance(config, timeline=timeline, load=load) as instance:
+        with (
+            Instance(config, timeline=timeline, helpers=helpers) as instance,
+            _standby_beside(config, instance),
+        ):
             with timeline.span("process", "import server"):
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
@@ -67,7 +92,47 @@ def _run(config: ServeConfig) -> int:
                     handler.close()
     if failure is not None:
         raise failure
-    return 0
+
+
+@contextmanager
+def _standby_beside(config: ServeConfig, instance: Instance) -> Iterator[None]:
+    """Keep the standby pool that the configuration asks for, from when the weights are in: not in their way."""
+    if config.standby == 0:
+        yield
+        return
+    if config.standby_socket is None:
+        raise UsageError(
+            "standby processes need a socket to wait at",
+            key="standby",
+            hint="Name one with --standby-socket.",
+        )
+    import subprocess  # few keep a pool
+
+    command = [
+        sys.executable,
+        "-m",
+        "teneral",
+        "standby",
+        config.standby_socket,
+        "--processes",
+        str(config.standby),
+    ]
+    pools: list[subprocess.Popen[bytes]] = []
+    ended = threading.Event()
+
+    def keep() -> None:
+        if instance.wait_exact() and not ended.is_set():
+            pools.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+
+    keeper = threading.Thread(target=keep, name="teneral-standby", daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for pool in pools:
+            pool.terminate()
+            pool.wait()
 
 
 @contextmanager
@@ -103,6 +168,12 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
+        if error.errno != errno.EADDRINUSE:
+            raise UsageError(
+                f"cannot listen on {host}:{port}: {error.strerror}",
+                key="host",
+                hint="Give an address of this machine with --host, and a port that this user may take with --port.",
+            ) from error
         hint = "Stop what listens there, or choose another with --port (0 takes a free one)."
         raise PortInUseError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
     return sock

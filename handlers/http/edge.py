@@ -1,11 +1,12 @@
-"""What every request passes through: its id, its key, its place among the works in flight, its errors, and
-its count.
+"""What every request passes through: its id, its key, its place among the works in flight, its errors, its
+count, and its line in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 
@@ -16,7 +17,10 @@ from .errors import ApiError
 from .service import CALL, SERVICE, Call, Service
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})  # a platform's probes carry no key
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499  # nobody receives it: for the count only
+access_logger = logging.getLogger("teneral.http.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -30,19 +34,24 @@ def edge(service: Service, api_key: str | None) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         call = Call(request_id_of(request))
         CALL.set(call)
-        status = CLIENT_GONE
+        status, size_bytes = CLIENT_GONE, 0
+        service.connections.request_begins(request.protocol)
         try:
             response = await _guarded(service, key, request, handler, call)
             status = call.error_status or response.status
+            size_bytes = _size_bytes(response)
             return response
         finally:
+            service.connections.request_ends(request.protocol)
             service.metrics.request_ended(_route_of(request), status, call.age_s())
+            _log_access(request, status, size_bytes, call)
 
     return middleware
 
 
 async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     """Signal `on_response_prepare`: the headers that every response carries."""
+    response.headers["Server"] = "teneral"  # aiohttp's would tell the versions that run here
     if request.app[SERVICE].in_flight.draining:
         response.headers["Connection"] = "close"  # so that a load balancer's next request goes elsewhere
         response.force_close()
@@ -50,6 +59,32 @@ async def stamp(request: web.Request, response: web.StreamResponse) -> None:
     if call is not None:
         response.headers["x-request-id"] = call.request_id
         response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
+
+
+def _size_bytes(response: web.StreamResponse) -> int:
+    """Of the body; of a stream, of what was sent of it, with its head and framing."""
+    if isinstance(response, web.Response) and isinstance(response.body, bytes):
+        return len(response.body)
+    return response.body_length if response.prepared else 0
+
+
+def _log_access(request: web.Request, status: int, size_bytes: int, call: Call) -> None:
+    """One line a request. The path as it was sent, which has no line breaks, and without the query, which may
+    hold a secret; probes come every second, so they are for debugging only.
+    """
+    level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
+    if access_logger.isEnabledFor(level):
+        path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
+        access_logger.log(
+            level,
+            "%s %s %d %d bytes %.1f ms %s",
+            request.method,
+            path,
+            status,
+            size_bytes,
+            1000 * call.age_s(),
+            call.request_id,
+        )
 
 
 def request_id_of(request: web.BaseRequest) -> str:

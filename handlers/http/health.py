@@ -50,6 +50,7 @@ class HealthRoutes:
             **service.instance.statistics(),
             "state": str(service.state),
             "http": {
+                "connections": len(service.connections),
                 "in_flight": len(service.in_flight),
                 "waiting_sequences": service.admission.num_waiting,
                 "body_bytes": service.admission.body_bytes,

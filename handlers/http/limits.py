@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 MAX_REQUEST_LINE_BYTES = 8 << 10
 MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
+# Ours, for a head as a whole.
+MAX_HEAD_BYTES = 64 << 10
 # Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first
 # must not be us, or a request that is on its way meets a closed socket.
 IDLE_CONNECTION_S = 620.0
@@ -21,6 +23,8 @@ IDLE_CONNECTION_S = 620.0
 class Limits:
     """Sizes in bytes, times in seconds. The defaults are those of `ServeConfig`."""
 
+    max_connections: int = 1024  # open at the same time; fewer where the process may have fewer files open
+    head_timeout_s: float = 30.0  # for the head of a request to arrive, from its first byte
     max_body_bytes: int = 8 << 20
     max_body_bytes_in_flight: int = 64 << 20  # of all requests together: what bodies may cost in memory
     body_timeout_s: float = 60.0  # for a body to arrive
@@ -38,10 +42,12 @@ class Limits:
     @classmethod
     def from_config(cls, config: ServeConfig) -> Limits:
         taken = config.max_running + config.max_queued
+        max_in_flight = taken + 64  # some to spare for /invoke and embeddings
         return cls(
+            max_connections=max(1024, 2 * max_in_flight),
             max_body_bytes=config.max_body_bytes,
             max_body_bytes_in_flight=max(64 << 20, 2 * config.max_body_bytes),
-            max_in_flight=taken + 64,  # some to spare for /invoke and embeddings
+            max_in_flight=max_in_flight,
             max_taken=taken,
             max_sequences=min(128, taken),
             request_timeout_s=config.request_timeout_s,

@@ -7,13 +7,16 @@ backlog.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError
 from ..lifetime import calling_on_loop
@@ -45,7 +48,8 @@ async def serve(
     )
     runner = web.AppRunner(
         app,
-        access_log=None,
+        access_log=None,  # `edge` writes one
+        logger=_wire_logger(),
         handler_cancellation=True,  # a client that goes away cancels its handler, and with it its generations
         keepalive_timeout=IDLE_CONNECTION_S,
         auto_decompress=False,  # compressed bodies are refused, so nothing can be a bomb
@@ -55,15 +59,42 @@ async def serve(
         shutdown_timeout=0.5,  # after the drain only answers on their way out are left
     )
     await runner.setup()
+    listener: asyncio.Server | None = None
     try:
-        await web.SockSite(runner, sock, backlog=BACKLOG).start()
         with _signals(stop):
+            listener = await asyncio.get_running_loop().create_server(
+                service.connections.guarding(cast(Callable[[], Any], runner.server)),
+                sock=sock,
+                backlog=BACKLOG,
+            )
             await stop.wait()
             logger.info("draining: %d requests in work, %g s", len(service.in_flight), drain_timeout_s)
             await service.in_flight.drain(drain_timeout_s)
             return service.instance.failure
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
+
+
+def _wire_logger() -> logging.Logger:
+    """What aiohttp logs to."""
+    logger = logging.getLogger("teneral.http.wire")
+    logger.addFilter(_tell_bad_requests_briefly)
+    return logger
+
+
+def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
+    """aiohttp logs a client that does not speak HTTP as an error with a traceback. To a server it is neither: any
+    scanner of ports would fill its log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno = min(record.levelno, logging.INFO)
+        record.levelname = logging.getLevelName(record.levelno)
+        record.msg = f"{record.getMessage()}: {' '.join(error.message.split())[:200]}"
+        record.args, record.exc_info = (), None
+    return True
 
 
 @contextmanager

@@ -16,9 +16,10 @@ from ...loader.errors import TeneralError
 from ...runtime.errors import ModelError, RequestError
 from ...runtime.state import State
 from .admission import Admission
+from .connections import Connections
 from .errors import ApiError, as_api_error
 from .inflight import InFlight, Work
-from .limits import Limits
+from .limits import MAX_HEAD_BYTES, Limits
 from .mailbox import Bridge
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Service:
         self.metrics = metrics
         self.admission = Admission(limits, self._num_in_engine)
         self.in_flight = InFlight(limits.max_in_flight)
+        self.connections = Connections(
+            max_connections=limits.max_connections,
+            max_head_bytes=MAX_HEAD_BYTES,
+            head_timeout_s=limits.head_timeout_s,
+        )
         self.bridge = Bridge()
 
     @property

@@ -11,6 +11,8 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ...runtime.text.pieces import byte_alphabet
+
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
@@ -38,11 +40,4 @@ def token_bytes(tokenizer: TextTokenizer, token: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: Latin-1's visible ones stand for
-    themselves, the others for the characters from U+0100 on, in order.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {
-        chr(0x100 + rank): byte for rank, byte in enumerate(hidden)
-    }
+    return {chr(code): byte for code, byte in byte_alphabet().items()}

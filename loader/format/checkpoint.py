@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from ..sources.base import ObjectInfo, Source, check_name
-from .layout import Stretch, arrange_tensors, cut_parts
+from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from .limits import MAX_SMALL_FILE_BYTES
 from .manifest import (
+    MAX_PART_ELEMENTS,
     Blob,
     Codec,
     Encoding,
@@ -146,8 +147,11 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     places = [checkpoint.tensors[tensor.name] for tensor in tensors]
     parts: list[Part] = []
     for group in groups:
-        for run in _runs([tensors[index] for index in group.tensors], places):
-            for stretches in cut_parts(run):
+        members = [tensors[index] for index in group.tensors]
+        # Rows of embeddings are asked for one by one.
+        most = fine_part_elements(members) if group is groups[0] else MAX_PART_ELEMENTS
+        for run in _runs(members, places):
+            for stretches in cut_parts(run, max_elements=most):
                 parts.append(_stored_part(len(parts), stretches, places))
     return Manifest(
         generator="safetensors",

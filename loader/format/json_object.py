@@ -44,6 +44,8 @@ def is_text(value: Any) -> bool:
     """Whether it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 without control characters."""
     if not is_unicode(value) or not 0 < len(value) <= MAX_TEXT_BYTES:
         return False
+    if value.isascii() and value.isprintable():
+        return True
     return len(value.encode()) <= MAX_TEXT_BYTES and not _CONTROL.search(value)
 
 

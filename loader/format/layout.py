@@ -22,6 +22,9 @@ from .manifest import (
     tensor_bytes,
 )
 
+FINE_PART_ELEMENTS = 1024 * 1024
+MAX_FINE_PARTS = 256
+
 DtypeAndShape = tuple[str, tuple[int, ...]]
 
 
@@ -62,15 +65,28 @@ def arrange_tensors(
     return tuple(groups), tuple(placed)
 
 
-def cut_parts(tensors: Iterable[Tensor]) -> Iterator[tuple[Stretch, ...]]:
+def fine_part_elements(tensors: Iterable[Tensor]) -> int:
+    """How many elements a part should hold where parts had better be small: of embeddings, whose rows are asked for
+    one by one, and of what comes last, since nothing hides the time that its decoding takes.
+
+    A group of any size has some 256 of them at most, or the manifest would grow too long.
+    """
+    share = sum(tensor.num_elements for tensor in tensors) // MAX_FINE_PARTS
+    wanted = max(FINE_PART_ELEMENTS, -(-share // FRAME_ELEMENTS) * FRAME_ELEMENTS)
+    return min(wanted, MAX_PART_ELEMENTS)
+
+
+def cut_parts(
+    tensors: Iterable[Tensor], *, max_elements: int = MAX_PART_ELEMENTS
+) -> Iterator[tuple[Stretch, ...]]:
     """The stretches of consecutive parts, each filled greedily with these tensors in order as far as a part
-    may reach.
+    may reach, and up to `max_elements`, at least a frame's.
 
     A tensor is cut only at multiples of `FRAME_ELEMENTS`, so that every part starts its own frames. Tensors
     without elements are in no part.
     """
     part: list[Stretch] = []
-    room_elements, room_bytes = MAX_PART_ELEMENTS, MAX_PART_DECODED_BYTES
+    room_elements, room_bytes = max_elements, MAX_PART_DECODED_BYTES
     for tensor in tensors:
         start = 0
         while start < tensor.num_elements:
@@ -81,7 +97,7 @@ def cut_parts(tensors: Iterable[Tensor]) -> Iterator[tuple[Stretch, ...]]:
             if count == 0 or len(part) == MAX_PART_SEGMENTS:
                 yield tuple(part)
                 part = []
-                room_elements, room_bytes = MAX_PART_ELEMENTS, MAX_PART_DECODED_BYTES
+                room_elements, room_bytes = max_elements, MAX_PART_DECODED_BYTES
                 continue
             part.append(Stretch(tensor, start, count))
             start += count

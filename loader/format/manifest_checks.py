@@ -130,11 +130,12 @@ class _Cursor:
     """The one element of one tier that the next segment must start with."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        sizes = [(tensor, tensor.num_elements) for tensor in tensors]
         self._remaining = (
-            (tier, tensor)
+            (tier, tensor, num_elements)
             for tier in Tier
-            for tensor in tensors
-            if tensor.num_elements and (tier is Tier.DRAFT or tensor.has_refine)
+            for tensor, num_elements in sizes
+            if num_elements and (tier is Tier.DRAFT or tensor.has_refine)
         )
         self._current = next(self._remaining, None)
         self._start = 0
@@ -143,7 +144,7 @@ class _Cursor:
         """Step over the segment, and return its tensor."""
         if self._current is None:
             refuse("all tensors have ended before it", where)
-        expected_tier, tensor = self._current
+        expected_tier, tensor, num_elements = self._current
         expected = expected_tier, tensor.group, tensor.index, self._start
         if (tier, group, segment.tensor, segment.start) != expected:
             refuse(
@@ -152,9 +153,9 @@ class _Cursor:
                 where,
             )
         end = segment.start + segment.count
-        if not segment.start < end <= tensor.num_elements:
-            refuse(f"tensor {tensor.index} has {tensor.num_elements} elements, not {end}", where)
-        if end == tensor.num_elements:
+        if not segment.start < end <= num_elements:
+            refuse(f"tensor {tensor.index} has {num_elements} elements, not {end}", where)
+        if end == num_elements:
             self._current, self._start = next(self._remaining, None), 0
         elif end % FRAME_ELEMENTS:
             refuse(f"its cut at {end} is no multiple of {FRAME_ELEMENTS}", where)
@@ -165,7 +166,7 @@ class _Cursor:
     def finish(self) -> None:
         """Refuse what has not been stepped over."""
         if self._current is not None:
-            tier, tensor = self._current
+            tier, tensor, _ = self._current
             refuse(f"the {tier.name.lower()} tier of tensor {tensor.name!r} is not stored whole", "parts")
 
 

@@ -241,22 +241,37 @@ def _parse_part(index: int, value: Any, where: str) -> Part:
 
 
 def _parse_segment(value: Any, where: str) -> Segment:
+    """Most of a manifest is segments and planes, so what is right is seen at a glance; only what is not is looked at
+    one by one, to say where it is wrong.
+    """
+    if type(value) is dict and value.keys() == _SEGMENT_KEYS:
+        tensor, start, count, planes = value["tensor"], value["start"], value["count"], value["planes"]
+        are_integers = type(tensor) is type(start) is type(count) is int
+        if (
+            are_integers
+            and 0 <= min(tensor, start, count)
+            and max(tensor, start, count) <= MAX_INTEGER
+            and type(planes) is list
+            and len(planes) <= MAX_PLANES
+        ):
+            return Segment(tensor, start, count, tuple([_parse_plane(plane, where) for plane in planes]))
     segment = JsonObject(value, where, _SEGMENT_KEYS)
     return Segment(
         tensor=segment.integer("tensor"),
         start=segment.integer("start"),
         count=segment.integer("count"),
-        planes=tuple(_parse_plane(*item) for item in segment.items("planes", MAX_PLANES)),
+        planes=tuple(_parse_plane(item, where) for item, _ in segment.items("planes", MAX_PLANES)),
     )
 
 
 def _parse_plane(value: Any, where: str) -> Plane:
     if type(value) is not list or len(value) != 3:
         refuse("a plane is a list of its codec, offset and size", where)
-    codec = _CODECS.get(value[0]) if type(value[0]) is str else None
+    name, offset, size = value
+    codec = _CODECS.get(name) if type(name) is str else None
     if codec is None:
         refuse(f"the codec is not one of {', '.join(_CODECS)}", where, hint=NEWER)
-    return Plane(codec, _integer(value[1], where), _integer(value[2], where))
+    return Plane(codec, _integer(offset, where), _integer(size, where))
 
 
 def _integer(value: Any, where: str) -> int:

@@ -39,8 +39,10 @@ class SourceOptions:
     anonymous: bool = False
     requester_pays: bool = False
     connect_timeout_s: float = 5.0
-    read_timeout_s: float = 30.0  # no byte for so long is a failure
-    max_attempts: int = 4
+    read_timeout_s: float = 10.0  # a connection that brings nothing for so long has failed
+    min_rate_bytes_s: int = 4096  # … or less than this over such a time; 0: any rate will do
+    hedge_after_s: float = 0.25  # a range that is so long behind the others is asked for twice; 0: never
+    max_attempts: int = 6  # … that fail without getting on
     max_connections: int = 8
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # may hold secrets
 

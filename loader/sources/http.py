@@ -12,8 +12,9 @@ from urllib.parse import quote, urlsplit
 from ..errors import AccessDeniedError, NotFoundError, SourceError, TeneralError, UnavailableError, UsageError
 from . import checks
 from .base import ObjectInfo, SourceOptions
-from .http_client import HttpClient, HttpStatistics
+from .http_client import HttpClient
 from .http_head import Head, Headers, Request, is_header, parse_origin, safe_target
+from .http_statistics import HttpStatistics
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 

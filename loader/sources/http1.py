@@ -1,17 +1,19 @@
 """HTTP/1.1 over a kept connection: a request goes out, the answer's head is parsed, its body lands in place.
 
 The body of a known length goes straight into the caller's memory; only what came along with the head is
-copied. Lengths are never guessed. A connection knows nothing of retries, ranges or objects.
+copied. Lengths are never guessed. All but the reading of such a body is written as steps (`steps.py`), so that
+one thread can wait for two connections. A connection knows nothing of retries, ranges or objects.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .addresses import AddressBook
 from .base import SourceOptions
 from .http_head import Head, HeadError, Origin, Request, parse_head
+from .steps import Steps
 from .wire import Wire, WireError, WireTimeoutError
 
 if TYPE_CHECKING:
@@ -35,13 +37,16 @@ class BodyTooLargeError(Exception):
 class Connection:
     """Connects at its first request. For one thread at a time; `interrupt` may be called by any."""
 
-    def __init__(self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None, addresses: AddressBook
+    ) -> None:
         self.origin = origin
         self.idle_since_s = 0.0  # the pool's note
-        self._wire = Wire(origin, options, tls)
+        self._wire = Wire(origin, options, tls, addresses)
         self._buffer = bytearray()  # received, not yet used
         self._remaining: int | None = 0  # bytes of the body still to come; None where only its end will tell
         self._is_chunked = False
+        self._chunk_left = 0  # bytes of the chunk that is being read
         self._keeps_alive = False
         self._is_fresh = True  # no answer has come over it yet
 
@@ -59,31 +64,32 @@ class Connection:
         """Bytes of the body that are still to come; None where only its end will tell."""
         return self._remaining
 
-    def exchange(self, request: Request) -> Head:
+    def exchange(self, request: Request) -> Steps[Head]:
         """Send the request; the head of the answer, whose body is unread then. Raises `WireError`.
 
         `StaleConnectionError` says that this connection was kept for too long.
         """
         self._keeps_alive = False
-        self._ask(request)
+        yield from self._ask(request)
         try:
-            head = self._receive_head()
+            head = yield from self._receive_head()
         except HeadError as error:
             raise WireError(f"{self.origin} sent a malformed answer: {error}") from error
         has_body = request.method != "HEAD" and head.status not in (204, 304)
         self._keeps_alive = head.keeps_alive
         self._is_chunked = has_body and head.is_chunked
+        self._chunk_left = 0
         self._remaining = head.content_length if has_body else 0
         self._is_fresh = False
         return head
 
-    def _ask(self, request: Request) -> None:
+    def _ask(self, request: Request) -> Steps[None]:
         """Send the request and wait for the first byte of an answer."""
         if not self._wire.is_connected:
-            self._wire.connect()
+            yield from self._wire.connect()
         try:
             self._wire.send(request.encode())
-            self._receive_more()
+            yield from self._receive_more()
         except WireTimeoutError:
             raise
         except WireError as error:
@@ -92,43 +98,46 @@ class Connection:
             raise StaleConnectionError(str(error)) from error
 
     def read_some(self, view: memoryview) -> int:
-        """Put more of a body of known length at the start of `view`; the number of bytes, 0 at its end.
+        """Put more of a body of known length at the start of `view`: what comes within a tick, perhaps nothing.
 
-        Raises `WireError`.
+        The number of bytes; never more than the body has. Blocks. Raises `WireError`.
         """
-        if not self._remaining or not view:
-            return 0
         view = view[: self._remaining]
-        if self._buffer:
-            count = min(len(view), len(self._buffer))
-            view[:count] = self._buffer[:count]
-            del self._buffer[:count]
-        else:
-            count = self._wire.receive(view, wait_all=True)
-        self._remaining -= count
+        count = self._take(view) if self._buffer else self._wire.receive(view)
+        self._remaining = (self._remaining or 0) - count
         return count
 
-    def read_all(self, max_bytes: int) -> bytes:
+    def read_soon(self, view: memoryview) -> Steps[int]:
+        """As `read_some`, but waits as steps do, and until there is something."""
+        view = view[: self._remaining]
+        count = self._take(view) if self._buffer else (yield from self._wire.receive_soon(view))
+        self._remaining = (self._remaining or 0) - count
+        return count
+
+    def wait_for_body(self) -> Steps[None]:
+        """Return when the body has begun, or has no bytes at all."""
+        if not self._buffer and self._remaining != 0:
+            yield from self._receive_more()
+
+    def read_all(self, max_bytes: int) -> Steps[bytes]:
         """The whole body. Raises `WireError` where its end is not marked, and `BodyTooLargeError`."""
         if self._remaining is None and not self._is_chunked:
             raise WireError(f"{self.origin} does not say how long its answer is")
         if self._remaining is not None and self._remaining > max_bytes:
             raise BodyTooLargeError
         body = bytearray()
-        for piece in self._pieces():
+        while piece := (yield from self._next_piece()):
             body += piece
             if len(body) > max_bytes:
                 raise BodyTooLargeError
         return bytes(body)
 
-    def read_excerpt(self, max_bytes: int) -> bytes:
+    def read_excerpt(self, max_bytes: int) -> Steps[bytes]:
         """The beginning of a body that explains an error; what there is of it, whatever happens meanwhile."""
         body = bytearray()
         try:
-            for piece in self._pieces():
+            while len(body) < max_bytes and (piece := (yield from self._next_piece())):
                 body += piece
-                if len(body) >= max_bytes:
-                    break
         except WireError:
             self._keeps_alive = False
         return bytes(body[:max_bytes])
@@ -146,71 +155,83 @@ class Connection:
         self._keeps_alive = False
         self._wire.close()
 
-    def _receive_head(self) -> Head:
+    def _receive_head(self) -> Steps[Head]:
         for _ in range(MAX_INFORMATIONAL):
-            head = parse_head(self._receive_until(b"\r\n\r\n", MAX_HEAD_BYTES))
+            head = parse_head((yield from self._receive_until(b"\r\n\r\n", MAX_HEAD_BYTES)))
             if head.status >= 200:
                 return head
         raise HeadError("no answer behind the informational ones")
 
-    def _receive_until(self, mark: bytes, max_bytes: int) -> bytes:
+    def _receive_until(self, mark: bytes, max_bytes: int) -> Steps[bytes]:
         """What comes before `mark`; both are taken from the buffer."""
         searched = 0
         while (end := self._buffer.find(mark, searched)) < 0:
             searched = max(0, len(self._buffer) - len(mark) + 1)
             if len(self._buffer) > max_bytes:
                 raise HeadError(f"more than {max_bytes:,} bytes without an end")
-            self._receive_more()
+            yield from self._receive_more()
         data = bytes(self._buffer[:end])
         del self._buffer[: end + len(mark)]
         return data
 
-    def _receive_more(self) -> None:
+    def _receive_more(self) -> Steps[None]:
         piece = bytearray(_RECEIVE_BYTES)
-        count = self._wire.receive(memoryview(piece))
+        count = yield from self._wire.receive_soon(memoryview(piece))
         self._buffer += memoryview(piece)[:count]
 
-    def _pieces(self) -> Iterator[bytes | bytearray]:
-        """The rest of the body, however its end is marked."""
-        if self._is_chunked:
-            yield from self._chunks()
-        elif self._remaining is None:
-            yield from self._until_closed()
-        else:
-            while self._remaining:
-                piece = bytearray(min(self._remaining, 1024 * 1024))
-                yield piece[: self.read_some(memoryview(piece))]
+    def _take(self, view: memoryview) -> int:
+        """Move what is in the buffer already to the start of `view`."""
+        count = min(len(view), len(self._buffer))
+        view[:count] = self._buffer[:count]
+        del self._buffer[:count]
+        return count
 
-    def _chunks(self) -> Iterator[bytes]:
+    def _next_piece(self) -> Steps[bytes]:
+        """More of the body, however its end is marked; b"" at its end."""
         try:
-            while size := self._chunk_size():
-                while size:
-                    if not self._buffer:
-                        self._receive_more()
-                    piece = bytes(self._buffer[:size])
-                    del self._buffer[: len(piece)]
-                    size -= len(piece)
-                    yield piece
-                if self._receive_until(b"\r\n", 2):
-                    raise HeadError("a chunk is longer than its size")
-            for _ in range(MAX_TRAILERS):
-                if not self._receive_until(b"\r\n", MAX_HEAD_BYTES):
-                    self._remaining = 0
-                    return
-            raise HeadError("too many trailers")
+            if self._is_chunked:
+                return (yield from self._next_chunk_piece())
         except HeadError as error:
             raise WireError(f"{self.origin} sent a malformed body: {error}") from error
+        if self._remaining == 0:
+            return b""
+        if not self._buffer:
+            yield from self._receive_more()
+        piece = bytes(self._buffer[: self._remaining])
+        del self._buffer[: len(piece)]
+        if (
+            self._remaining is not None
+        ):  # else it ends with the connection: whether it is whole, nobody can tell
+            self._remaining -= len(piece)
+        return piece
 
-    def _chunk_size(self) -> int:
-        line = self._receive_until(b"\r\n", 1024)
+    def _next_chunk_piece(self) -> Steps[bytes]:
+        if self._remaining == 0:
+            return b""
+        if self._chunk_left == 0:
+            self._chunk_left = yield from self._receive_chunk_size()
+            if self._chunk_left == 0:
+                yield from self._skip_trailers()
+                self._remaining = 0
+                return b""
+        if not self._buffer:
+            yield from self._receive_more()
+        piece = bytes(self._buffer[: self._chunk_left])
+        del self._buffer[: len(piece)]
+        self._chunk_left -= len(piece)
+        if self._chunk_left == 0 and (yield from self._receive_until(b"\r\n", 2)):
+            raise HeadError("a chunk is longer than its size")
+        return piece
+
+    def _receive_chunk_size(self) -> Steps[int]:
+        line = yield from self._receive_until(b"\r\n", 1024)
         found = _CHUNK_SIZE.fullmatch(line)
         if not found:
             raise HeadError(f"{line[:80]!r} is not the size of a chunk")
         return int(found[1], 16)
 
-    def _until_closed(self) -> Iterator[bytes]:
-        """A body whose end is the connection's: whether it is complete, nobody can tell."""
-        while True:
-            yield bytes(self._buffer)
-            self._buffer.clear()
-            self._receive_more()
+    def _skip_trailers(self) -> Steps[None]:
+        for _ in range(MAX_TRAILERS):
+            if not (yield from self._receive_until(b"\r\n", MAX_HEAD_BYTES)):
+                return
+        raise HeadError("too many trailers")

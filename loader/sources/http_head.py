@@ -19,6 +19,8 @@ _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e\x80-\xff]*"')
 _NUMBER = re.compile(r"\d{1,19}")
+_DATE = re.compile(r"[A-Z][a-z]{2}, (\d\d) ([A-Z][a-z]{2}) (\d{4}) (\d\d):(\d\d):(\d\d) GMT")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 class HeadError(ValueError):
@@ -88,9 +90,14 @@ class Head:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The server's wish, where it is given in seconds; as a date it would need clocks that agree."""
+        """The server's wish. A date is held against the answer's own, so that clocks need not agree."""
         value = self.headers.get("retry-after", "")
-        return float(value) if _NUMBER.fullmatch(value) else None
+        if _NUMBER.fullmatch(value):
+            return float(value)
+        until_unix_s, now_unix_s = parse_date(value), parse_date(self.headers.get("date", ""))
+        if until_unix_s is None or now_unix_s is None:
+            return None
+        return float(max(0, until_unix_s - now_unix_s))
 
     def version(self, size_bytes: int | None) -> str:
         """What tells this object from one that replaces it: a strong ETag, or the best of what is given."""
@@ -138,6 +145,19 @@ def parse_content_range(value: str) -> ContentRange | None:
     if not found:
         return None
     return ContentRange(int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3]))
+
+
+def parse_date(value: str) -> int | None:
+    """Unix seconds of a date as HTTP writes it, such as 'Sun, 06 Nov 1994 08:49:37 GMT'; None for all else."""
+    found = _DATE.fullmatch(value)
+    if not found or found[2] not in _MONTHS:
+        return None
+    day, year, hour, minute, second = (int(found[group]) for group in (1, 3, 4, 5, 6))
+    # Days since 1970, with years that begin in March, so that the leap day is the last.
+    month = (_MONTHS.index(found[2]) + 10) % 12  # March is 0
+    year -= month >= 10
+    days = 365 * year + year // 4 - year // 100 + year // 400 + (153 * month + 2) // 5 + day - 719_469
+    return ((days * 24 + hour) * 60 + minute) * 60 + second
 
 
 def is_strong_etag(value: str) -> bool:

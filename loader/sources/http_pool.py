@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .addresses import AddressBook
 from .base import SourceOptions
 from .http1 import Connection
 from .http_head import Origin
@@ -34,6 +35,7 @@ class ConnectionPool:
         self._options = options
         self._ca_file = ca_file
         self._tls: ssl.SSLContext | None = None
+        self._addresses = AddressBook()
         self._idle: dict[Origin, list[Connection]] = {}  # the last one was used last
         self._in_use: set[Connection] = set()
         self._opened = 0
@@ -44,20 +46,20 @@ class ConnectionPool:
     def is_closed(self) -> bool:
         return self._closed
 
-    def take(self, origin: Origin) -> Connection:
-        """The warmest idle connection, or a new one that is not connected yet.
+    def take(self, origin: Origin, *, fresh: bool = False) -> Connection:
+        """The warmest idle connection, or a new one that is not connected yet: always that if `fresh`.
 
         Raises `WireError` where the certificates for TLS cannot be read.
         """
         with self._lock:
-            idle = self._idle.get(origin, [])
+            idle = [] if fresh else self._idle.get(origin, [])
             while idle:
                 connection = idle.pop()
                 if time.monotonic() - connection.idle_since_s < MAX_IDLE_S and connection.looks_alive():
                     break
                 connection.close()
             else:
-                connection = Connection(origin, self._options, self._tls_for(origin))
+                connection = Connection(origin, self._options, self._tls_for(origin), self._addresses)
                 self._opened += 1
             self._in_use.add(connection)
             if self._closed:

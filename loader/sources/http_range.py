@@ -15,8 +15,8 @@ class RangeRead:
 
     def __init__(self, source: str, name: str, start: int, length: int, version: str | None) -> None:
         self.done = 0
+        self.name = name
         self._source = source
-        self._name = name
         self._start = start
         self._end = start + length
         self._version = version
@@ -28,40 +28,42 @@ class RangeRead:
             wanted.append(("If-Match", self._version))
         return tuple(wanted)
 
-    def check(self, head: Head) -> None:
-        """Raises unless the answer's body is exactly the missing bytes, of the version that was begun.
+    def check(self, head: Head, done: int) -> int:
+        """Where in the range the answer's body begins, for what was asked when so many bytes were `done`.
 
-        `UnavailableError` where another attempt may bring the right answer, else `ChangedError`.
+        Raises unless it is exactly the bytes then missing, of the version that was begun: `UnavailableError`
+        where another attempt may bring the right answer, else `ChangedError`.
         """
-        total_bytes = self._check_whole(head) if head.status == 200 else self._check_range(head)
+        is_whole = head.status == 200
+        total_bytes = self._check_whole(head) if is_whole else self._check_range(head, self._start + done)
         version = head.version(total_bytes)
         if self._version is None:
-            self._version = version  # a resumed range must not be patched together from two objects
+            self._version = version  # a range must not be patched together from two objects
         elif self._version != version and ("etag" in head.headers or not is_strong_etag(self._version)):
             detail = f"version {self._version} was expected, {version} is there"
-            raise checks.changed(self._source, self._name, detail)
+            raise checks.changed(self._source, self.name, detail)
+        return 0 if is_whole else done
 
     def _check_whole(self, head: Head) -> int:
         """A server that ignores ranges gives the whole object: usable only if that is what was wanted."""
         if self._start != 0 or head.content_length != self._end:
             raise UnavailableError(
-                f"{self._source} answers with the whole of {self._name} where a range was asked for",
+                f"{self._source} answers with the whole of {self.name} where a range was asked for",
                 source=self._source,
-                name=self._name,
+                name=self.name,
                 hint="The server must support byte ranges, as S3, nginx and most others do.",
             )
-        self.done = 0
         return self._end
 
-    def _check_range(self, head: Head) -> int | None:
-        given, start = head.content_range, self._start + self.done
+    def _check_range(self, head: Head, start: int) -> int | None:
+        given = head.content_range
         if given and given.start == start and given.end == given.total and given.end < self._end:
-            raise checks.ended_early(self._source, self._name, start, self._end, given.total)
+            raise checks.ended_early(self._source, self.name, start, self._end, given.total)
         is_exact = given is not None and (given.start, given.end) == (start, self._end)
         if given is None or not is_exact or head.content_length != self._end - start:
             raise UnavailableError(
-                f"{self._source} answers with other bytes of {self._name} than {start:,} to {self._end:,}",
+                f"{self._source} answers with other bytes of {self.name} than {start:,} to {self._end:,}",
                 source=self._source,
-                name=self._name,
+                name=self.name,
             )
         return given.total

@@ -17,8 +17,9 @@ from ..errors import SourceError, TeneralError
 from . import checks
 from .base import ObjectInfo, SourceOptions, check_name
 from .credentials import CredentialChain
-from .http_client import HttpClient, HttpStatistics
+from .http_client import HttpClient
 from .http_head import Head, Headers, Request
+from .http_statistics import HttpStatistics
 from .s3_address import address_of, is_region, parse_url, settings_from
 from .s3_errors import explain
 from .s3_xml import ListPage, parse_page, parse_problem

@@ -17,6 +17,7 @@ from .s3_address import S3Settings
 from .s3_errors import explain, lost
 
 MAX_THREADS = 8  # that send parts, over all objects being written
+MIN_READ_TIMEOUT_S = 60.0  # a store may be silent for long while it puts the parts of an upload together
 
 
 class S3Uploads:
@@ -132,7 +133,7 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
     config = Config(
         s3=style,
         connect_timeout=options.connect_timeout_s,
-        read_timeout=options.read_timeout_s,
+        read_timeout=max(MIN_READ_TIMEOUT_S, options.read_timeout_s),
         retries={"mode": "standard", "total_max_attempts": max(1, options.max_attempts)},
         max_pool_connections=MAX_THREADS + 2,
         # Not every store that speaks S3 knows the checksums that boto3 adds by default; Amazon's does.

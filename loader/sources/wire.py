@@ -1,27 +1,34 @@
 """One TCP or TLS connection: made within a time limit, read without the GIL, given up at once when told to.
 
-Threads that wait in here hold no GIL, on plain sockets for up to a megabyte in one system call
-(`MSG_WAITALL`): bytes go on flowing while another thread imports torch. A wire knows nothing of HTTP.
-Proxies are not supported.
+Two ways to read. Bodies: a blocking call for up to a megabyte (`MSG_WAITALL`) that lasts a tick at most, so
+that bytes go on flowing while another thread imports torch, and that the reader can look at its clock. All
+else: steps (`steps.py`), so that one thread can wait for two wires. A wire knows nothing of HTTP. Proxies are
+not supported.
 """
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from .addresses import Address, AddressBook
 from .base import SourceOptions
 from .http_head import Origin
+from .steps import TICK_S, Steps, Wait
 
 if TYPE_CHECKING:
     import ssl
 
 MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
-_TICK_S = 1.0  # how often a wait without a byte is looked at
+# What TLS waits for, by the names of its errors: their classes would cost a plain store the import of `ssl`.
+_TLS_WAITS = {"SSLWantReadError": select.POLLIN, "SSLWantWriteError": select.POLLOUT}
+_UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
 
 
 class WireError(Exception):
@@ -33,44 +40,58 @@ class WireError(Exception):
 
 
 class WireTimeoutError(WireError):
-    """Nothing arrived for as long as the options allow."""
+    """Nothing, or next to nothing, arrived for as long as the options allow."""
 
 
 class Wire:
     """For one thread at a time; `interrupt` may be called by any."""
 
-    def __init__(self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None, addresses: AddressBook
+    ) -> None:
         self.origin = origin
         self._connect_timeout_s = options.connect_timeout_s
         self._read_timeout_s = options.read_timeout_s
+        self._min_rate_bytes_s = options.min_rate_bytes_s
         self._tls = tls
+        self._addresses = addresses
         self._socket: socket.socket | None = None
         self._interrupted = False
+        self._heard_s = 0.0  # when the last byte came
+        self._window_s = 0.0  # since when bytes are counted for the rate
+        self._window_bytes = 0
 
     @property
     def is_connected(self) -> bool:
         return self._socket is not None
 
-    def connect(self) -> None:
+    def connect(self) -> Steps[None]:
         """Try the host's addresses one after another, within one time limit. Raises `WireError`."""
-        host, port = self.origin.host, self.origin.port
+        host = self.origin.host
         try:
-            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = self._addresses.addresses(self.origin)
         except (OSError, UnicodeError) as error:
             raise WireError(f"the host name {host} cannot be resolved ({error})") from error
-        deadline_s = time.monotonic() + self._connect_timeout_s
+        ends_s = time.monotonic() + self._connect_timeout_s
         failure: OSError = TimeoutError()
-        for family, kind, protocol, _, address in addresses:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
+        for number, address in enumerate(addresses):
+            left_s = ends_s - time.monotonic()
+            # Each gets its share of the time: one that swallows packets must not use up that of the others.
+            deadline_s = time.monotonic() + left_s / (len(addresses) - number)
             try:
-                self._connect_to(socket.socket(family, kind, protocol), address, left_s)
+                yield from self._connect_to(address, deadline_s)
+                break
             except OSError as error:
                 failure = error
                 self.close()
-                continue
+                self._addresses.failed(self.origin, address)
+            except GeneratorExit:  # another connection was sooner
+                self.close()
+                self._addresses.failed(self.origin, address)
+                raise
+        if self.is_connected:
             return
+        self._addresses.forget(self.origin)
         if self._tls is not None and _is_bad_certificate(failure):
             raise WireError(f"{self.origin} has no valid certificate: {failure}", is_final=True) from failure
         reason = (
@@ -80,32 +101,56 @@ class Wire:
 
     def send(self, data: bytes) -> None:
         """Send a request: a few kilobytes at most, so that this never waits long. Raises `WireError`."""
+        connected = self._held()
+        self._heard_s = self._window_s = time.monotonic()
+        self._window_bytes = 0
         try:
-            self._held().sendall(data)
+            if self._tls is not None:
+                connected.settimeout(TICK_S)
+            connected.sendall(data)
         except OSError as error:
             raise self._broken(error) from error
 
-    def receive(self, view: memoryview, *, wait_all: bool = False) -> int:
-        """At least one byte at the start of `view`, and on a plain socket with `wait_all` usually all of it.
+    def receive(self, view: memoryview) -> int:
+        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks.
 
-        Raises `WireError`, also after `read_timeout_s` without a byte.
+        Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be dead.
         """
         connected = self._held()
-        flags = socket.MSG_WAITALL if wait_all and self._tls is None else 0
-        began_s = time.monotonic()
+        view = view[:MAX_SLICE_BYTES]
+        try:
+            if self._tls is None:
+                count = connected.recv_into(view, len(view), socket.MSG_WAITALL)
+                if count == 0:
+                    raise self._broken(None)
+            else:
+                count = self._receive_secure(connected, view)
+        except (BlockingIOError, TimeoutError):
+            count = 0
+        except OSError as error:
+            raise self._broken(error) from error
+        self._note(count)
+        return count
+
+    def receive_soon(self, view: memoryview) -> Steps[int]:
+        """At least one byte at the start of `view`. Raises as `receive`."""
+        connected = self._held()
         while True:
             try:
-                count = connected.recv_into(view, min(len(view), MAX_SLICE_BYTES), flags)
-            except BlockingIOError as error:  # a tick without a byte
-                if time.monotonic() - began_s >= self._read_timeout_s or self._interrupted:
-                    raise self._silent() from error
-                continue
-            except TimeoutError as error:
-                raise self._silent() from error
+                if self._tls is None:
+                    count = connected.recv_into(view, len(view), socket.MSG_DONTWAIT)
+                else:
+                    connected.settimeout(0)
+                    count = connected.recv_into(view)
             except OSError as error:
-                raise self._broken(error) from error
+                if not _would_block(error):
+                    raise self._broken(error) from error
+                self._note(0)
+                yield Wait(connected.fileno(), _events(error, select.POLLIN))
+                continue
             if count == 0:
                 raise self._broken(None)
+            self._note(count)
             return count
 
     def has_arrivals(self) -> bool:
@@ -129,33 +174,91 @@ class Wire:
             self._socket.close()
             self._socket = None
 
-    def _connect_to(self, plain: socket.socket, address: tuple[object, ...], timeout_s: float) -> None:
+    def _connect_to(self, address: Address, deadline_s: float) -> Steps[None]:
+        family, protocol, place = address
+        plain = socket.socket(family, socket.SOCK_STREAM, protocol)
         self._hold(plain)
-        plain.settimeout(timeout_s)
+        plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plain.connect(address)
-        if self._tls is not None:
-            host = self.origin.host
-            # suppress_ragged_eofs=False: a connection that was cut must not look like one that ended.
-            secure = self._tls.wrap_socket(
-                plain, server_hostname=host, do_handshake_on_connect=False, suppress_ragged_eofs=False
-            )
-            self._hold(secure)
-            secure.do_handshake()
-            secure.settimeout(self._read_timeout_s)
+        while (code := plain.connect_ex(place)) in _UNDER_WAY:
+            yield from self._wait(plain, select.POLLOUT, deadline_s)
+        if code not in (0, errno.EISCONN):
+            raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        if self._tls is None:
+            # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use the kernel's.
+            plain.setblocking(True)
+            timeval = struct.pack("@ll", 0, int(min(TICK_S, self._read_timeout_s) * 1e6) or 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
             return
-        # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use the kernel's.
-        plain.settimeout(None)
-        tick_s = max(0.001, min(_TICK_S, self._read_timeout_s))  # 0 would mean for ever
-        timeval = struct.pack("@ll", int(tick_s), int(tick_s % 1 * 1e6))
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-        plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        # suppress_ragged_eofs=False: a connection that was cut must not look like one that ended.
+        secure = self._tls.wrap_socket(
+            plain,
+            server_hostname=self.origin.host,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=False,
+        )
+        self._hold(secure)
+        yield from self._until_done(secure, secure.do_handshake, deadline_s)
+
+    def _until_done(self, secure: ssl.SSLSocket, act: Callable[[], None], deadline_s: float) -> Steps[None]:
+        while True:
+            try:
+                return act()
+            except OSError as error:
+                if not _would_block(error):
+                    raise
+                events = _events(error, select.POLLIN)
+            yield from self._wait(secure, events, deadline_s)
+
+    def _wait(self, connected: socket.socket, events: int, deadline_s: float) -> Steps[None]:
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError
+        yield Wait(connected.fileno(), events)
+        self._check_interrupted()
+
+    def _receive_secure(self, connected: socket.socket, view: memoryview) -> int:
+        """What MSG_WAITALL does on a plain socket. TLS hands out a record, 16 KiB, at a time."""
+        connected.settimeout(TICK_S)
+        filled = 0
+        ends_s = time.monotonic() + TICK_S
+        while filled < len(view) and (not filled or time.monotonic() < ends_s):
+            try:
+                count = connected.recv_into(view[filled:])
+            except OSError:
+                if not filled:
+                    raise
+                break  # what has come counts; the next call will say the same
+            if count == 0 and not filled:
+                raise self._broken(None)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def _note(self, count: int) -> None:
+        """Count what came, or that nothing did. Raises where the wire must be taken for dead."""
+        now_s = time.monotonic()
+        if count:
+            self._heard_s = now_s
+            self._window_bytes += count
+        elif now_s - self._heard_s >= self._read_timeout_s or self._interrupted:
+            raise WireTimeoutError(f"{self.origin} sent nothing for {self._read_timeout_s:g} s")
+        window_s = now_s - self._window_s
+        if window_s >= self._read_timeout_s:
+            if self._window_bytes < self._min_rate_bytes_s * window_s:
+                raise WireTimeoutError(
+                    f"{self.origin} sent only {self._window_bytes:,} bytes in {window_s:.1f} s"
+                )
+            self._window_s, self._window_bytes = now_s, 0
 
     def _hold(self, new: socket.socket) -> None:
         self._socket = new
-        if (
-            self._interrupted
-        ):  # looked at after the assignment, as `interrupt` sets it before it looks at that
+        # Looked at after the assignment, as `interrupt` sets it before it looks at that.
+        self._check_interrupted()
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
             raise ConnectionAbortedError("interrupted")
 
     def _held(self) -> socket.socket:
@@ -163,11 +266,17 @@ class Wire:
             raise WireError(f"there is no connection to {self.origin}")
         return self._socket
 
-    def _silent(self) -> WireTimeoutError:
-        return WireTimeoutError(f"{self.origin} sent nothing for {self._read_timeout_s:g} s")
-
     def _broken(self, error: OSError | None) -> WireError:
         return WireError(f"{self.origin} closed the connection too early" + (f" ({error})" if error else ""))
+
+
+def _would_block(error: OSError) -> bool:
+    return isinstance(error, BlockingIOError) or type(error).__name__ in _TLS_WAITS
+
+
+def _events(error: OSError, usual: int) -> int:
+    """What to wait for after an error that says that an operation would block."""
+    return _TLS_WAITS.get(type(error).__name__, usual)
 
 
 def _is_bad_certificate(error: OSError) -> bool:

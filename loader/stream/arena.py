@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap has no names for them
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
 SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
 MAX_SLOW_STEPS = 3
@@ -48,34 +48,54 @@ class Arena:
             start += align(size_bytes)
         self.slabs: tuple[memoryview, ...] = tuple(slabs)
 
-    def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> None:
+    def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> bool:
         """Take all pages from the system now, front to back, changing no content; `stopped` ends it early.
 
         First writes cost as much as decoding does, or more. A thread that pays this while all wait for the
-        network takes it off the bytes' way. Blocks, without the GIL. Does nothing where the kernel cannot.
+        network takes it off the bytes' way. Blocks, without the GIL. Returns whether all pages are there now, which
+        they are not where the kernel cannot do this.
 
         Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
         has to provide them first they were seen to cost 2.5 CPU-s a GB, against 0.4 for small ones: where steps
         are that slow, the rest comes in small ones.
         """
+        advise = self._adviser()
+        slow_steps = 0
+        for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
+            begun_s = time.thread_time()
+            if stopped() or not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_WRITE):
+                return False
+            slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
+            if slow_steps == MAX_SLOW_STEPS:
+                advise(offset, self.size_bytes, mmap.MADV_NOHUGEPAGE)
+        return True
+
+    def map_ahead(self) -> None:
+        """Enter the pages that another process has taken into this one's tables, changing no content.
+
+        Whoever computes with the weights first would pay for it else, layer by layer. Blocks, without the GIL.
+        """
+        advise = self._adviser()
+        for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
+            if not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
+                return
+
+    def _adviser(self) -> Callable[[int, int, int], bool]:
+        """Gives the kernel advice on so many bytes from an offset on, or as many as there are; says if it took it."""
         if sys.platform != "linux" or self.size_bytes == 0:
-            return
+            return lambda offset, size_bytes, advice: False
         import ctypes  # 5 ms, on a thread that nobody waits for
 
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        begin = ctypes.addressof(
-            ctypes.c_char.from_buffer(self._memory)
-        )  # of a mapping, so at a page's start
-        slow_steps = 0
-        for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
-            left = self.size_bytes - offset
-            begun_s = time.thread_time()
-            if stopped() or madvise(begin + offset, min(PREFAULT_STEP_BYTES, left), MADV_POPULATE_WRITE) != 0:
-                return
-            slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
-            if slow_steps == MAX_SLOW_STEPS:
-                madvise(begin + offset, left, mmap.MADV_NOHUGEPAGE)
+        # Of a mapping, so at a page's start.
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+        def advise(offset: int, size_bytes: int, advice: int) -> bool:
+            taken: bool = madvise(begin + offset, min(size_bytes, self.size_bytes - offset), advice) == 0
+            return taken
+
+        return advise
 
 
 def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:

@@ -9,12 +9,18 @@ from ..format.manifest import Manifest, Part
 from .trace import describe_part
 
 
-def blame_part(error: Exception, manifest: Manifest, part: Part, source_url: str) -> TeneralError:
+def blame_part(
+    error: Exception, manifest: Manifest, part: Part, source_url: str, *, num_parts: int = 1
+) -> TeneralError:
     """The same error, naming the part and the source; what nobody foresaw becomes a `TeneralError`.
 
-    To be raised `from` the error given.
+    With `num_parts`, it came while so many were read together, of which the part is the first. To be raised `from` the
+    error given.
     """
-    where = f"{describe_part(manifest, part)} in {source_url}"
+    what = describe_part(manifest, part)
+    if num_parts > 1:
+        what += f", or one of the {num_parts - 1} behind it,"
+    where = f"{what} in {source_url}"
     if not isinstance(error, TeneralError):
         return TeneralError(
             f"{where} could not be loaded: {type(error).__name__}: {error}",

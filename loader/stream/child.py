@@ -20,14 +20,15 @@ from ..artifact import open_artifact
 from ..errors import TeneralError
 from ..sources.open import open_source
 from ..timeline import Timeline
-from .options import Order
 from .report import Reporter
 
 if TYPE_CHECKING:
-    from ..format.manifest import Manifest
-    from .launch import Task
-    from .readiness import Gate
+    from io import BufferedRWPair
 
+    from .launch import Task
+    from .load import WeightLoad
+
+CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
 SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
 
@@ -38,17 +39,18 @@ def main(socket_fd: int, memory_fd: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     stream = sock.makefile("rwb")
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
-    threading.Thread(target=_end_with_parent, args=(sock,), daemon=True).start()
+    inbox = _Inbox(stream)
+    threading.Thread(target=inbox.listen, daemon=True).start()
     reporter = Reporter(stream, Timeline(started_at=task.started_at))
     try:
-        _load(task, memory_fd, reporter)
+        _load(task, memory_fd, reporter, inbox)
     except TeneralError as error:
         reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
     os._exit(0)
 
 
-def _load(task: Task, memory_fd: int, reporter: Reporter) -> None:
+def _load(task: Task, memory_fd: int, reporter: Reporter, inbox: _Inbox) -> None:
     timeline = reporter.timeline
     with timeline.span("manifest", "open"):
         source = open_source(task.url, task.source_options)
@@ -59,39 +61,62 @@ def _load(task: Task, memory_fd: int, reporter: Reporter) -> None:
     options = task.load_options
     load = WeightLoad(source, manifest, options=options, timeline=timeline, shared_fd=memory_fd)
     load.start()
+    inbox.load = load  # before the manifest is told, without which nobody can ask for a part
     reporter.send(manifest=manifest, progress=load.progress())
-    for gate in gates_in_order(manifest, options.order):
-        while True:
-            try:
-                load.wait(*gate, REPORT_INTERVAL_S)
-            except TimeoutError:
-                reporter.send(progress=load.progress())
-            else:
-                break
-        reporter.send(gates=(gate,), progress=load.progress())
+    _report(load, reporter)
     load.join()
     reporter.send(statistics=load.statistics(), progress=load.progress())
+    if options.cache_dir is not None:
+        load.join_cache(CACHE_WAIT_S)
+        reporter.send(statistics=load.statistics())
 
 
-def gates_in_order(manifest: Manifest, order: Order) -> list[Gate]:
-    """Every gate, in the order in which a load of this order opens them, give or take a part."""
+def _report(load: WeightLoad, reporter: Reporter) -> None:
+    """Tell of gates as they open, of the parts that the parent asked for, and of progress between. Raises the
+    load's error.
+    """
     from ..format.manifest import Tier
 
-    groups = [group.index for group in manifest.groups]
-    if order is Order.EXACT:
-        return [(group, tier) for group in groups for tier in Tier]
-    return [(group, tier) for tier in Tier for group in groups]
+    closed = [(group.index, tier) for group in load.manifest.groups for tier in Tier]
+    told: frozenset[int] = frozenset()
+    seen = -1
+    while closed:
+        seen = load.wait_for_change(seen, REPORT_INTERVAL_S)
+        if load.failure is not None:
+            raise load.failure
+        opened = tuple(gate for gate in closed if load.is_ready(*gate))
+        closed = [gate for gate in closed if gate not in opened]
+        wanted = load.wanted_parts()
+        reporter.send(
+            gates=opened,
+            parts=tuple(wanted - told),
+            has_all_pages=load.has_all_pages,
+            progress=load.progress(),
+        )
+        told = wanted
+
+
+class _Inbox:
+    """What the parent says after its task: which parts it waits for. Silence is for ever; the end is ours, too."""
+
+    def __init__(self, stream: BufferedRWPair) -> None:
+        self._stream = stream
+        self.load: WeightLoad | None = None
+
+    def listen(self) -> None:
+        """The body of a thread. Ends the process with the parent."""
+        try:
+            while True:
+                numbers: list[int] = pickle.load(self._stream)  # noqa: S301 - as with the task
+                if self.load is not None:
+                    self.load.want_parts(numbers)
+        except (EOFError, OSError):
+            os._exit(1)
 
 
 def _import_ahead() -> None:
     """What is needed once the manifest is there: while it is on its way."""
     from . import load  # noqa: F401
-
-
-def _end_with_parent(sock: socket.socket) -> None:
-    """The parent says nothing after its task, so a read ends only with the parent."""
-    sock.recv(1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

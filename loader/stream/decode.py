@@ -22,6 +22,7 @@ from .trace import add_part_span
 from .work import WorkQueue
 
 if TYPE_CHECKING:
+    from ..cache.part_cache import PartCache
     from ..format import codec
 
 
@@ -38,8 +39,9 @@ class Decoder:
         meter: Meter,
         timeline: Timeline,
         settle: Callable[[Step], None],
+        cache: PartCache | None = None,
     ) -> None:
-        """`settle` takes each step whose values are in its slab."""
+        """`settle` takes each step whose values are in its slab; `cache` every part that was found right."""
         self._manifest = manifest
         self._slabs = slabs
         self._work = work
@@ -47,6 +49,7 @@ class Decoder:
         self._meter = meter
         self._timeline = timeline
         self._settle = settle
+        self._cache = cache
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
     def run(self) -> None:
@@ -58,6 +61,8 @@ class Decoder:
             step, stored = task
             if self._verify(step, stored):
                 self._decode(step.part, stored, scratch)
+                if self._cache is not None and step.part.digest is not None:
+                    self._cache.offer(step.part.digest, stored)
                 self._settle(step)
 
     def _verify(self, step: Step, stored: memoryview) -> bool:
@@ -72,9 +77,11 @@ class Decoder:
         self._add_span(Phase.VERIFY, part, begun_at_s, right=right)
         if right:
             return True
-        if step.number in self._suspect:
-            raise wrong_digest(self._manifest, part, self._source_url, got)
-        self._suspect.add(step.number)
+        from_disk = self._cache is not None and self._cache.reject(part.digest)
+        if not from_disk:  # what the disk has spoilt does not count against the store
+            if step.number in self._suspect:
+                raise wrong_digest(self._manifest, part, self._source_url, got)
+            self._suspect.add(step.number)
         self._meter.refetched(part.size_bytes)
         self._work.fetch_again(step)
         return False

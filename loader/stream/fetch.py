@@ -1,21 +1,26 @@
 """The work of a fetch thread: ranges from the source straight into the memory that the work queue names.
 
-One range is one request; retries within it are the source's. It does not know what the bytes mean.
+One range is one request; retries within it are the source's. What the node's cache holds is not asked for. It does
+not know what the bytes mean.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..format.manifest import Manifest
 from ..sources.base import Source
 from ..timeline import Timeline
 from .blame import blame_part
-from .plan import Plan, Read, Step
+from .plan import Plan, Step
 from .progress import Meter, Phase
 from .trace import add_part_span
-from .work import WorkQueue
+from .work import Piece, Read, WorkQueue
+
+if TYPE_CHECKING:
+    from ..cache.part_cache import PartCache
 
 
 class Fetcher:
@@ -31,8 +36,12 @@ class Fetcher:
         meter: Meter,
         timeline: Timeline,
         settle: Callable[[Step], None],
+        widen: Callable[[], None],
+        cache: PartCache | None = None,
     ) -> None:
-        """`settle` takes the steps that were read straight into their slab, and are done with that."""
+        """`settle` takes the steps that were read straight into their slab, and are done with that. `widen` is called
+        between two ranges, to see whether more threads should read.
+        """
         self._source = source
         self._manifest = manifest
         self._plan = plan
@@ -40,29 +49,57 @@ class Fetcher:
         self._meter = meter
         self._timeline = timeline
         self._settle = settle
+        self._widen = widen
+        self._cache = cache
 
     def run(self) -> None:
         """Read until nothing is left or the queue is stopped. Raises the source's errors, naming the part."""
         while (task := self._work.next_read()) is not None:
             self._read(*task)
+            self._widen()
 
     def _read(self, read: Read, memory: memoryview) -> None:
-        step = self._plan.steps[read.step]
-        part = step.part
-        blob = self._manifest.blobs[part.blob]
+        part = self._plan.steps[read.pieces[0].step].part
         try:
-            with self._meter.measure(Phase.FETCH, len(memory)):
-                self._source.read_into(
-                    blob.name, part.offset_bytes + read.start_bytes, memory, version=blob.version
-                )
+            with self._meter.measure(Phase.FETCH, sum(piece.size_bytes for piece in read.pieces)):
+                is_from_source = self._fill(read, memory)
         except Exception as error:
-            raise blame_part(error, self._manifest, part, self._source.url) from error
+            num_parts = len(read.pieces)
+            raise blame_part(error, self._manifest, part, self._source.url, num_parts=num_parts) from error
         ended_at_s = time.monotonic()
-        begun_at_s = self._work.finish_read(read)
-        if begun_at_s is None:
-            return
-        add_part_span(
-            self._timeline, Phase.FETCH, self._manifest, part, begun_at_s=begun_at_s, ended_at_s=ended_at_s
-        )
-        if step.slab_offset_bytes is not None:
-            self._settle(step)
+        for step, begun_at_s in self._work.finish_read(read, is_from_source=is_from_source):
+            add_part_span(
+                self._timeline,
+                Phase.FETCH,
+                self._manifest,
+                step.part,
+                begun_at_s=begun_at_s,
+                ended_at_s=ended_at_s,
+            )
+            if step.slab_offset_bytes is not None:
+                self._settle(step)
+
+    def _fill(self, read: Read, memory: memoryview) -> bool:
+        """Whether all of it had to come from the source."""
+        missing = [piece for piece in read.pieces if not self._is_cached(piece, read, memory)]
+        blob = self._manifest.blobs[read.blob]
+        if len(missing) == len(read.pieces):
+            self._source.read_into(blob.name, read.start_bytes, memory, version=blob.version)
+            return True
+        for piece in missing:
+            start, place = self._place(piece, read, memory)
+            self._source.read_into(blob.name, start, place, version=blob.version)
+        return False
+
+    def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
+        """Whether the cache has filled the memory; verified or not is for the decoder to say, as always."""
+        digest = self._plan.steps[piece.step].part.digest
+        if self._cache is None or digest is None:
+            return False
+        return self._cache.read_into(digest, piece.start_bytes, self._place(piece, read, memory)[1])
+
+    def _place(self, piece: Piece, read: Read, memory: memoryview) -> tuple[int, memoryview]:
+        """Where a piece starts in its blob, and its own stretch of the read's memory."""
+        start = self._plan.steps[piece.step].part.offset_bytes + piece.start_bytes
+        offset = start - read.start_bytes
+        return start, memory[offset : offset + piece.size_bytes]

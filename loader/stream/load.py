@@ -14,29 +14,34 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
-from ..format.manifest import Manifest, Tier, align
+from ..format.manifest import Manifest, Tier
 from ..host import available_cores
-from ..memory import available_bytes, check_fits
+from ..memory import MIB, Available, available, check_fits
 from ..sources.base import Source
 from ..timeline import Timeline
 from .arena import Arena, as_array
 from .decode import Decoder
 from .fetch import Fetcher
 from .options import LoadOptions
-from .plan import Plan, Step, plan_load
+from .pace import Pace
+from .plan import Step, plan_load
 from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
-from .staging import ALIGNMENT_BYTES, Staging
+from .sizing import MIN_RANGE_BYTES, Budget
+from .staging import Staging, staging_bytes
 from .work import WorkQueue
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from ..cache.part_cache import PartCache
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
@@ -70,28 +75,22 @@ class WeightLoad:
         self._source = source
         self._options = options or LoadOptions()
         self._timeline = timeline or Timeline()
-        self._plan = plan_load(
-            manifest,
-            self._options.order,
-            range_bytes=self._options.range_bytes,
-            connections=self._options.connections,
-        )
+        self._plan = plan_load(manifest, self._options.order, tables_last=self._options.rows_on_demand)
         self._stored_bytes = self._plan.stored_bytes
-        self._staging_bytes = _staging_bytes(self._plan, self._options.staging_bytes)
-        available = self._options.available_bytes
-        check_fits(
-            manifest.weight_bytes + self._staging_bytes,
-            available_bytes() if available is None else available,
-            what=f"loading the model from {source.url}",
-        )
+        self._staging_bytes = self._check_memory()
         self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=shared_fd)
         self._staging = Staging(self._staging_bytes)
-        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs)
+        budget = Budget(self._options.range_bytes, self._options.connections, self._staging_bytes)
+        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
+        self._cache = _open_cache(self._options, manifest)
         self._meter = Meter()
         self._readiness = Readiness(
-            len(manifest.groups), [(step.part.group, step.part.tier) for step in self._plan.steps]
+            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
         )
+        self._steps = {step.part.index: step.number for step in self._plan.steps}
         self._threads: list[threading.Thread] = []
+        self._num_fetchers = 0
+        self._has_all_pages = False
         self._lifecycle = threading.Lock()  # guards starting against cancelling
         self._started_at_s: float | None = None
         self._ended_at_s: float | None = None
@@ -126,6 +125,41 @@ class WeightLoad:
 
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness.is_open(group, tier)
+
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+        """Return when these parts of the manifest are in their slabs, having asked for them before all others.
+
+        Returns at once when they are there already. Raises as `wait` does.
+        """
+        if not self._readiness.are_there(numbers):
+            self.want_parts(numbers)
+            self._readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """Have these parts fetched before all others. `wait_for_change` tells when one of them is there."""
+        self._work.promote(self._steps[number] for number in numbers)
+        self._readiness.watch(numbers)
+
+    def wanted_parts(self) -> frozenset[int]:
+        """Those that `want_parts` asked for and that are there."""
+        return self._readiness.watched()
+
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
+        """Return once more has happened than `seen`, the number that this gave last, or after `timeout_s`.
+
+        What counts: gates that open, parts that somebody asked for, and the load's failure.
+        """
+        return self._readiness.wait_for_change(seen, timeout_s)
+
+    @property
+    def has_all_pages(self) -> bool:
+        """Whether the system has given all of the weights' memory: mapping it elsewhere is cheap then."""
+        return self._has_all_pages
+
+    @property
+    def failure(self) -> TeneralError | None:
+        """Why the load ended early, if it did."""
+        return self._readiness.error
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
         """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
@@ -169,9 +203,11 @@ class WeightLoad:
             staging_capacity_bytes=self._staging_bytes,
             staging_peak_bytes=self._staging.peak_bytes,
             staging_wait_s=self._work.memory_wait_s,
+            link=self._work.link_statistics(),
             fetch=self._meter.phase(Phase.FETCH),
             verify=self._meter.phase(Phase.VERIFY),
             decode=self._meter.phase(Phase.DECODE),
+            cache=None if self._cache is None else self._cache.statistics(),
         )
 
     def check_integrity(self) -> None:
@@ -187,9 +223,19 @@ class WeightLoad:
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until all threads have ended, however; False when they have not after `timeout_s`."""
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(None if timeout_s is None else max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            alive[0].join(None if timeout_s is None else left_s)
+        return True
+
+    def join_cache(self, timeout_s: float | None = None) -> bool:
+        """Wait, once the load has ended, until the node's cache holds what it takes; False after `timeout_s`.
+
+        Nobody need wait for that, unless the process is to end.
+        """
+        return self._cache is None or self._cache.join(timeout_s)
 
     def close(self) -> None:
         """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
@@ -206,6 +252,28 @@ class WeightLoad:
     ) -> None:
         self.close()
 
+    def _check_memory(self) -> int:
+        """How much staging there may be. Raises `InsufficientMemoryError` when not even the smallest would fit."""
+        options = self._options
+        left = (
+            available()
+            if options.available_bytes is None
+            else Available(options.available_bytes, "as was said")
+        )
+        sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
+        weight_bytes, beside_bytes = self.manifest.weight_bytes, options.reserved_bytes
+        room_bytes = None if left is None else left.size_bytes - weight_bytes - beside_bytes
+        size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
+        least_bytes = staging_bytes(sizes, 0, 0)
+        check_fits(
+            weight_bytes + least_bytes + beside_bytes,
+            left,
+            what=f"loading the model from {self._source.url}",
+            made_of=f"weights {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
+            f"keys and values at least {beside_bytes / MIB:,.0f}",
+        )
+        return size_bytes
+
     def _make_threads(self) -> list[threading.Thread]:
         fetcher = Fetcher(
             self._source,
@@ -215,6 +283,8 @@ class WeightLoad:
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
+            widen=self._add_fetchers,
+            cache=self._cache,
         )
         decoder = Decoder(
             self.manifest,
@@ -224,19 +294,39 @@ class WeightLoad:
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
+            cache=self._cache,
         )
-        num_fetchers = min(self._options.connections, sum(map(len, self._plan.reads)))
+        self._fetch = fetcher.run
+        num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
+        self._num_fetchers = min(self._work.connections, num_ranges)
         num_decoders = min(self._options.decode_threads or available_cores(), len(self._plan.steps))
         bodies: list[tuple[str, Callable[[], None]]] = [
-            *((f"teneral-fetch-{number}", fetcher.run) for number in range(num_fetchers)),
+            *((f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)),
             *((f"teneral-decode-{number}", decoder.run) for number in range(num_decoders)),
-            ("teneral-prefault", lambda: self._arena.prefault(lambda: self._ended_at_s is not None)),
+            ("teneral-prefault", self._prefault),
         ]
+        return [self._make_thread(name, body) for name, body in bodies]
+
+    def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
         # Daemons: a process that wants to exit must not wait for a model that nobody needs any more.
-        return [
-            threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
-            for name, body in bodies
-        ]
+        return threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
+
+    def _prefault(self) -> None:
+        self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
+
+    def _add_fetchers(self) -> None:
+        """As many as should read by now. Those that there are too many of later wait for nothing."""
+        if self._num_fetchers >= self._work.connections:
+            return
+        with self._lifecycle:
+            first, self._num_fetchers = self._num_fetchers, max(self._num_fetchers, self._work.connections)
+            added = [
+                self._make_thread(f"teneral-fetch-{number}", self._fetch)
+                for number in range(first, self._num_fetchers)
+            ]
+            for thread in added:
+                thread.start()
+            self._threads += added
 
     def _guard(self, body: Callable[[], None]) -> None:
         try:
@@ -255,11 +345,11 @@ class WeightLoad:
         self._meter.settled(
             part.size_bytes, verified=part.digest is not None, direct=step.slab_offset_bytes is not None
         )
-        gates, all_settled = self._readiness.settle(part.group, part.tier)
+        gates, all_settled = self._readiness.settle(part.index)
         self._mark_ready(gates)
         if all_settled:
             self._end()
-        self._readiness.open(gates)
+        self._readiness.open(gates, (part.index,))
 
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
         for group, tier in gates:
@@ -278,6 +368,8 @@ class WeightLoad:
 
     def _end(self) -> None:
         self._ended_at_s = time.monotonic()
+        if self._cache is not None:
+            self._cache.finish()
         self._timeline.add(
             "fetch",
             "load",
@@ -286,6 +378,7 @@ class WeightLoad:
             state=str(self._state()),
             stored_bytes=self._stored_bytes,
             weight_bytes=self.manifest.weight_bytes,
+            link=asdict(self._work.link_statistics()),
         )
 
     def _state(self) -> LoadState:
@@ -297,9 +390,14 @@ class WeightLoad:
         return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
 
 
-def _staging_bytes(plan: Plan, wanted_bytes: int) -> int:
-    """What was asked for, but enough for the largest part, and no more than all parts take together."""
-    sizes = [
-        align(step.part.size_bytes, ALIGNMENT_BYTES) for step in plan.steps if step.slab_offset_bytes is None
-    ]
-    return min(max(wanted_bytes, max(sizes, default=0)), sum(sizes))
+def _open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
+    if options.cache_dir is None:
+        return None
+    from ..cache.part_cache import PartCache  # most loads have none
+
+    cache = PartCache(options.cache_dir, budget_bytes=options.cache_bytes)
+    if any(part.digest is None for part in manifest.parts):
+        cache.turn_off(
+            "plain safetensors are not cached, as nothing says what their bytes should be: pack the model"
+        )
+    return cache

@@ -21,19 +21,27 @@ class Order(enum.StrEnum):
 class LoadOptions:
     """How to load. Raises `UsageError` for values that cannot be meant."""
 
-    connections: int = 8  # fetch threads, each with one request on its way
-    staging_bytes: int = 128 * MIB  # memory beside the weights; at least one part's, whatever is said here
-    range_bytes: int = 4 * MIB  # most that one request asks for
+    connections: int = 32  # most fetch threads, each with one request on its way; fewer where these do
+    staging_bytes: int | None = None  # memory for what is on its way; default: see `staging.py`
+    reserved_bytes: int = 0  # memory that must be left when the weights are there
+    range_bytes: int = 16 * MIB  # most that one request asks for
     decode_threads: int | None = None  # default: as many as this process may use CPUs
     order: Order = Order.EXACT
+    rows_on_demand: bool = (
+        False  # rows of the embeddings are asked for (`wait_parts`): the rest of them comes last
+    )
     available_bytes: int | None = None  # memory that may be taken; default: what the system says
+    cache_dir: str | None = None  # where this node keeps parts for the next load; default: nowhere
+    cache_bytes: int = 20 * 1024 * MIB  # most that is kept there
 
     def __post_init__(self) -> None:
         limits = {
             "connections": (self.connections, 1, 256),
             "staging_bytes": (self.staging_bytes, 0, 1 << 40),
+            "reserved_bytes": (self.reserved_bytes, 0, 1 << 50),
             "range_bytes": (self.range_bytes, 1, 1 << 30),
             "decode_threads": (self.decode_threads, 1, 256),
+            "cache_bytes": (self.cache_bytes, 1, 1 << 50),
         }
         for key, (value, least, most) in limits.items():
             if value is not None and not least <= value <= most:

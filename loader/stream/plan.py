@@ -1,21 +1,22 @@
-"""In which order a load reads its parts, and in which ranges: a value made from the manifest alone.
+"""In which order a load takes its parts: a value made from the manifest alone.
 
 Invariant: a step comes after every step that it needs. A refine part replaces the low bits of elements that a
 draft part wrote, so it needs every draft part that holds one of these elements, however the two tiers were
-cut. Pure: nothing here does I/O, waits, or knows where memory lies.
+cut. Pure: nothing here does I/O, waits, or knows where memory lies; how the parts are cut into ranges is decided
+while they are read (`sizing.py`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ..format.manifest import Codec, Encoding, Manifest, Part, Tier
+from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Encoding, Manifest, Part, Tier
 from .options import Order
 
-RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
-MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing the part gains
+FIRST_GROUP = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,69 +35,90 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Bytes [start_bytes, end_bytes) of the part of step number `step`: one request to the source."""
-
-    step: int
-    start_bytes: int
-    end_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Steps in the order in which they are fetched, and each step's ranges under the same number."""
+    """Steps in the order in which they are fetched unless somebody asks for one of them sooner."""
 
     steps: tuple[Step, ...]
-    reads: tuple[tuple[Read, ...], ...]
 
     @property
     def stored_bytes(self) -> int:
         return sum(step.part.size_bytes for step in self.steps)
 
 
-def plan_load(manifest: Manifest, order: Order, *, range_bytes: int, connections: int) -> Plan:
-    """Put the manifest's parts in `order` and cut them into ranges of at most `range_bytes`.
+def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False) -> Plan:
+    """Put the manifest's parts in `order`.
 
-    Parts of the first and the last group are cut finer, so that all `connections` share one: at the start
-    nothing else is worth reading, and at the end nothing else is left.
+    With `tables_last`, the parts that hold nothing but tables come behind all others of the same tiers: a table is
+    a matrix of the first group that several parts share. A forward pass begins with a few of its rows, which it
+    asks for; where embeddings are tied to the head, the whole of it is what comes last.
     """
-    parts = sorted(manifest.parts, key=lambda part: _rank(part, order))
-    edges = {parts[0].group, parts[-1].group} if parts else set()
-    steps: list[Step] = []
-    reads: list[tuple[Read, ...]] = []
-    drafted: dict[int, list[_Stretch]] = defaultdict(list)  # by tensor
+    late = _table_parts(manifest) if tables_last else set()
+    parts = sorted(manifest.parts, key=lambda part: _rank(part, order, part.index in late))
+    drafted: dict[int, list[tuple[int, int]]] = defaultdict(list)  # first element and step, by tensor
     for number, part in enumerate(parts):
-        needs = _needed_steps(part, drafted) if part.tier is Tier.REFINE else ()
-        steps.append(Step(number, part, needs, _direct_offset(manifest, part)))
-        finest = _shared_range_bytes(part.size_bytes, connections) if part.group in edges else range_bytes
-        reads.append(tuple(_cut(number, part.size_bytes, min(range_bytes, finest))))
         if part.tier is Tier.DRAFT:
             for segment in part.segments:
-                drafted[segment.tensor].append(_Stretch(segment.start, segment.start + segment.count, number))
-    return Plan(tuple(steps), tuple(reads))
+                drafted[segment.tensor].append((segment.start, number))
+    for stretches in drafted.values():
+        stretches.sort()
+    steps = (
+        Step(
+            number,
+            part,
+            _needed_steps(part, drafted) if part.tier is Tier.REFINE else (),
+            _direct_offset(manifest, part),
+        )
+        for number, part in enumerate(parts)
+    )
+    return Plan(tuple(steps))
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Elements [start, end) of a tensor, written by step number `step`."""
+def follows(before: Step, step: Step) -> bool:
+    """Whether one range can read both parts: of one group and tier, one behind the other in their blob, and with one
+    piece of memory to go to.
+    """
+    one, other = before.part, step.part
+    distance_bytes = other.offset_bytes - one.offset_bytes
+    if (one.blob, one.group, one.tier) != (other.blob, other.group, other.tier):
+        return False
+    if before.slab_offset_bytes is None or step.slab_offset_bytes is None:
+        # Packed parts are aligned in their blob, so a few bytes may lie between them.
+        near = one.size_bytes <= distance_bytes < one.size_bytes + PLANE_ALIGNMENT_BYTES
+        return near and before.slab_offset_bytes is step.slab_offset_bytes
+    return step.slab_offset_bytes - before.slab_offset_bytes == distance_bytes == one.size_bytes
 
-    start: int
-    end: int
-    step: int
+
+def _rank(part: Part, order: Order, is_late: bool) -> tuple[int, int, int, int]:
+    if order is Order.DRAFT_FIRST:
+        return part.tier, is_late, part.group, part.index
+    return is_late, part.group, part.tier, part.index
 
 
-def _rank(part: Part, order: Order) -> tuple[int, int, int]:
-    first, second = (part.group, part.tier) if order is Order.EXACT else (part.tier, part.group)
-    return first, second, part.index
-
-
-def _needed_steps(part: Part, drafted: dict[int, list[_Stretch]]) -> tuple[int, ...]:
-    needed = {
-        stretch.step
-        for segment in part.segments
-        for stretch in drafted[segment.tensor]
-        if stretch.start < segment.start + segment.count and segment.start < stretch.end
+def _table_parts(manifest: Manifest) -> set[int]:
+    """Numbers of the draft parts that hold nothing but tables, and of the refine parts that hold some of one."""
+    candidates = [part for part in manifest.parts if part.group == FIRST_GROUP]
+    num_parts = Counter(
+        segment.tensor for part in candidates if part.tier is Tier.DRAFT for segment in part.segments
+    )
+    tables = {
+        tensor for tensor, num in num_parts.items() if num > 1 and len(manifest.tensors[tensor].shape) == 2
     }
+    late: set[int] = set()
+    for part in candidates:
+        of_tables = (segment.tensor in tables for segment in part.segments)
+        # A refine part may need late draft parts as soon as one segment is a table's: then it is late itself.
+        if all(of_tables) if part.tier is Tier.DRAFT else any(of_tables):
+            late.add(part.index)
+    return late
+
+
+def _needed_steps(part: Part, drafted: dict[int, list[tuple[int, int]]]) -> tuple[int, ...]:
+    needed: set[int] = set()
+    for segment in part.segments:
+        stretches = drafted[segment.tensor]  # they cover the tensor, in order
+        first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
+        last = bisect_left(stretches, (segment.start + segment.count, -1))
+        needed.update(number for _, number in stretches[max(first, 0) : last])
     return tuple(sorted(needed))
 
 
@@ -117,17 +139,3 @@ def _direct_offset(manifest: Manifest, part: Part) -> int | None:
             return None
         covered_bytes += plane.size_bytes
     return begin if covered_bytes == part.size_bytes else None
-
-
-def _shared_range_bytes(size_bytes: int, connections: int) -> int:
-    return max(MIN_RANGE_BYTES, -(-size_bytes // connections))
-
-
-def _cut(step: int, size_bytes: int, range_bytes: int) -> Iterator[Read]:
-    """Equal ranges of whole pages, as few as `range_bytes` allows."""
-    count = max(1, -(-size_bytes // range_bytes))
-    even_bytes = -(-size_bytes // count)
-    if range_bytes >= RANGE_ALIGNMENT_BYTES:
-        even_bytes = min(range_bytes, -(-even_bytes // RANGE_ALIGNMENT_BYTES) * RANGE_ALIGNMENT_BYTES)
-    for start in range(0, size_bytes, even_bytes):
-        yield Read(step, start, min(start + even_bytes, size_bytes))

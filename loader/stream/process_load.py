@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from collections.abc import Collection
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
@@ -48,7 +50,9 @@ class ProcessLoad:
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
         self._statistics: LoadStatistics | None = None
-        self._lock = threading.Lock()  # guards the error against the end
+        self._maps_ahead = False
+        self._wanted: set[int] = set()  # parts that the child was asked for
+        self._lock = threading.Lock()  # guards the error against the end, and what is said to the child
         self._thread = threading.Thread(
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
@@ -86,6 +90,15 @@ class ProcessLoad:
             assert self._readiness is not None
         self._readiness.wait(group, tier, timeout_s)
 
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+        """As `WeightLoad.wait_parts`."""
+        if self._readiness is None:
+            _ = self.manifest
+            assert self._readiness is not None
+        if not self._readiness.are_there(numbers):
+            self._want(numbers)
+            self._readiness.wait_parts(numbers, timeout_s)
+
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness is not None and self._readiness.is_open(group, tier)
 
@@ -117,6 +130,7 @@ class ProcessLoad:
     def close(self) -> None:
         """Cancel if it is still under way, and wait for the child. Idempotent. The weights stay."""
         self.cancel()
+        self._child.kill()  # it may be writing to the node's cache still, which can be interrupted at any point
         self.join()
 
     def __enter__(self) -> Self:
@@ -152,10 +166,15 @@ class ProcessLoad:
             self._progress = report.progress
         if report.manifest is not None:
             self._open(report.manifest, memory_fd)
-        if report.gates and self._readiness is not None:
-            self._readiness.open(report.gates)
+        if (report.gates or report.parts) and self._readiness is not None:
+            self._readiness.open(report.gates, report.parts)
+        if report.has_all_pages and self._arena is not None and not self._maps_ahead:
+            self._maps_ahead = True
+            threading.Thread(target=self._arena.map_ahead, name="teneral-map", daemon=True).start()
         if report.statistics is not None:
             self._statistics = report.statistics
+            if self._readiness is not None:  # all is there, also what was asked for too late to be told of
+                self._readiness.open(parts=range(len(self.manifest.parts)))
         if report.error is not None:
             self._fail(report.error)
 
@@ -169,6 +188,17 @@ class ProcessLoad:
             )
             self._manifest = manifest
         self._opened.set()
+
+    def _want(self, numbers: Collection[int]) -> None:
+        """Ask the child for parts that it has not been asked for."""
+        with self._lock:
+            new = [number for number in numbers if number not in self._wanted]
+            self._wanted.update(new)
+            if not new:
+                return
+            # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
+            with suppress(OSError):
+                self._child.socket.sendall(pickle.dumps(new))
 
     def _fail(self, error: TeneralError) -> None:
         with self._lock:

@@ -11,6 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..cache.tally import CacheStatistics
+    from .pace import LinkStatistics
 
 
 class LoadState(enum.StrEnum):
@@ -66,9 +71,11 @@ class LoadStatistics:
     staging_capacity_bytes: int
     staging_peak_bytes: int
     staging_wait_s: float  # summed over fetch threads; above zero, decoding limits the load
+    link: LinkStatistics
     fetch: PhaseStatistics  # more bytes than stored when parts were fetched again
     verify: PhaseStatistics
     decode: PhaseStatistics
+    cache: CacheStatistics | None  # None: there is none
 
 
 class Meter:

@@ -1,4 +1,4 @@
-"""Which groups hold which tier's values: a gate for each, that opens once and stays open.
+"""What a load has done: a gate for each group and tier, and a flag for each part, that open once and stay open.
 
 Invariant: a gate opens only when every part that it stands for was settled, and a load that failed opens none
 of the others but wakes everybody who waits at them with its error. An exact gate stands for the group's draft
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from ..errors import LoadCancelledError, TeneralError
+from ..errors import TeneralError
 from ..format.manifest import Tier
 
 Gate = tuple[int, Tier]  # a group's index, and the tier whose values it must hold
@@ -20,59 +20,92 @@ Gate = tuple[int, Tier]  # a group's index, and the tier whose values it must ho
 class Readiness:
     """The gates of `num_groups` groups. Thread-safe. A gate that stands for no parts is open at once."""
 
-    def __init__(self, num_groups: int, parts: Iterable[Gate]) -> None:
-        """`parts` are the group and tier of every part that is going to be settled."""
+    def __init__(self, num_groups: int, parts: Sequence[Gate]) -> None:
+        """`parts` are the group and tier of every part that is going to be settled, by its number."""
+        self._parts = parts
         self._unsettled = [[0, 0] for _ in range(num_groups)]  # by group and tier
         for group, tier in parts:
             self._unsettled[group][tier] += 1
-        self._num_unsettled = sum(map(sum, self._unsettled))
+        self._num_unsettled = len(parts)
         self._open: tuple[list[bool], list[bool]] = ([False] * num_groups, [False] * num_groups)
-        self._events = tuple([threading.Event() for _ in range(num_groups)] for _ in Tier)
+        self._is_there = [False] * len(parts)
+        self._watched: set[int] = set()  # parts that somebody waits for by their numbers
         self._error: TeneralError | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_changes = 0
         for group in range(num_groups):
             self.open(self._completed(group, Tier.DRAFT))
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
         """Return when the gate is open, at once when it is. Raises the load's error, or `TimeoutError`."""
-        if self._open[tier][group]:
-            return
-        if not self._events[tier][group].wait(timeout_s):
-            raise TimeoutError(f"group {group} did not hold its {tier.name.lower()} values in {timeout_s} s")
         if not self._open[tier][group]:
-            # A copy, because every thread that raises an exception adds its own traceback to it.
-            error = self._error or LoadCancelledError("the load ended without filling this group")
-            raise copy.copy(error) from error.__cause__
+            what = f"group {group} did not hold its {tier.name.lower()} values"
+            self._wait_until(lambda: self._open[tier][group], timeout_s, what)
+
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None) -> None:
+        """Return when all these parts are settled, at once when they are. Raises as `wait` does."""
+        if not self.are_there(numbers):
+            what = f"{len(numbers)} parts were not there"
+            self.watch(numbers)
+            self._wait_until(lambda: self.are_there(numbers), timeout_s, what)
 
     def is_open(self, group: int, tier: Tier) -> bool:
         return self._open[tier][group]
 
-    def settle(self, group: int, tier: Tier) -> tuple[list[Gate], bool]:
+    def are_there(self, numbers: Iterable[int]) -> bool:
+        is_there = self._is_there
+        return all(is_there[number] for number in numbers)
+
+    def settle(self, number: int) -> tuple[list[Gate], bool]:
         """Count one part as done. Returns the gates this completes, and whether this completes the load.
 
         The caller opens those gates, once it has written down what may be read by those who waited.
         """
-        with self._lock:
+        group, tier = self._parts[number]
+        with self._changed:
             self._unsettled[group][tier] -= 1
             self._num_unsettled -= 1
             return self._completed(group, tier), self._num_unsettled == 0 and self._error is None
 
-    def open(self, gates: Sequence[Gate]) -> None:
-        for group, tier in gates:
-            for reached in range(tier + 1):  # exact values satisfy who waits for the draft's
-                self._open[reached][group] = True
-                self._events[reached][group].set()
+    def open(self, gates: Sequence[Gate] = (), parts: Collection[int] = ()) -> None:
+        """Let those pass who wait at the gates, or for the parts, which are settled."""
+        with self._changed:
+            for number in parts:
+                self._is_there[number] = True
+            for group, tier in gates:
+                for reached in range(tier + 1):  # exact values satisfy who waits for the draft's
+                    self._open[reached][group] = True
+            if gates or not self._watched.isdisjoint(parts):
+                self._announce()
+
+    def watch(self, numbers: Iterable[int]) -> None:
+        """Count it as a change when one of these parts is settled, and that they are watched, too."""
+        with self._changed:
+            self._watched.update(numbers)
+            self._announce()
+
+    def watched(self) -> frozenset[int]:
+        """The parts that are watched and there."""
+        with self._changed:
+            return frozenset(number for number in self._watched if self._is_there[number])
 
     def fail(self, error: TeneralError) -> bool:
         """Wake all who wait at closed gates with this error. False when all is settled or has failed."""
-        with self._lock:
+        with self._changed:
             if self._error is not None or self._num_unsettled == 0:
                 return False
             self._error = error
-        for events in self._events:
-            for event in events:
-                event.set()
+            self._announce()
         return True
+
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
+        """Return once the number of changes is another than `seen`, or after `timeout_s`; what it is then.
+
+        A change is that a gate opened, that a watched part is there, or that the load failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_changes != seen, timeout_s)
+            return self._num_changes
 
     @property
     def error(self) -> TeneralError | None:
@@ -80,6 +113,19 @@ class Readiness:
 
     def num_open(self, tier: Tier) -> int:
         return sum(self._open[tier])
+
+    def _announce(self) -> None:
+        self._num_changes += 1
+        self._changed.notify_all()
+
+    def _wait_until(self, is_done: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: is_done() or self._error is not None, timeout_s):
+                raise TimeoutError(f"{what} in {timeout_s} s")
+            if not is_done():
+                assert self._error is not None
+                # A copy, because every thread that raises an exception adds its own traceback to it.
+                raise copy.copy(self._error) from self._error.__cause__
 
     def _completed(self, group: int, tier: Tier) -> list[Gate]:
         """The gates that have no unsettled part left now that the group's last part of `tier` is settled."""

@@ -22,9 +22,11 @@ class Report:
 
     progress: LoadProgress | None = None
     gates: tuple[Gate, ...] = ()
+    parts: tuple[int, ...] = ()  # that were asked for, and are there
+    has_all_pages: bool = False  # of the weights' memory
     spans: tuple[Span, ...] = ()
     manifest: Manifest | None = None  # in the first report that has one, before any gate
-    statistics: LoadStatistics | None = None  # in the last report
+    statistics: LoadStatistics | None = None  # once the load has ended, and in the last report
     error: TeneralError | None = None  # in the last report, when the load failed
 
 
@@ -41,6 +43,8 @@ class Reporter:
         *,
         progress: LoadProgress | None = None,
         gates: tuple[Gate, ...] = (),
+        parts: tuple[int, ...] = (),
+        has_all_pages: bool = False,
         manifest: Manifest | None = None,
         statistics: LoadStatistics | None = None,
         error: TeneralError | None = None,
@@ -48,5 +52,5 @@ class Reporter:
         """Raises `OSError` when the one who is told is gone."""
         spans = tuple(self.timeline.spans()[self._num_spans :])
         self._num_spans += len(spans)
-        pickle.dump(Report(progress, gates, spans, manifest, statistics, error), self._stream)
+        pickle.dump(Report(progress, gates, parts, has_all_pages, spans, manifest, statistics, error), self._stream)
         self._stream.flush()

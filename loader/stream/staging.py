@@ -8,12 +8,33 @@ guards every call here. It does not know what is staged.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..format.manifest import align
 from .arena import map_bytes
 
 ALIGNMENT_BYTES = 4096
+
+
+DEFAULT_BYTES = 96 * 1024 * 1024
+SHARE = (
+    0.25  # of the memory beside the weights; the rest is for what uses them, and for what was not foreseen
+)
+
+
+def staging_bytes(part_sizes_bytes: Sequence[int], wanted_bytes: int | None, room_bytes: int | None) -> int:
+    """How large a staging for parts of these sizes should be.
+
+    What is wanted, or 96 MiB, as far as `room_bytes`, the memory that is left beside the weights (None: unknown), can
+    be shared; but enough for the largest part, and no more than all parts take together.
+    """
+    sizes = [align(size_bytes, ALIGNMENT_BYTES) for size_bytes in part_sizes_bytes]
+    most = DEFAULT_BYTES if wanted_bytes is None else wanted_bytes
+    if room_bytes is not None:
+        share = SHARE if wanted_bytes is None else 1
+        most = min(most, int(share * max(0, room_bytes)))
+    return min(max(most, max(sizes, default=0)), sum(sizes))
 
 
 @dataclass(frozen=True, slots=True)

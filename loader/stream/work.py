@@ -1,15 +1,16 @@
 """What is to be fetched and what is to be decoded next: the one thing that a load's threads share.
 
-Fetch threads take ranges in plan order; the first range of a part takes memory for the whole part. Decode
-threads take, of the parts that have arrived and whose needs are met, the earliest in the plan. It does no
-I/O, and knows no sources, digests or codecs.
+Fetch threads take ranges in plan order, but for steps that somebody asked to have sooner; the first range of a part
+takes memory for the whole part. Small parts that lie one behind the other are read as one range. Decode threads take,
+of the parts that have arrived and whose needs are met, the one whose turn was first. It does no I/O, and knows no
+sources, digests or codecs.
 
-Why it cannot deadlock, however small the staging and whatever the order in which ranges arrive: parts take
-memory in plan order, so when somebody waits for memory, all of it is on loan to earlier steps. Take the
-earliest step that is not done. Its needs are earlier still, so they are done. It either has its memory, and
-then its ranges are handed out before any other's, its fetch needs nothing else, and its decode waits for
-nobody; or it is the very next to take memory, and then nothing is on loan, and one part always fits an empty
-staging. Either way it gets done. Fetching a part again asks for no new memory.
+Why it cannot deadlock, however small the staging, whatever is asked for sooner, and in whatever order ranges arrive: a
+step gets its turn, and with it its memory, only after all steps that it needs had theirs, and turns are given one by
+one. So when somebody waits for memory, all of it is on loan to steps that had their turn. Take of these the one that is
+not done and had it first. What it needs had its turn before it, so that is done. It has its memory; its ranges are
+handed out before any other's, its fetch needs nothing else, and its decode waits for nobody. So it gets done, until
+nothing is on loan, and one part always fits an empty staging. Fetching a part again asks for no new memory.
 """
 
 from __future__ import annotations
@@ -17,84 +18,151 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from .plan import Plan, Read, Step
+from .pace import LinkStatistics, Pace
+from .plan import Plan, Step
+from .sizing import Position, cut
 from .staging import Buffer, Staging
+from .turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start_bytes, end_bytes) of the part of step number `step`."""
+
+    step: int
+    start_bytes: int
+    end_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes [start_bytes, end_bytes) of a blob, one request to the source: some of a part, or several whole parts."""
+
+    blob: int
+    start_bytes: int
+    end_bytes: int
+    pieces: tuple[Piece, ...]
+    began_s: float  # when it was handed out, on `time.monotonic()`'s clock
+
+
+class _Loan:
+    """Staging memory of one or several steps."""
+
+    __slots__ = ("buffer", "num_steps")
+
+    def __init__(self, buffer: Buffer, num_steps: int) -> None:
+        self.buffer = buffer
+        self.num_steps = num_steps  # that are not done
 
 
 class WorkQueue:
-    """Hands out a plan's reads and steps. Thread-safe; the blocking methods wait without the GIL."""
+    """Hands out a plan's ranges and steps. Thread-safe; the blocking methods wait without the GIL."""
 
-    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview]) -> None:
+    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview], pace: Pace) -> None:
         self._plan = plan
         self._staging = staging
         self._slabs = slabs
+        self._pace = pace
         self._lock = threading.Lock()
         self._readable = threading.Condition(self._lock)
         self._decodable = threading.Condition(self._lock)
-        self._reads = deque(read for reads in plan.reads for read in reads)
-        self._again: deque[Read] = deque()  # of parts that hold their memory already: always before `_reads`
-        self._missing = [len(reads) for reads in plan.reads]  # ranges that have not arrived, by step
+        self._turns = Turns(plan)
+        self._cursors: dict[int, int] = {}  # of parts with bytes that nobody has asked for: where these begin
+        self._missing = [step.part.size_bytes for step in plan.steps]  # bytes that have not arrived
         self._unmet = [len(step.needs) for step in plan.steps]
         self._needed_by: list[list[int]] = [[] for _ in plan.steps]
         for step in plan.steps:
             for needed in step.needs:
                 self._needed_by[needed].append(step.number)
+        self._left_bytes = plan.stored_bytes  # that nobody has asked for
+        self._num_reading = 0
         self._begun_at_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
         self._memory: dict[int, memoryview] = {}  # of steps under way: staging, or the slab itself
-        self._loans: dict[int, Buffer] = {}
-        self._arrived: set[int] = set()  # with all ranges in, but needs unmet
-        self._ready: list[int] = []  # heap of steps to decode
+        self._loans: dict[int, _Loan] = {}
+        self._arrived: set[int] = set()  # with all bytes in, but needs unmet
+        self._ready: list[tuple[int, int]] = []  # heap of steps to decode, by their turns
         self._num_left = len(plan.steps)
         self._stopped = False
         self.memory_wait_s = 0.0  # spent waiting for staging, summed over threads
 
+    @property
+    def connections(self) -> int:
+        """How many threads should read: more of them only wait."""
+        return self._pace.connections
+
     def next_read(self) -> tuple[Read, memoryview] | None:
         """The next range and the memory that it belongs in. Blocks while there is none; None at the end.
 
-        The memory stays the step's until `finish_step`.
+        The memory stays the steps' until `finish_step`.
         """
         with self._lock:
             while not self._stopped and self._num_left:
-                if self._again:
-                    return self._with_memory(self._again.popleft())
-                if self._reads and self._place(self._reads[0].step):
-                    return self._with_memory(self._reads.popleft())
-                self._wait_for_read()
+                may_read = self._num_reading < self._pace.connections
+                if may_read and (pieces := self._next_pieces()):
+                    return self._hand_out(pieces)
+                started_s = time.monotonic()
+                for_memory = may_read and self._turns.peek() is not None
+                if for_memory:
+                    self._pace.starved()
+                self._readable.wait()
+                if for_memory:
+                    self.memory_wait_s += time.monotonic() - started_s
             return None
 
-    def finish_read(self, read: Read) -> float | None:
-        """Count a range as read. Once its part is whole: when (monotonic, s) the first range was handed out.
+    def finish_read(self, read: Read, *, is_from_source: bool = True) -> list[tuple[Step, float]]:
+        """Count a range as read. Returns the parts that are whole now: each step, and when (monotonic, s) its first
+        range was handed out.
 
         A part that was read straight into its slab is then the caller's to finish; any other comes up in
-        `next_step`.
+        `next_step`. Only what came from the source says something about the link to it.
         """
+        whole: list[tuple[Step, float]] = []
         with self._lock:
-            self._missing[read.step] -= 1
-            if self._missing[read.step]:
-                return None
-            if self._plan.steps[read.step].slab_offset_bytes is None:
-                self._arrived.add(read.step)
-                self._offer(read.step)
-            return self._begun_at_s.pop(read.step)
+            self._num_reading -= 1
+            if is_from_source:
+                size_bytes = read.end_bytes - read.start_bytes
+                self._pace.arrived(size_bytes, read.began_s, time.monotonic(), self._left_bytes)
+            for piece in read.pieces:
+                step = self._plan.steps[piece.step]
+                self._missing[step.number] -= piece.size_bytes
+                if self._missing[step.number]:
+                    continue
+                whole.append((step, self._begun_at_s.pop(step.number)))
+                if step.slab_offset_bytes is None:
+                    self._arrived.add(step.number)
+                    self._offer(step.number)
+            self._readable.notify()
+        return whole
 
     def next_step(self) -> tuple[Step, memoryview] | None:
         """The earliest step to decode, and its part's bytes. Blocks while there is none; None at the end."""
         with self._lock:
             while not self._stopped and self._num_left:
                 if self._ready:
-                    number = heapq.heappop(self._ready)
+                    _, number = heapq.heappop(self._ready)
                     return self._plan.steps[number], self._memory[number]
                 self._decodable.wait()
             return None
 
-    def fetch_again(self, step: Step) -> None:
-        """Have a part's ranges read once more, into the same memory, before all others."""
+    def promote(self, numbers: Iterable[int]) -> None:
+        """Give these steps, and those that they need, their turn before all others."""
         with self._lock:
-            self._missing[step.number] = len(self._plan.reads[step.number])
-            self._again.extend(self._plan.reads[step.number])
+            self._turns.promote(numbers)
+            self._readable.notify_all()
+
+    def fetch_again(self, step: Step) -> None:
+        """Have a part read once more, into the same memory, before all others."""
+        with self._lock:
+            self._missing[step.number] = step.part.size_bytes
+            self._left_bytes += step.part.size_bytes
+            self._cursors = {step.number: 0, **self._cursors}
             self._readable.notify_all()
 
     def finish_step(self, step: Step) -> None:
@@ -103,7 +171,9 @@ class WorkQueue:
             del self._memory[step.number]
             loan = self._loans.pop(step.number, None)
             if loan is not None:
-                self._staging.release(loan)
+                loan.num_steps -= 1
+                if not loan.num_steps:
+                    self._staging.release(loan.buffer)
             self._num_left -= 1
             for number in self._needed_by[step.number]:
                 self._unmet[number] -= 1
@@ -120,44 +190,98 @@ class WorkQueue:
             self._readable.notify_all()
             self._decodable.notify_all()
 
+    def link_statistics(self) -> LinkStatistics:
+        with self._lock:
+            return self._pace.statistics()
+
     def check_integrity(self) -> None:
         """Raise `RuntimeError` when loans overlap, or are out to steps that are done."""
         with self._lock:
             self._staging.check_integrity()
-            on_loan = sum(len(loan.data) for loan in self._loans.values())
+            on_loan = sum(len(loan.buffer.data) for loan in set(self._loans.values()))
             if on_loan > self._staging.used_bytes or (self._num_left == 0 and self._staging.used_bytes):
                 raise RuntimeError("staging is on loan to steps that are done")
 
-    def _wait_for_read(self) -> None:
-        started_s = time.monotonic()
-        for_memory = bool(self._reads)
-        self._readable.wait()
-        if for_memory:
-            self.memory_wait_s += time.monotonic() - started_s
+    def _next_pieces(self) -> tuple[Piece, ...]:
+        """What the next range reads; nothing when all is asked for, or while staging has no room for the next part."""
+        if self._cursors:
+            return self._cut(next(iter(self._cursors)))
+        number = self._turns.peek()
+        if number is None:
+            return ()
+        most_bytes = self._range_bytes()
+        run = self._turns.next_run(most_bytes)
+        if not self._place(run):
+            run = run[:1]
+            if not self._place(run):
+                return ()
+        self._turns.take(run)
+        if len(run) > 1:
+            return tuple(Piece(each, 0, self._missing[each]) for each in run)
+        self._cursors[number] = 0
+        return self._cut(number)
 
-    def _place(self, number: int) -> bool:
-        """Give the step its memory, unless it has it; False when staging has no room now."""
-        if number in self._memory:
+    def _cut(self, number: int) -> tuple[Piece, ...]:
+        """The next range of a part with bytes that nobody has asked for."""
+        start = self._cursors.pop(number)
+        left_bytes = self._plan.steps[number].part.size_bytes - start
+        end = start + cut(left_bytes, self._range_bytes())
+        if end < start + left_bytes:
+            # In front again, so that a part to be fetched once more does not wait for others.
+            self._cursors = {number: end, **self._cursors}
+        return (Piece(number, start, end),)
+
+    def _range_bytes(self) -> int:
+        return self._pace.range_bytes(Position(self._turns.awaited_bytes, self._left_bytes))
+
+    def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
+        now_s = time.monotonic()
+        for piece in pieces:
+            self._begun_at_s.setdefault(piece.step, now_s)
+        first, last = pieces[0], pieces[-1]
+        part = self._plan.steps[first.step].part
+        start = part.offset_bytes + first.start_bytes
+        end = self._plan.steps[last.step].part.offset_bytes + last.end_bytes
+        self._num_reading += 1
+        self._left_bytes -= sum(piece.size_bytes for piece in pieces)
+        self._pace.handed_out(end - start)
+        return Read(part.blob, start, end, pieces, now_s), self._memory_of(pieces, end - start)
+
+    def _memory_of(self, pieces: tuple[Piece, ...], size_bytes: int) -> memoryview:
+        first = pieces[0]
+        if len(pieces) == 1:
+            return self._memory[first.step][first.start_bytes : first.end_bytes]
+        step = self._plan.steps[first.step]
+        if step.slab_offset_bytes is None:
+            return self._loans[first.step].buffer.data
+        begin = step.slab_offset_bytes
+        return self._slabs[step.part.group][begin : begin + size_bytes]
+
+    def _place(self, run: Sequence[int]) -> bool:
+        """Give the steps their memory, in one piece; False when staging has no room now."""
+        steps = [self._plan.steps[number] for number in run]
+        begin = steps[0].part.offset_bytes
+        size_bytes = steps[-1].part.offset_bytes + steps[-1].part.size_bytes - begin
+        if steps[0].slab_offset_bytes is not None:
+            for step in steps:
+                slab, offset = self._slabs[step.part.group], step.slab_offset_bytes or 0
+                self._memory[step.number] = slab[offset : offset + step.part.size_bytes]
             return True
-        step = self._plan.steps[number]
-        if step.slab_offset_bytes is not None:
-            begin = step.slab_offset_bytes
-            self._memory[number] = self._slabs[step.part.group][begin : begin + step.part.size_bytes]
-            return True
-        loan = self._staging.acquire(step.part.size_bytes)
-        if loan is None:
+        if len(run) > 1 and size_bytes > self._staging.capacity_bytes:
             return False
-        self._loans[number] = loan
-        self._memory[number] = loan.data
+        buffer = self._staging.acquire(size_bytes)
+        if buffer is None:
+            return False
+        loan = _Loan(buffer, len(run))
+        for step in steps:
+            offset = step.part.offset_bytes - begin
+            self._loans[step.number] = loan
+            self._memory[step.number] = buffer.data[offset : offset + step.part.size_bytes]
         return True
-
-    def _with_memory(self, read: Read) -> tuple[Read, memoryview]:
-        self._begun_at_s.setdefault(read.step, time.monotonic())
-        return read, self._memory[read.step][read.start_bytes : read.end_bytes]
 
     def _offer(self, number: int) -> None:
         """Let decoders have the step if it has arrived and needs nothing any more."""
         if number in self._arrived and self._unmet[number] == 0:
             self._arrived.remove(number)
-            heapq.heappush(self._ready, number)
+            heapq.heappush(self._ready, (self._turns[number], number))
             self._decodable.notify()

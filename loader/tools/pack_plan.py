@@ -5,14 +5,14 @@ Knows no stores and no content, but for which tensors turned out to be equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ... import __version__
 from ..format.checkpoint import Checkpoint
 from ..format.codec import choose_encoding
 from ..format.grouping import group_tensors
-from ..format.layout import Stretch, arrange_tensors, cut_parts
+from ..format.layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from ..format.manifest import (
     PLANE_ALIGNMENT_BYTES,
     Blob,
@@ -21,6 +21,7 @@ from ..format.manifest import (
     Part,
     Plane,
     Segment,
+    Tensor,
     Tier,
     align,
     decoded_plane_bytes,
@@ -51,7 +52,13 @@ def plan_pack(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> PackPlan:
     groups, tensors = arrange_tensors(
         {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, choose_encoding
     )
-    jobs = tuple(job for group in groups for job in cut_parts(tensors[index] for index in group.tensors))
+    jobs = tuple(
+        job
+        for group in groups
+        for job in _cut_group(
+            [tensors[index] for index in group.tensors], is_end=group in (groups[0], groups[-1])
+        )
+    )
     manifest = Manifest(
         generator=f"teneral {__version__}",
         blobs=(),
@@ -64,6 +71,13 @@ def plan_pack(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> PackPlan:
     )
     dump_manifest(_uncompressed(manifest, jobs))
     return PackPlan(manifest, jobs)
+
+
+def _cut_group(tensors: list[Tensor], *, is_end: bool) -> Iterator[Job]:
+    """The jobs of one group: small ones at both ends of the model, as large as a part may be between."""
+    if is_end:
+        return cut_parts(tensors, max_elements=fine_part_elements(tensors))
+    return cut_parts(tensors)
 
 
 def forward_order(checkpoint: Checkpoint) -> list[str]:

@@ -4,8 +4,9 @@ They differ in details that `DecoderConfig` states: biases, norms of queries and
 rotary variants. Rows of several sequences come back to back, without padding; keys and values live in a
 paged `KVStorage`.
 
-Building reads no tensor's content, and neither does a forward pass before it needs it: each layer first
-waits at its own gate, so computing follows the weights as they arrive. It does not know where weights
+Building reads no tensor's content, and neither does a forward pass before it needs it: it begins with those rows of
+the embeddings that its tokens have, and each layer first waits at its own gate, so computing follows the weights as
+they arrive. It does not know where weights
 come from, nor what a request is.
 """
 
@@ -59,7 +60,7 @@ class Decoder:
 
         entry = Parameters(weights, root, self.dtype)
         self._embeddings = entry.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._entry_gate = entry.gate()
+        self._entry_gate = entry.row_gate("embed_tokens.weight")
 
         self._layers = [
             DecoderLayer(config, index, Parameters(weights, f"{root}layers.{index}.", self.dtype))
@@ -102,7 +103,7 @@ class Decoder:
         vocab_size.
         """
         report = on_layer or _ignore
-        self._entry_gate()
+        self._entry_gate(batch.tokens)
         started_s = time.monotonic()
         step = self._plan(batch, kv)
         x = F.embedding(batch.tokens, self._embeddings)  # (T, hidden_size)

@@ -42,7 +42,7 @@ class Encoder:
         self._positions = entry.take("position_embeddings.weight", config.max_positions, hidden_size)
         self._types = entry.take("token_type_embeddings.weight", config.type_vocab_size, hidden_size)
         self._norm = _take_layer_norm(entry, "LayerNorm", config)
-        self._entry_gate = entry.gate()
+        self._entry_gate = entry.row_gate("word_embeddings.weight")
         self._layers = [
             EncoderLayer(config, Parameters(weights, f"{root}encoder.layer.{index}.", self.dtype))
             for index in range(config.num_layers)
@@ -71,7 +71,7 @@ class Encoder:
         # None when nothing is padded: the kernel is faster without a mask.
         visible = None if bool(mask.all()) else mask[:, None, None, :]
 
-        self._entry_gate()
+        self._entry_gate(padded)
         first = self.config.position_offset
         x = F.embedding(padded, self._words) + self._types[0] + self._positions[first : first + length]
         x = self._norm(x)  # (N, L, hidden_size)

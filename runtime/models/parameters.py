@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ModelError
-from ..weights import Gate, Weights
+from ..weights import Gate, RowGate, Weights
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -48,6 +48,10 @@ class Parameters:
     def gate(self) -> Gate:
         """Opens when all that has been taken so far holds its exact values."""
         return self._weights.gate(self._taken)
+
+    def row_gate(self, table: str) -> RowGate:
+        """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
+        return self._weights.row_gate(self._prefix + table, self._taken)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         full_name = self._prefix + name

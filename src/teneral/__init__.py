@@ -1,3 +1,22 @@
 """Teneral: a serverless inference runtime that answers while its weights are still arriving."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .runtime.into.empty import empty_weights
+    from .runtime.into.files import load_file
+    from .runtime.into.module_load import load_into
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "empty_weights", "load_file", "load_into"]
+
+_HOMES = {"empty_weights": "empty", "load_file": "files", "load_into": "module_load"}
+
+
+def __getattr__(name: str) -> Any:
+    # These need torch, which costs more to import than the rest of a cold start.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.runtime.into.{_HOMES[name]}"), name)

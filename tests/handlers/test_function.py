@@ -212,6 +212,8 @@ async def test_json_and_bytes_come_out_as_they_are(handlers, context, value):
         ({"a": b"bytes"}, "bytes"),
         (float("nan"), "not JSON"),
         ({(1, 2): 3}, "not JSON"),
+        ("half of a pair: \ud83d", "not JSON"),
+        ({"text": "half of a pair: \ud83d"}, "not JSON"),
         (Callable(), "Callable"),
     ],
 )
@@ -517,3 +519,15 @@ def test_a_failed_import_keeps_the_users_own_error(module, statement):
         assert caught.value.__cause__ is not None
         assert caught.value.__cause__.__traceback__ is not None
     assert set(sys.modules) == before
+
+
+async def test_an_exception_that_cannot_even_say_what_it_is_ends_the_invocation(handlers, context):
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def handler(event, context):
+        raise Mute
+
+    with pytest.raises(HandlerError, match=r"raised Mute: \(its text raises RuntimeError\)"):
+        await results(handlers(handler), None, context)

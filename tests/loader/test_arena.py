@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import re
+import resource
 import sys
 
 import numpy as np
@@ -88,6 +90,19 @@ def test_prefaulting_takes_all_pages_and_changes_no_content() -> None:
     assert int(mapping_of(slab.ctypes.data)["Rss"].split()[0]) * 1024 >= size_bytes
     assert np.all(slab[:100] == 3)
     assert not slab[100:].any()
+
+
+@prefaults
+def test_pages_that_another_process_has_taken_can_be_mapped_ahead() -> None:
+    fd = os.memfd_create("test")
+    sizes = [4 * PREFAULT_STEP_BYTES, 5]
+    theirs, ours = Arena(sizes, shared_fd=fd), Arena(sizes, shared_fd=fd)
+    as_array(theirs.slabs[0])[:] = 7
+    ours.map_ahead()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    assert int(as_array(ours.slabs[0])[::4096].sum()) == 7 * 4 * PREFAULT_STEP_BYTES // 4096
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20  # of 2,048 pages
+    os.close(fd)
 
 
 @prefaults

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,19 @@ from teneral.loader.errors import (
 )
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.http_client import MAX_RETRY_AFTER_S, pause_s
 from teneral.loader.sources.http_head import (
     Head,
     HeadError,
     Origin,
     Request,
     parse_content_range,
+    parse_date,
     parse_head,
     parse_origin,
     redirected,
 )
 from teneral.loader.sources.http_range import RangeRead
+from teneral.loader.sources.throttle import MAX_RETRY_AFTER_S, pause_s
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 
@@ -388,7 +390,7 @@ def test_only_the_very_range_asked_for_is_accepted(
     wanted = RangeRead("http://host", "blob", start, length, None)
     fields = {"content-range": f"bytes {first}-{last}/{total}", "content-length": str(last - first + 1)}
     try:
-        wanted.check(Head(206, fields, keeps_alive=True))
+        wanted.check(Head(206, fields, keeps_alive=True), 0)
     except (UnavailableError, ChangedError):
         assert (first, last) != (start, start + length - 1)
     else:
@@ -479,6 +481,32 @@ def test_pauses_grow_vary_and_respect_the_servers_wish() -> None:
     assert pause_s(1, 3600.0, 0.0) == MAX_RETRY_AFTER_S
 
 
+@pytest.mark.parametrize(
+    ("retry_after", "date", "expected_s"),
+    [
+        ("7", "", 7.0),
+        ("Wed, 21 Oct 2026 07:28:30 GMT", "Wed, 21 Oct 2026 07:28:00 GMT", 30.0),
+        ("Thu, 01 Mar 2029 00:00:01 GMT", "Wed, 28 Feb 2029 23:59:59 GMT", 2.0),
+        ("Thu, 01 Mar 2029 00:00:01 GMT", "Fri, 02 Mar 2029 00:00:00 GMT", 0.0),
+        ("Wed, 21 Oct 2026 07:28:30 GMT", "", None),  # by whose clock?
+        ("Wed, 21 Foo 2026 07:28:30 GMT", "Wed, 21 Oct 2026 07:28:00 GMT", None),
+        ("-1", "", None),
+        ("soon", "", None),
+    ],
+)
+def test_a_wish_to_be_asked_later_is_a_number_or_a_date(
+    retry_after: str, date: str, expected_s: float | None
+) -> None:
+    fields = {"retry-after": retry_after} | ({"date": date} if date else {})
+    assert Head(503, fields, keeps_alive=True).retry_after_s == expected_s
+
+
+@settings(deadline=None)
+@given(st.integers(-(2**31), 2**37))
+def test_a_date_is_read_as_others_write_it(unix_s: int) -> None:
+    assert parse_date(formatdate(unix_s, usegmt=True)) == unix_s
+
+
 # TLS
 
 
@@ -559,7 +587,15 @@ def test_a_header_that_would_break_out_of_its_line_is_refused(header: tuple[str,
         HttpSource("http://host/m", SourceOptions(headers=(header,)))
 
 
-@pytest.mark.parametrize("key", ["connect_timeout_s", "read_timeout_s", "max_attempts"])
+@pytest.mark.parametrize("key", ["hedge_after_s", "min_rate_bytes_s"])
+def test_limits_that_may_be_off_must_not_be_negative(key: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        HttpSource("http://host/m", SourceOptions(**{key: -1}))
+    assert caught.value.key == key
+    HttpSource("http://host/m", SourceOptions(**{key: 0})).close()
+
+
+@pytest.mark.parametrize("key", ["connect_timeout_s", "read_timeout_s", "max_attempts", "max_connections"])
 def test_limits_must_be_positive(key: str) -> None:
     with pytest.raises(UsageError) as caught:
         HttpSource("http://host/m", SourceOptions(**{key: 0}))

@@ -46,10 +46,7 @@ def test_the_first_ranges_are_asked_for_before_what_decodes_them_is_imported() -
 def test_sending_for_the_weights_needs_next_to_nothing() -> None:
     modules = modules_after("import teneral.runtime.start, teneral.handlers.http.command")
     own = {name for name in modules if name.startswith("teneral.")}
-    assert (
-        modules & {"numpy", "subprocess", "logging", "concurrent.futures", "tomllib", "pathlib"}
-        == set()
-    )
+    assert modules & {"numpy", "subprocess", "logging", "concurrent.futures", "tomllib", "pathlib"} == set()
     assert not any(name.startswith(("teneral.loader.format", "teneral.runtime.instance")) for name in own)
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.loader.format.layout import arrange_tensors, cut_parts
+from teneral.loader.format.layout import (
+    FINE_PART_ELEMENTS,
+    MAX_FINE_PARTS,
+    arrange_tensors,
+    cut_parts,
+    fine_part_elements,
+)
 from teneral.loader.format.manifest import (
     FRAME_ELEMENTS,
     MAX_PART_DECODED_BYTES,
@@ -84,3 +90,20 @@ def test_tensors_are_numbered_group_by_group_and_placed_aligned() -> None:
     ]
     assert [one.offset_bytes for one in tensors] == [0, 0, 64, 0]
     assert [group.slab_bytes for group in groups] == [128, 128, 64]
+
+
+@given(st.lists(SIZES, max_size=6), st.integers(1, 40))
+def test_parts_can_be_kept_small(sizes: list[int], frames: int) -> None:
+    most = frames * FRAME_ELEMENTS
+    tensors = [tensor(index, "BF16", size) for index, size in enumerate(sizes)]
+    parts = list(cut_parts(tensors, max_elements=most))
+    assert sum(stretch.count for part in parts for stretch in part) == sum(sizes)
+    assert all(sum(stretch.count for stretch in part) <= most for part in parts)
+
+
+@given(st.integers(0, 2**34))
+def test_small_parts_grow_with_their_group_and_stay_few(size: int) -> None:
+    most = fine_part_elements([tensor(0, "BF16", size)])
+    assert FINE_PART_ELEMENTS <= most <= MAX_PART_ELEMENTS
+    assert most % FRAME_ELEMENTS == 0
+    assert -(-size // most) <= MAX_FINE_PARTS or most == MAX_PART_ELEMENTS

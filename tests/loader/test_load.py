@@ -16,12 +16,13 @@ from tests.support.checkpoints import llama_contents, model_store
 from tests.support.paced import WAIT_S, PacedSource, reads_of
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.errors import InsufficientMemoryError, UsageError
+from teneral.loader.errors import InsufficientMemoryError, UnavailableError, UsageError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.stream.load import LoadOptions, WeightLoad
 from teneral.loader.stream.options import Order
 from teneral.loader.stream.progress import LoadState
+from teneral.loader.stream.rows import RowParts
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack
 
@@ -163,6 +164,73 @@ def test_a_refinement_that_arrives_before_its_draft_waits_for_it() -> None:
         held.release()
         load.wait(0, timeout_s=WAIT_S)
         assert_group_holds(load, built, 0, Tier.REFINE)
+
+
+def test_parts_that_are_asked_for_come_before_all_that_has_no_turn_yet() -> None:
+    built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=3_000)
+    source = PacedSource(built.store)
+    held = source.hold()
+    options = LoadOptions(connections=1, rows_on_demand=True)
+    table = RowParts(built.manifest, "embed")
+    wanted = table.holding([0, 150])
+    assert 0 < len(wanted) < len(table.all)
+    with poisoned(WeightLoad(source, built.manifest, options=options)) as load:
+        load.start()
+        held.wait_reached()
+        load.want_parts(wanted)
+        held.release()
+        load.wait_parts(wanted, timeout_s=WAIT_S)
+        rows = load.array("embed")
+        expected = built.originals["embed"].view("<u2").reshape(rows.shape)
+        assert np.array_equal(rows[[0, 150]], expected[[0, 150]])
+        load.wait(3, timeout_s=WAIT_S)
+        load.wait(0, timeout_s=WAIT_S)
+        assert_group_holds(load, built, 0, Tier.REFINE)
+        assert load.wanted_parts() == wanted
+    first = reads_of(built.manifest, built.parts_of("layers.0", Tier.DRAFT)[0])
+    assert first(source.calls[0])
+    asked = reads_of(built.manifest, *(built.manifest.parts[number] for number in wanted))
+    others = reads_of(built.manifest, *(part for part in built.manifest.parts if part.index not in wanted))
+    came = [asked(call) for call in source.calls[1:]]
+    assert came == sorted(came, reverse=True)
+    assert sum(others(call) and asked(call) for call in source.calls) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), data=st.data())
+def test_rows_hold_their_values_as_soon_as_their_parts_are_there_in_whatever_order_ranges_arrive(
+    seed: int, data: st.DataObject
+) -> None:
+    built = build_artifact(LAYERS, seed=seed, draft_elements=2_000, refine_elements=1_500)
+    source = PacedSource(built.store)
+    source.delay(seed=seed, max_s=0.002)
+    table = RowParts(built.manifest, "embed")
+    options = LoadOptions(
+        rows_on_demand=True, range_bytes=1_000, staging_bytes=data.draw(st.sampled_from([0, 1 << 20]))
+    )
+    wishes = data.draw(st.lists(st.lists(st.integers(0, 299), min_size=1, max_size=5), max_size=5))
+    expected = built.originals["embed"].view("<u2").reshape(300, 64)
+    with poisoned(WeightLoad(source, built.manifest, options=options)) as load:
+        load.start()
+        for rows in wishes:
+            load.wait_parts(table.holding(rows), timeout_s=WAIT_S)
+            assert np.array_equal(load.array("embed")[rows], expected[rows])
+        for group in range(len(LAYERS)):
+            load.wait(group, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+        assert load.join(WAIT_S)
+        load.check_integrity()
+
+
+def test_who_waits_for_parts_of_a_load_that_fails_is_told() -> None:
+    built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=3_000)
+    source = PacedSource(built.store)
+    source.fail(lambda: UnavailableError("gone"))
+    with WeightLoad(source, built.manifest, options=LoadOptions(rows_on_demand=True)) as load:
+        load.start()
+        with pytest.raises(UnavailableError, match="gone"):
+            load.wait_parts(RowParts(built.manifest, "embed").all, timeout_s=WAIT_S)
+        assert isinstance(load.failure, UnavailableError)
 
 
 def test_staging_for_a_single_part_feeds_many_connections_without_a_deadlock() -> None:
@@ -459,6 +527,31 @@ def test_staging_counts_towards_the_memory_that_is_needed() -> None:
         WeightLoad(
             built.store, built.manifest, options=LoadOptions(available_bytes=built.manifest.weight_bytes)
         )
+
+
+def test_a_refusal_says_what_the_memory_would_be_for() -> None:
+    built = build_artifact(LAYERS)
+    options = LoadOptions(available_bytes=64 << 20, reserved_bytes=64 << 20)
+    with pytest.raises(
+        InsufficientMemoryError,
+        match=r"needs 64 MiB of memory \(weights 0, .* at least 0, keys and values at least 64\), but 64 MiB are",
+    ) as caught:
+        WeightLoad(built.store, built.manifest, options=options)
+    largest = max(part.size_bytes for part in built.manifest.parts)
+    beside = caught.value.needed_bytes - built.manifest.weight_bytes - (64 << 20)
+    assert largest <= beside < largest + 4096
+
+
+def test_a_model_that_fits_with_one_part_beside_it_is_loaded() -> None:
+    built = build_artifact(LAYERS)
+    largest = max(part.size_bytes for part in built.manifest.parts)
+    room = LoadOptions(available_bytes=built.manifest.weight_bytes + largest + 4096)
+    with poisoned(WeightLoad(built.store, built.manifest, options=room)) as load:
+        load.start()
+        for group in range(len(LAYERS)):
+            load.wait(group, timeout_s=WAIT_S)
+            assert_group_holds(load, built, group, Tier.REFINE)
+        assert load.statistics().staging_capacity_bytes < largest + 4096
 
 
 @pytest.mark.parametrize(

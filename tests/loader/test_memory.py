@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.loader.memory import MIB, available_bytes, check_fits
+from teneral.loader.memory import MIB, Available, available, available_bytes, check_fits
 
 KIB = 1024
 
@@ -24,7 +28,7 @@ MEMINFO = {"proc/meminfo": "MemTotal:       16000000 kB\nMemFree:  1000 kB\nMemA
 
 
 def test_without_limits_the_host_decides(tmp_path: Path) -> None:
-    assert available_bytes(write(tmp_path, MEMINFO)) == 8_000_000 * KIB
+    assert available(write(tmp_path, MEMINFO)) == Available(8_000_000 * KIB, "MemAvailable of the host")
 
 
 def test_a_cgroup_v2_limit_counts_page_cache_as_free(tmp_path: Path) -> None:
@@ -45,7 +49,8 @@ def test_the_tightest_limit_on_the_way_up_decides(tmp_path: Path) -> None:
         "sys/fs/cgroup/pods/this/memory.max": "max\n",
         "sys/fs/cgroup/pods/this/memory.current": f"{50 * MIB}\n",
     }
-    assert available_bytes(write(tmp_path, MEMINFO | files)) == 200 * MIB
+    found = available(write(tmp_path, MEMINFO | files))
+    assert found == Available(200 * MIB, "memory.max of the cgroup /pods")
 
 
 def test_a_container_that_sees_its_hosts_path_is_limited_by_the_mount(tmp_path: Path) -> None:
@@ -88,17 +93,60 @@ def test_this_machine_has_a_positive_figure() -> None:
     assert figure is None or figure > 0
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@pytest.fixture
+def cgroup() -> Iterator[tuple[Path, str]]:
+    """A memory cgroup of our own, and the file that limits it."""
+    is_v2 = (CGROUPS / "cgroup.controllers").exists()
+    folder = (CGROUPS if is_v2 else CGROUPS / "memory") / f"teneral-test-{os.getpid()}"
+    limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this system lets nobody make a cgroup")
+    try:
+        if not (folder / limit).exists():
+            pytest.skip("this system limits no memory by cgroups")
+        yield folder, limit
+    finally:
+        folder.rmdir()
+
+
+def test_the_limit_of_a_real_cgroup_is_found(cgroup: tuple[Path, str]) -> None:
+    folder, limit = cgroup
+    (folder / limit).write_text(str(100 * MIB))
+    program = (
+        "import os; open(os.environ['JOIN'], 'w').write(str(os.getpid())); "
+        "from teneral.loader.memory import available; print(available())"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "JOIN": str(folder / "cgroup.procs")},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    assert f"{limit} of the cgroup /{folder.name}" in output
+    found_bytes = int(output.partition("size_bytes=")[2].partition(",")[0])
+    assert 50 * MIB < found_bytes < 100 * MIB
+
+
 def test_too_much_is_refused_with_both_figures() -> None:
     with pytest.raises(
-        InsufficientMemoryError, match=r"the model needs 3,000 MiB of memory, but 2,000 MiB"
+        InsufficientMemoryError,
+        match=r"the model needs 3,000 MiB of memory, but 2,000 MiB are available \(MemAvailable of the host\)",
     ) as caught:
-        check_fits(3000 * MIB, 2000 * MIB, what="the model")
+        check_fits(3000 * MIB, Available(2000 * MIB, "MemAvailable of the host"), what="the model")
     assert caught.value.needed_bytes == 3000 * MIB
     assert caught.value.available_bytes == 2000 * MIB
     assert "container" in caught.value.hint
 
 
 def test_what_fits_exactly_is_allowed() -> None:
-    check_fits(2000, 2000, what="the model")
-    with pytest.raises(InsufficientMemoryError):
-        check_fits(2001, 2000, what="the model")
+    left = Available(2000, "the limit")
+    check_fits(2000, left, what="the model")
+    with pytest.raises(InsufficientMemoryError, match=r"MiB of memory \(all of it weights\), but"):
+        check_fits(2001, left, what="the model", made_of="all of it weights")

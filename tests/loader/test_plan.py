@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import MIN_RANGE_BYTES, Plan, plan_load
+from teneral.loader.stream.plan import Plan, follows, plan_load
 
-MIB = 1024 * 1024
 THREE_LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),
     ("layers.0", {"a": ("BF16", (200, 64)), "norm": ("F32", (64,)), "b": ("BF16", (96, 128))}),
@@ -21,10 +21,8 @@ THREE_LAYERS = [
 ]
 
 
-def plan_of(
-    built: BuiltArtifact, order: Order = Order.EXACT, range_bytes: int = MIB, connections: int = 8
-) -> Plan:
-    return plan_load(built.manifest, order, range_bytes=range_bytes, connections=connections)
+def plan_of(built: BuiltArtifact, order: Order = Order.EXACT) -> Plan:
+    return plan_load(built.manifest, order)
 
 
 def turns(plan: Plan) -> list[tuple[int, Tier]]:
@@ -94,45 +92,61 @@ def test_a_refine_step_needs_exactly_the_draft_steps_that_share_elements_with_it
             assert max(step.needs) < step.number
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("order", Order)
+def test_tables_come_last_when_their_rows_are_asked_for(order: Order) -> None:
+    built = build_artifact(THREE_LAYERS, draft_elements=6_500, refine_elements=4_000)
+    plan = plan_load(built.manifest, order, tables_last=True)
+    embed = [step.number for step in plan.steps if step.part.group == 0]
+    for tier in Tier:
+        ours = [number for number in embed if plan.steps[number].part.tier is tier]
+        others = [step.number for step in plan.steps if step.part.group != 0 and step.part.tier is tier]
+        assert len(ours) > 1
+        assert min(ours) > max(others)
+    if order is Order.EXACT:
+        assert embed == list(range(len(plan.steps) - len(embed), len(plan.steps)))
+
+
+def test_a_first_group_in_one_part_comes_first_all_the_same() -> None:
+    plan = plan_load(build_artifact(THREE_LAYERS).manifest, Order.EXACT, tables_last=True)
+    assert plan.steps[0].part.group == 0
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    range_bytes=st.integers(1, 3 * MIB),
-    connections=st.integers(1, 32),
-    packed=st.booleans(),
+    draft_elements=st.integers(1_000, 30_000),
+    refine_elements=st.integers(1_000, 30_000),
+    order=st.sampled_from(Order),
+    tables_last=st.booleans(),
 )
-def test_ranges_cover_each_part_once_and_stay_within_the_bound(
-    range_bytes: int, connections: int, packed: bool
+def test_every_step_comes_after_those_that_it_needs(
+    draft_elements: int, refine_elements: int, order: Order, tables_last: bool
 ) -> None:
     layout = [
-        ("a", {"w": ("F32", (700, 1000))}),
-        ("b", {"v": ("F32", (30, 10))}),
-        ("c", {"u": ("F32", (100, 100))}),
+        ("embed", {"embed": ("BF16", (300, 64)), "types": ("BF16", (20, 64)), "norm": ("BF16", (64,))}),
+        *THREE_LAYERS[1:],
     ]
-    if range_bytes < 1000:
-        layout = layout[1:2]
-    built = build_artifact(layout, packed=packed, draft_elements=400_000)
-    plan = plan_of(built, range_bytes=range_bytes, connections=connections)
-    for step, reads in zip(plan.steps, plan.reads, strict=True):
-        assert all(read.step == step.number for read in reads)
-        assert reads[0].start_bytes == 0
-        assert reads[-1].end_bytes == step.part.size_bytes
-        assert all(before.end_bytes == after.start_bytes for before, after in pairwise(reads))
-        assert all(0 < read.end_bytes - read.start_bytes <= range_bytes for read in reads)
+    built = build_artifact(layout, draft_elements=draft_elements, refine_elements=refine_elements)
+    plan = plan_load(built.manifest, order, tables_last=tables_last)
+    assert sorted(step.part.index for step in plan.steps) == list(range(len(built.manifest.parts)))
+    for step in plan.steps:
+        assert all(needed < step.number for needed in step.needs)
+        assert bool(step.needs) == (step.part.tier is Tier.REFINE)
 
 
-def test_parts_at_both_ends_are_shared_by_all_connections() -> None:
-    layout = [(name, {name: ("F32", (1000, 1000))}) for name in ("first", "middle", "last")]
-    built = build_artifact(layout, packed=False, draft_elements=1_000_000)
-    plan = plan_of(built, range_bytes=4 * MIB, connections=8)
-    assert [len(reads) for reads in plan.reads] == [8, 1, 8]
+def test_parts_that_lie_behind_each_other_can_be_read_together() -> None:
+    plan = plan_of(build_artifact(THREE_LAYERS, draft_elements=5_000, refine_elements=4_000))
+    for step, following in pairwise(plan.steps):
+        same_kind = (step.part.group, step.part.tier) == (following.part.group, following.part.tier)
+        assert follows(step, following) == same_kind
+        assert not follows(following, step)
 
 
-def test_sharing_does_not_make_requests_that_are_too_small_to_pay() -> None:
-    built = build_artifact([("only", {"w": ("F32", (500, 250))})], packed=False, draft_elements=1_000_000)
-    plan = plan_of(built, range_bytes=4 * MIB, connections=64)
-    (reads,) = plan.reads
-    assert len(reads) == 2
-    assert reads[0].end_bytes > MIN_RANGE_BYTES * 0.9  # two equal ones, where 64 were wanted
+def test_parts_that_belong_apart_in_memory_are_not_read_together() -> None:
+    layout = [("a", {"u": ("U8", (100,)), "w": ("F32", (100,)), "v": ("F32", (64,))})]
+    plan = plan_of(build_artifact(layout, packed=False, draft_elements=100))
+    # Between the bytes of u and those of w are 28 that align w in the slab, and none in the blob.
+    assert [step.slab_offset_bytes for step in plan.steps] == [0, 128, 576]
+    assert [follows(*pair) for pair in pairwise(plan.steps)] == [False, False]
 
 
 def test_raw_parts_without_a_digest_go_straight_to_their_place() -> None:

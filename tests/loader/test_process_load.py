@@ -27,14 +27,14 @@ from teneral.loader.errors import (
     TeneralError,
     UnavailableError,
 )
-from teneral.loader.format.manifest import Manifest, Tier
+from teneral.loader.format.manifest import Manifest
 from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.child import gates_in_order
 from teneral.loader.stream.launch import is_possible
 from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions, Order
+from teneral.loader.stream.options import LoadOptions
 from teneral.loader.stream.process_load import ProcessLoad
 from teneral.loader.stream.progress import LoadState
+from teneral.loader.stream.rows import RowParts
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack
 
@@ -110,6 +110,24 @@ def test_the_timeline_has_the_childs_spans_on_this_processs_clock(artifact: Path
     spans = [span for span in timeline.spans() if span.lane in ("fetch", "verify", "decode", "ready")]
     assert {span.lane for span in spans} == {"fetch", "verify", "decode", "ready"}
     assert all(began_s <= span.start_s <= span.end_s <= timeline.now_s() for span in spans)
+
+
+def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
+    load = ProcessLoad.start(str(artifact), options=LoadOptions(rows_on_demand=True))
+    table = RowParts(load.manifest, "model.embed_tokens.weight")
+    load.wait_parts(table.holding([0, 5]), timeout_s=WAIT_S)
+    assert load.join(WAIT_S)
+    load.wait_parts(table.all, timeout_s=WAIT_S)  # asked for when nobody is there any more to answer
+
+
+def test_a_wish_reaches_the_child_while_it_waits_for_the_store(slow: str) -> None:
+    load = ProcessLoad.start(slow, options=LoadOptions(rows_on_demand=True))
+    with pytest.raises(TimeoutError, match="1 parts were not there"):
+        load.wait_parts([0], timeout_s=0.2)
+    load.cancel()
+    with pytest.raises(LoadCancelledError):
+        load.wait_parts([0], timeout_s=WAIT_S)
+    load.close()
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -208,15 +226,6 @@ def test_the_child_ends_when_its_parent_is_killed(slow: str) -> None:
     assert ended.wait(WAIT_S + 1)
     os.close(child)
     assert not Path(f"/proc/{child_id}/task").exists() or "Z" in Path(f"/proc/{child_id}/stat").read_text()
-
-
-def test_gates_are_expected_in_the_order_in_which_they_open(artifact: Path) -> None:
-    manifest = open_artifact(FileStore(artifact))
-    exact = gates_in_order(manifest, Order.EXACT)
-    drafts_first = gates_in_order(manifest, Order.DRAFT_FIRST)
-    assert exact[:2] == [(0, Tier.DRAFT), (0, Tier.REFINE)]
-    assert [tier for _, tier in drafts_first] == sorted(tier for _, tier in drafts_first)
-    assert sorted(exact) == sorted(drafts_first)
 
 
 def test_options_reach_the_child(artifact: Path) -> None:

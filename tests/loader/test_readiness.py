@@ -14,9 +14,9 @@ from teneral.loader.format.manifest import Tier
 from teneral.loader.stream.readiness import Readiness
 
 
-def settle(readiness: Readiness, group: int, tier: Tier) -> bool:
-    gates, was_last = readiness.settle(group, tier)
-    readiness.open(gates)
+def settle(readiness: Readiness, number: int) -> bool:
+    gates, was_last = readiness.settle(number)
+    readiness.open(gates, (number,))
     return was_last
 
 
@@ -29,14 +29,14 @@ def test_a_group_without_parts_is_exact_at_once() -> None:
 
 def test_a_group_without_refinement_is_exact_with_its_draft() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT)])
-    gates, was_last = readiness.settle(0, Tier.DRAFT)
+    gates, was_last = readiness.settle(0)
     assert gates == [(0, Tier.DRAFT), (0, Tier.REFINE)]
     assert was_last
 
 
 def test_a_gate_is_closed_until_it_is_opened() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT)])
-    gates, _ = readiness.settle(0, Tier.DRAFT)
+    gates, _ = readiness.settle(0)
     assert not readiness.is_open(0, Tier.DRAFT)
     readiness.open(gates)
     assert readiness.is_open(0, Tier.DRAFT)
@@ -47,12 +47,14 @@ def test_a_gate_is_closed_until_it_is_opened() -> None:
 def test_gates_open_with_their_last_part_in_any_order(data: st.DataObject) -> None:
     num_groups = data.draw(st.integers(1, 4))
     parts = data.draw(st.lists(st.tuples(st.integers(0, num_groups - 1), st.sampled_from(Tier)), max_size=12))
-    order = data.draw(st.permutations(parts))
+    order = data.draw(st.permutations(range(len(parts))))
     readiness = Readiness(num_groups, parts)
-    for done, (group, tier) in enumerate(order, start=1):
-        was_last = settle(readiness, group, tier)
+    for done, number in enumerate(order, start=1):
+        assert not readiness.are_there([number])
+        was_last = settle(readiness, number)
+        assert readiness.are_there(order[:done])
         assert was_last == (done == len(parts))
-        left = order[done:]
+        left = [parts[each] for each in order[done:]]
         for other in range(num_groups):
             draft_left, refine_left = (other, Tier.DRAFT) in left, (other, Tier.REFINE) in left
             assert readiness.is_open(other, Tier.DRAFT) == (not draft_left)
@@ -72,8 +74,8 @@ def test_everybody_who_waits_is_let_go() -> None:
     with ThreadPoolExecutor(4) as pool:
         waits = [pool.submit(wait, tier) for tier in (Tier.DRAFT, Tier.REFINE) * 2]
         waiting.wait()
-        settle(readiness, 0, Tier.DRAFT)
-        settle(readiness, 0, Tier.REFINE)
+        settle(readiness, 0)
+        settle(readiness, 1)
         assert [each.result() for each in waits] == [True] * 4
 
 
@@ -85,7 +87,7 @@ def test_waiting_in_vain_ends_in_a_timeout_that_names_the_gate() -> None:
 
 def test_a_failure_reaches_closed_gates_only() -> None:
     readiness = Readiness(2, [(0, Tier.DRAFT), (1, Tier.DRAFT)])
-    settle(readiness, 0, Tier.DRAFT)
+    settle(readiness, 0)
     assert readiness.fail(IntegrityError("part 1 is bad", where="part 1", hint="Pack again."))
     readiness.wait(0, Tier.REFINE, None)
     with pytest.raises(IntegrityError, match="part 1 is bad") as caught:
@@ -114,7 +116,44 @@ def test_the_first_failure_counts_and_a_finished_load_cannot_fail() -> None:
     assert readiness.fail(LoadCancelledError("first"))
     assert not readiness.fail(LoadCancelledError("second"))
     assert str(readiness.error) == "first"
-    assert settle(readiness, 0, Tier.DRAFT) is False  # a part that was under way does not make it a success
+    assert settle(readiness, 0) is False  # a part that was under way does not make it a success
     done = Readiness(1, [])
     assert not done.fail(LoadCancelledError("too late"))
     done.wait(0, Tier.REFINE, None)
+
+
+def test_who_waits_for_some_parts_is_let_go_with_the_last_of_them() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)] * 3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(readiness.wait_parts, [0, 2], 30)
+        settle(readiness, 2)
+        with pytest.raises(TimeoutError, match="2 parts were not there"):
+            readiness.wait_parts([0, 2], timeout_s=0.01)
+        settle(readiness, 0)
+        waiting.result(30)
+    assert not readiness.is_open(0, Tier.DRAFT)
+    readiness.wait_parts([0, 2], timeout_s=0)
+
+
+def test_who_waits_for_parts_learns_of_a_failure() -> None:
+    readiness = Readiness(1, [(0, Tier.DRAFT)] * 2)
+    settle(readiness, 0)
+    readiness.fail(LoadCancelledError("stop"))
+    readiness.wait_parts([0], None)
+    with pytest.raises(LoadCancelledError, match="stop"):
+        readiness.wait_parts([0, 1], None)
+
+
+def test_changes_are_gates_and_the_parts_that_are_watched() -> None:
+    readiness = Readiness(2, [(0, Tier.DRAFT), (0, Tier.DRAFT), (1, Tier.DRAFT)])
+    seen = readiness.wait_for_change(-1, timeout_s=0)
+    settle(readiness, 0)
+    assert readiness.wait_for_change(seen, timeout_s=0) == seen
+    assert readiness.watched() == frozenset()
+    readiness.watch([0, 1])
+    assert readiness.wait_for_change(seen, timeout_s=30) > seen
+    assert readiness.watched() == {0}
+    seen = readiness.wait_for_change(-1, timeout_s=0)
+    settle(readiness, 2)
+    assert readiness.wait_for_change(seen, timeout_s=30) > seen
+    assert readiness.is_open(1, Tier.REFINE)

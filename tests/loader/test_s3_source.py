@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import boto3
 import pytest
+from botocore.credentials import ReadOnlyCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.store_faults import Fault
@@ -159,6 +163,38 @@ def test_an_expired_token_is_renewed_once(
     seen = record(server, expire)
     assert read(opened()) == DATA
     assert [request.headers["x-amz-security-token"] for request in seen] == ["old", "new"]
+
+
+def test_a_token_that_expires_while_many_threads_read_is_renewed_once(
+    server: StoreServer, opened: Callable[..., S3Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a role: boto3 hands out a token that is only good for the first requests."""
+    tokens: list[str] = []
+
+    class Provider:
+        def __init__(self) -> None:
+            tokens.append(f"token-{len(tokens)}")
+            self._token = tokens[-1]
+
+        def get_frozen_credentials(self) -> ReadOnlyCredentials:
+            return ReadOnlyCredentials("AKIATEST", "secret", self._token)
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setattr(boto3.session.Session, "get_credentials", lambda _: Provider())
+    all_refused = threading.Barrier(8)
+
+    def expire(request: Request) -> Fault | None:
+        if request.headers["x-amz-security-token"] != "token-0" or request.serial == 0:
+            return None
+        all_refused.wait(10)  # all eight asked with the old token before any of them could renew it
+        return Fault(status=400, code="ExpiredToken")
+
+    record(server, expire)
+    store = opened(hedge_after_s=0)
+    assert read(store) == DATA
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda _: read(store), range(8))) == [DATA] * 8
+    assert tokens == ["token-0", "token-1"]
 
 
 def test_an_expired_token_that_cannot_be_renewed_is_an_error(
@@ -321,7 +357,7 @@ def test_a_long_list_comes_in_pages(
     for name in names:
         (folder / name.partition("/")[2]).touch()
     seen = record(server)
-    assert [info.name for info in opened().list("many/")] == names
+    assert [info.name for info in opened(hedge_after_s=0).list("many/")] == names
     assert len(seen) == 2
 
 

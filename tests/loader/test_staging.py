@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from teneral.loader.stream.arena import as_array
-from teneral.loader.stream.staging import ALIGNMENT_BYTES, Buffer, Staging
+from teneral.loader.stream.staging import ALIGNMENT_BYTES, Buffer, Staging, staging_bytes
 
 PAGE = ALIGNMENT_BYTES
 
@@ -87,3 +87,24 @@ def test_an_unmapped_staging_lends_nothing_but_loans_stay_readable() -> None:
     assert np.all(as_array(loan.data) == 9)
     with pytest.raises(ValueError, match="never fit"):
         staging.acquire(1)
+
+
+MIB = 1024 * 1024
+
+
+def test_staging_is_what_is_wanted_but_holds_the_largest_part_and_no_more_than_all() -> None:
+    parts = [13 * MIB, 8 * MIB] * 20
+    assert staging_bytes(parts, None, None) == 96 * MIB
+    assert staging_bytes(parts, 64 * MIB, None) == 64 * MIB
+    assert staging_bytes(parts, 0, None) == 13 * MIB
+    assert staging_bytes([13 * MIB], None, None) == 13 * MIB
+    assert staging_bytes([], None, None) == 0
+
+
+def test_staging_shrinks_with_the_memory_that_is_left_down_to_one_part() -> None:
+    parts = [13 * MIB, 8 * MIB] * 20
+    assert staging_bytes(parts, None, 10_000 * MIB) == 96 * MIB
+    assert staging_bytes(parts, None, 200 * MIB) == 50 * MIB
+    assert staging_bytes(parts, 128 * MIB, 100 * MIB) == 100 * MIB
+    assert staging_bytes(parts, None, 1) == 13 * MIB
+    assert staging_bytes(parts, None, -5) == 13 * MIB

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -15,7 +16,9 @@ from urllib.request import Request, urlopen
 import boto3
 import pytest
 from botocore.exceptions import ClientError
+from tests.support.store_fault_mix import FaultMix, RandomFaults
 from tests.support.store_faults import Fault
+from tests.support.store_http import Request as ServerRequest
 from tests.support.store_pacing import SLICE_BYTES, Pacer
 from tests.support.store_server import StoreServer
 
@@ -112,12 +115,62 @@ def test_the_log_tells_what_was_asked_for(server: StoreServer) -> None:
     assert entry.done_s >= entry.received_s
 
 
-def test_a_flipped_byte_is_the_only_one(server: StoreServer) -> None:
-    server.set_fault(lambda _: Fault(flip_byte=1234))
+@pytest.mark.parametrize("bit", [0, 7, 8 * 1234 + 5, 8 * 9900 - 1])
+def test_a_flipped_bit_is_the_only_one(server: StoreServer, bit: int) -> None:
+    server.set_fault(lambda _: Fault(flip_bit=bit))
     body = get(server, "/b/folder/x%20y", Range="bytes=100-9999")[1]
-    assert [
-        at for at, (sent, stored) in enumerate(zip(body, DATA[100:], strict=False)) if sent != stored
-    ] == [1234]
+    sent, stored = int.from_bytes(body, "little"), int.from_bytes(DATA[100:10_000], "little")
+    assert sent ^ stored == 1 << bit
+
+
+def test_swapped_bytes_carry_the_label_of_what_was_asked_for(server: StoreServer) -> None:
+    server.set_fault(lambda _: Fault(swap_range_bytes=3))
+    _, body, headers = get(server, "/b/folder/x%20y", Range="bytes=100-199")
+    assert headers["Content-Range"] == f"bytes 100-199/{len(DATA)}"
+    assert body == DATA[103:203]
+
+
+def test_an_answer_comes_late_and_slowly_when_it_should(server: StoreServer) -> None:
+    server.set_fault(lambda _: Fault(first_byte_s=0.1, rate_bytes_s=100_000))
+    began_s = time.monotonic()
+    assert get(server, "/b/folder/x%20y", Range="bytes=0-9999")[1] == DATA[:10_000]
+    assert time.monotonic() - began_s >= 0.15  # the pacer gives a little credit
+
+
+def test_a_client_that_leaves_a_silent_answer_is_let_go(server: StoreServer) -> None:
+    server.set_fault(lambda _: Fault(stall_after_bytes=100, stall_s=3600))
+    with urlopen(f"{server.url}/b/folder/x%20y") as answer:
+        assert answer.read(100) == DATA[:100]
+    assert [entry.sent_bytes for entry in server.log()] == [100]
+    assert server.log()[0].done_s is not None
+
+
+def ranges(number: int) -> list[ServerRequest]:
+    return [
+        ServerRequest(serial, 1 + serial % 8, "GET", "b", "x", {}, {"range": "bytes=0-999"}, float(serial))
+        for serial in range(number)
+    ]
+
+
+def test_random_faults_strike_their_share_of_the_ranges_and_the_same_ones_again() -> None:
+    mix = FaultMix(seed=3, stall_share=0.05, busy_share=0.2)
+    struck = [RandomFaults(mix)(request) for request in ranges(2000)]
+    assert 60 < sum(fault is not None and fault.stall_after_bytes is not None for fault in struck) < 140
+    assert 320 < sum(fault is not None and fault.status == 503 for fault in struck) < 480
+    assert struck == [RandomFaults(mix)(request) for request in ranges(2000)]
+    assert struck != [RandomFaults(replace(mix, seed=4))(request) for request in ranges(2000)]
+
+
+def test_a_storm_begins_and_ends() -> None:
+    faults = RandomFaults(FaultMix(storm_s=10, storm_after=5))
+    assert [serial for serial, request in enumerate(ranges(30)) if faults(request)] == list(range(5, 15))
+
+
+def test_first_connections_are_slow_or_die_after_one_range() -> None:
+    slow = RandomFaults(FaultMix(slow_connections=2, slow_connection_kb_s=5))
+    assert {request.connection for request in ranges(30) if slow(request)} == {1, 2}
+    dead = RandomFaults(FaultMix(dead_connections=1))
+    assert [serial for serial, request in enumerate(ranges(20)) if dead(request)] == [8, 16]
 
 
 def test_bytes_never_leave_faster_than_the_rate_over_all_connections(tmp_path: Path) -> None:

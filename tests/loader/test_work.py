@@ -12,19 +12,40 @@ from tests.support.artifacts import BuiltArtifact, build_artifact
 from teneral.loader.format.manifest import Tier
 from teneral.loader.stream.arena import Arena, as_array
 from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import Plan, Read, Step, plan_load
+from teneral.loader.stream.pace import Pace
+from teneral.loader.stream.plan import Plan, Step, plan_load
+from teneral.loader.stream.sizing import Budget, Position
 from teneral.loader.stream.staging import Staging
-from teneral.loader.stream.work import WorkQueue
+from teneral.loader.stream.work import Read, WorkQueue
 
 WAIT_S = 30
+
+
+class OnePace(Pace):
+    """Ranges of one size, for as many connections as a test has reads."""
+
+    def __init__(self, range_bytes: int) -> None:
+        super().__init__(Budget(range_bytes, connections=1, staging_bytes=1))
+        self._range_bytes = range_bytes
+
+    @property
+    def connections(self) -> int:
+        return 1000
+
+    def range_bytes(self, position: Position) -> int:
+        return self._range_bytes
+
+
+def pace(range_bytes: int = 1 << 20) -> Pace:
+    return OnePace(range_bytes)
 
 
 def queue_of(
     built: BuiltArtifact, *, staging_bytes: int = 1 << 20, range_bytes: int = 1 << 20
 ) -> tuple[WorkQueue, Plan]:
-    plan = plan_load(built.manifest, Order.EXACT, range_bytes=range_bytes, connections=4)
+    plan = plan_load(built.manifest, Order.EXACT)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
-    return WorkQueue(plan, Staging(staging_bytes), arena.slabs), plan
+    return WorkQueue(plan, Staging(staging_bytes), arena.slabs, pace(range_bytes)), plan
 
 
 def two_layers() -> BuiltArtifact:
@@ -33,8 +54,13 @@ def two_layers() -> BuiltArtifact:
 
 
 def take_all_reads(work: WorkQueue, plan: Plan) -> list[tuple[Read, memoryview]]:
-    taken = [work.next_read() for reads in plan.reads for _ in reads]
-    return [task for task in taken if task is not None]
+    """Hands out until every byte of the plan has been."""
+    taken: list[tuple[Read, memoryview]] = []
+    while sum(piece.size_bytes for read, _ in taken for piece in read.pieces) < plan.stored_bytes:
+        task = work.next_read()
+        assert task is not None
+        taken.append(task)
+    return taken
 
 
 def must_wait(waiting: Future[object]) -> None:
@@ -45,21 +71,25 @@ def must_wait(waiting: Future[object]) -> None:
 def test_reads_come_in_plan_order_and_fill_their_part_from_end_to_end() -> None:
     work, plan = queue_of(two_layers(), range_bytes=1000)
     taken = take_all_reads(work, plan)
-    assert [read for read, _ in taken] == [read for reads in plan.reads for read in reads]
+    steps = [piece.step for read, _ in taken for piece in read.pieces]
+    assert steps == sorted(steps)
     for step in plan.steps:
-        places = [as_array(memory).ctypes.data for read, memory in taken if read.step == step.number]
-        starts = [read.start_bytes for read in plan.reads[step.number]]
-        assert [place - places[0] for place in places] == starts
+        ours = [(read.pieces[0], memory) for read, memory in taken if read.pieces[0].step == step.number]
+        assert len(ours) > 1
+        assert [piece.start_bytes for piece, _ in ours] == [0, *(piece.end_bytes for piece, _ in ours[:-1])]
+        assert ours[-1][0].end_bytes == step.part.size_bytes
+        places = [as_array(memory).ctypes.data for _, memory in ours]
+        assert [place - places[0] for place in places] == [piece.start_bytes for piece, _ in ours]
 
 
 def test_a_part_has_arrived_with_its_last_range_whichever_that_is() -> None:
     work, plan = queue_of(two_layers(), range_bytes=1000)
     taken = take_all_reads(work, plan)
-    first_part = [read for read, _ in taken if read.step == 0]
+    first_part = [read for read, _ in taken if read.pieces[0].step == 0]
     assert len(first_part) > 2
-    assert [work.finish_read(read) is None for read in reversed(first_part)] == [True] * (
-        len(first_part) - 1
-    ) + [False]
+    whole = [work.finish_read(read) for read in reversed(first_part)]
+    assert whole[:-1] == [[]] * (len(first_part) - 1)
+    assert [step for step, _ in whole[-1]] == [plan.steps[0]]
 
 
 def test_of_the_parts_that_have_arrived_the_earliest_is_decoded_first() -> None:
@@ -106,7 +136,7 @@ def test_reading_waits_for_staging_and_goes_on_when_a_part_is_done() -> None:
         work.finish_step(task[0])
         second = waiting.result(WAIT_S)
     assert second is not None
-    assert second[0].step == 1
+    assert second[0].pieces[0].step == 1
     assert work.memory_wait_s > 0
     work.check_integrity()
 
@@ -122,21 +152,21 @@ def test_a_part_to_be_fetched_again_comes_before_all_others_and_keeps_its_memory
     work.fetch_again(task[0])
     again = work.next_read()
     assert again is not None
-    assert again[0] == read
+    assert again[0].pieces == read.pieces
     assert as_array(again[1]).ctypes.data == as_array(memory).ctypes.data
-    assert work.finish_read(read) is not None
+    assert [step for step, _ in work.finish_read(again[0])] == [task[0]]
     assert work.next_step() is not None
 
 
 def test_parts_without_a_digest_are_read_into_their_slab() -> None:
     built = build_artifact([("only", {"w": ("F32", (64, 4))})], packed=False)
-    plan = plan_load(built.manifest, Order.EXACT, range_bytes=1 << 20, connections=1)
+    plan = plan_load(built.manifest, Order.EXACT)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
-    work = WorkQueue(plan, Staging(0), arena.slabs)
+    work = WorkQueue(plan, Staging(0), arena.slabs, pace())
     task = work.next_read()
     assert task is not None
     assert np.shares_memory(as_array(task[1]), as_array(arena.slabs[0]))
-    assert work.finish_read(task[0]) is not None
+    assert [step for step, _ in work.finish_read(task[0])] == [plan.steps[0]]
     work.finish_step(plan.steps[0])
     assert work.next_step() is None
 
@@ -154,9 +184,11 @@ def test_stopping_wakes_everybody() -> None:
 
 def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> None:
     built = two_layers()
-    plan = plan_load(built.manifest, Order.EXACT, range_bytes=1 << 20, connections=1)
+    plan = plan_load(built.manifest, Order.EXACT)
     staging = Staging(1 << 20)
-    work = WorkQueue(plan, staging, Arena([group.slab_bytes for group in built.manifest.groups]).slabs)
+    work = WorkQueue(
+        plan, staging, Arena([group.slab_bytes for group in built.manifest.groups]).slabs, pace()
+    )
     steps: list[Step] = []
     for read, _ in take_all_reads(work, plan):
         work.finish_read(read)

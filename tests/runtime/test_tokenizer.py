@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.text.backend import LocalBackend
+from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import MAX_TEXT_CHARS, TextTokenizer
 
 TEXT = "The dragonfly, newly emerged, is called a teneral: pale, soft. C'est l'été 蜻蛉 🐉\n\tEnd.  " * 3
@@ -24,7 +26,10 @@ def backend():
 
 @pytest.fixture(scope="module")
 def tokenizer(backend):
-    return TextTokenizer(Tokenizer.from_str(backend.to_str()), special_tokens={"eos_token": END})
+    settings = TextSettings({"eos_token": END}, {}, frozenset())
+    return TextTokenizer(
+        LocalBackend(Tokenizer.from_str(backend.to_str()), settings.special_tokens), settings
+    )
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.text.backend import LocalBackend
+from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 SENTENCE = " café dragonflies quickly shed worn skin"
@@ -87,7 +89,8 @@ class SmallHost:
     def __init__(self) -> None:
         backend = small_backend()
         end = backend.token_to_id(END)
-        self.text_tokenizer = TextTokenizer(backend, special_tokens={"bos_token": BEGIN, "eos_token": END})
+        settings = TextSettings({"bos_token": BEGIN, "eos_token": END}, {}, frozenset())
+        self.text_tokenizer = TextTokenizer(LocalBackend(backend, settings.special_tokens), settings)
         self.model = RecitingModel(
             self.text_tokenizer.encode(SENTENCE, add_special_tokens=False), end, backend.get_vocab_size()
         )

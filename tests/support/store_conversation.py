@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
 import threading
@@ -21,6 +22,7 @@ from tests.support.store_pacing import SLICE_BYTES, Pacer
 MAX_LOG_ENTRIES = 100_000
 UNPACED_SLICE_BYTES = 8 * 1024 * 1024
 TLS_SLICE_BYTES = 1024 * 1024
+TRICKLE_STEP_S = 0.02  # between two slices of a body that trickles
 
 
 @dataclass
@@ -32,7 +34,7 @@ class LogEntry:
     key: str
     start: int | None
     end: int | None
-    status: int
+    status: int  # 0: never answered
     connection: int
     received_s: float  # on time.monotonic()'s clock
     done_s: float | None = None  # None while the answer is being sent
@@ -67,14 +69,15 @@ class Conversation:
     def run(self) -> None:
         stream = RequestStream(self._connection)
         while not self._service.stopping.is_set():
-            request = stream.next_head(next(self._service.serials))
+            request = stream.next_head(next(self._service.serials), self._number)
             if request is None or not self._answer(request, stream):
                 return
 
     def _answer(self, request: Request, stream: RequestStream) -> bool:
         """Whether the connection can be used again."""
         fault = (self._service.fault(request) if self._service.fault else None) or Fault()
-        if fault.drop:
+        if fault.drop or not self._wait(fault.first_byte_s):
+            self._note(request, status=0).done_s = time.monotonic()
             return False
         if fault.status is None:
             answer = store_routes.answer(self._service.objects, request, stream)
@@ -88,12 +91,15 @@ class Conversation:
     def _spoiled(self, request: Request, answer: Answer, fault: Fault) -> Answer:
         """The answer as the fault wants it, where that is about what is said, not about how it is sent."""
         headers, body, status = dict(answer.headers), answer.body, answer.status
-        if isinstance(body, FileBody) and status == 206 and (fault.ignore_range or fault.shift_range_bytes):
+        if isinstance(body, FileBody) and status == 206:
             size_bytes = self._service.objects.find(request.bucket, request.key).size_bytes
-            if fault.ignore_range:
+            if fault.swap_range_bytes:
+                last_start = size_bytes - body.count
+                body = replace(body, start=min(max(0, body.start + fault.swap_range_bytes), last_start))
+            elif fault.ignore_range:
                 del headers["Content-Range"]
                 status, body = 200, FileBody(body.path, 0, size_bytes)
-            else:
+            elif fault.shift_range_bytes:
                 body = replace(body, start=body.start + fault.shift_range_bytes)
                 last = body.start + body.count - 1
                 headers["Content-Range"] = f"bytes {body.start}-{last}/{size_bytes}"
@@ -106,34 +112,49 @@ class Conversation:
         try:
             self._connection.sendall(answer_head(answer))
             for stop in [*sorted(stop for stop in stops if stop < length), length]:
-                self._send_body(answer.body, entry.sent_bytes, stop, fault.flip_byte)
-                entry.sent_bytes = stop
-                if stop == fault.stall_after_bytes:
-                    self._service.stopping.wait(fault.stall_s)
+                self._send_body(answer.body, entry, stop, fault)
+                if stop == fault.stall_after_bytes and not self._wait(fault.stall_s):
+                    return False
                 if stop == fault.cut_after_bytes:
                     return False
         finally:
             entry.done_s = time.monotonic()
         return True
 
-    def _send_body(self, body: bytes | FileBody, start: int, end: int, flip: int | None) -> None:
-        """Send the body's bytes [start, end), one slice at a time, each when its time has come."""
-        if isinstance(body, bytes):
-            self._connection.sendall(body[start:end])
-            return
-        with open(body.path, "rb") as file:
-            while start < end:
-                size = min(end - start, SLICE_BYTES if self._pacers else UNPACED_SLICE_BYTES)
-                for pacer in self._pacers:
-                    pacer.wait(size)
-                start += self._send_slice(file.fileno(), body.start + start, size, flip, body.start)
+    def _wait(self, seconds: float) -> bool:
+        """Do nothing for so long; False when the client closes, or the server stops, before that."""
+        until_s = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        while (left_s := until_s - time.monotonic()) > 0:
+            if self._service.stopping.is_set() or poll.poll(1000 * min(left_s, 0.05)):
+                return False
+        return True
 
-    def _send_slice(self, fd: int, offset: int, size: int, flip: int | None, body_start: int) -> int:
+    def _send_body(self, body: bytes | FileBody, entry: LogEntry, end: int, fault: Fault) -> None:
+        """Send the body's bytes from where it stands up to `end`, one slice at a time, each when it is due."""
+        if isinstance(body, bytes):
+            self._connection.sendall(body[entry.sent_bytes : end])
+            entry.sent_bytes = end
+            return
+        pacers, slice_bytes = self._pacers, SLICE_BYTES if self._pacers else UNPACED_SLICE_BYTES
+        if fault.rate_bytes_s is not None:
+            pacers = [*pacers, Pacer(fault.rate_bytes_s / 1e6)]
+            slice_bytes = max(1, int(fault.rate_bytes_s * TRICKLE_STEP_S))
+        with open(body.path, "rb") as file:
+            while entry.sent_bytes < end:
+                size = min(end - entry.sent_bytes, slice_bytes)
+                for pacer in pacers:
+                    pacer.wait(size)
+                entry.sent_bytes += self._send_slice(file.fileno(), body, entry.sent_bytes, size, fault)
+
+    def _send_slice(self, fd: int, body: FileBody, start: int, size: int, fault: Fault) -> int:
         """The number of bytes sent, at least one."""
-        flip_at = None if flip is None else body_start + flip
-        if flip_at is not None and offset <= flip_at < offset + size:
+        offset = body.start + start
+        flip_at = None if fault.flip_bit is None else fault.flip_bit // 8 - start
+        if flip_at is not None and 0 <= flip_at < size:
             data = bytearray(os.pread(fd, size, offset))
-            data[flip_at - offset] ^= 0xFF
+            data[flip_at] ^= 1 << fault.flip_bit % 8
             self._connection.sendall(data)
         elif isinstance(self._connection, ssl.SSLSocket):
             data = bytearray(os.pread(fd, min(size, TLS_SLICE_BYTES), offset))

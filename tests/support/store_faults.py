@@ -16,12 +16,15 @@ class Fault:
     status: int | None = None  # answer with this, and with an S3 error document of `code`
     code: str = "InternalError"
     headers: Mapping[str, str] = field(default_factory=dict)  # added to the answer, or replacing its own
+    first_byte_s: float = 0.0  # wait so long before answering at all
+    rate_bytes_s: float | None = None  # send the body no faster
     cut_after_bytes: int | None = None  # then close the connection
     stall_after_bytes: int | None = None  # then send nothing for `stall_s`
     stall_s: float = 60.0
     shift_range_bytes: int = 0  # answer, honestly labelled, with another range than was asked for
+    swap_range_bytes: int = 0  # send the bytes so much further on, labelled as those that were asked for
     ignore_range: bool = False  # answer 200 with the whole object
-    flip_byte: int | None = None  # invert the body's byte of this offset
+    flip_bit: int | None = None  # invert the body's bit of this number; bit 8 is the second byte's lowest
 
 
 FaultHook = Callable[[Request], Fault | None]

@@ -15,9 +15,12 @@ MAX_HEAD_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Request:
-    """A request's head. `bucket` and `key` are its path's, decoded; `serial` counts the server's requests."""
+    """A request's head. `bucket` and `key` are its path's, decoded; `serial` counts the server's requests,
+    `connection` the connections it accepted.
+    """
 
     serial: int
+    connection: int
     method: str
     bucket: str
     key: str
@@ -65,7 +68,7 @@ class RequestStream:
         self._body_left = 0
         self._wants_continue = False
 
-    def next_head(self, serial: int) -> Request | None:
+    def next_head(self, serial: int, connection: int) -> Request | None:
         """The next request's head, or None when the client has closed. Skips the rest of the last body."""
         if self._wants_continue:
             self._body_left = 0  # it was never sent: the client was answered before it was told to go on
@@ -80,7 +83,7 @@ class RequestStream:
             self._buffer += data
         text = self._buffer[:end].decode("latin-1")
         del self._buffer[: end + 4]
-        request = parse_head(text, serial, time.monotonic())
+        request = parse_head(text, serial, connection, time.monotonic())
         if "transfer-encoding" in request.headers:
             raise RequestError("bodies need a Content-Length")
         self._body_left = int(request.headers.get("content-length", "0"))
@@ -112,7 +115,7 @@ class RequestStream:
         return bytes(data)
 
 
-def parse_head(text: str, serial: int, now_s: float) -> Request:
+def parse_head(text: str, serial: int, connection: int, now_s: float) -> Request:
     first, *lines = text.split("\r\n")
     try:
         method, target, _ = first.split(" ")
@@ -122,10 +125,12 @@ def parse_head(text: str, serial: int, now_s: float) -> Request:
             headers[name.lower()] = value.strip()
     except ValueError as error:
         raise RequestError(f"not a request: {first!r}") from error
-    path, _, query = target.partition("?")
+    # Some clients write the whole address (RFC 9112, 3.2.2), AWS's own in C among them.
+    path, _, query = re.sub(r"^https?://[^/?]*", "", target).partition("?")
     bucket, _, key = unquote(path).lstrip("/").partition("/")
     return Request(
         serial=serial,
+        connection=connection,
         method=method,
         bucket=bucket,
         key=key,

@@ -2,7 +2,8 @@
 
     python -m tests.support.store_server --root DIR [--rate-mb-s 200] [--latency-ms 5] …
 
-prints its address on standard output and serves until it is ended. In a test, `StoreServer` is a context
+prints its address on standard output, serves until it is ended. Every
+field of `store_fault_mix.FaultMix` is a flag too (--stall-share 0.01 --seed 7). In a test, `StoreServer` is a context
 manager. Path-style addressing only; signatures are not verified. What it can do wrong on demand is in
 `store_faults.py`.
 """
@@ -10,6 +11,7 @@ manager. Path-style addressing only; signatures are not verified. What it can do
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -17,10 +19,12 @@ import ssl
 import threading
 import time
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
 from tests.support.store_conversation import Conversation, LogEntry, Service
+from tests.support.store_fault_mix import FaultMix, RandomFaults
 from tests.support.store_faults import FaultHook
 from tests.support.store_http import RequestError
 from tests.support.store_objects import Objects
@@ -161,7 +165,12 @@ def main() -> None:
     parser.add_argument("--connection-rate-mb-s", type=float, help="of each connection")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="before the first byte of each answer")
     parser.add_argument("--tls-certificate", help="a PEM file with certificate and key: serve https")
+    parser.add_argument("--totals", action="store_true", help="in the end print as JSON what was asked for")
+    for each in fields(FaultMix):
+        flag = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(each.default), default=each.default, help="a fault")
     arguments = parser.parse_args()
+    mix = FaultMix(**{each.name: getattr(arguments, each.name) for each in fields(FaultMix)})
     tls = None
     if arguments.tls_certificate:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -173,6 +182,7 @@ def main() -> None:
         rate_mb_s=arguments.rate_mb_s,
         connection_rate_mb_s=arguments.connection_rate_mb_s,
         latency_ms=arguments.latency_ms,
+        fault=None if mix == FaultMix() else RandomFaults(mix),
         tls=tls,
     )
     for bucket in arguments.bucket:
@@ -182,6 +192,14 @@ def main() -> None:
     with server, suppress(KeyboardInterrupt):
         print(server.url, flush=True)
         ended.wait()
+        if arguments.totals:
+            print(json.dumps(_totals(server)), flush=True)
+
+
+def _totals(server: StoreServer) -> dict[str, int]:
+    """What it was asked for, and sent, of ranges."""
+    ranges = [entry for entry in server.log() if entry.start is not None]
+    return {"requests": len(ranges), "sent_bytes": sum(entry.sent_bytes for entry in ranges)}
 
 
 if __name__ == "__main__":

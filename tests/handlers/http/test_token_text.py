@@ -7,6 +7,8 @@ from tests.support.instances import TinyParts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from teneral.handlers.http.token_text import token_bytes
+from teneral.runtime.text.backend import LocalBackend
+from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 
@@ -40,7 +42,7 @@ def with_byte_fallback() -> TextTokenizer:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return TextTokenizer(backend)
+    return TextTokenizer(LocalBackend(backend, {}), TextSettings({}, {}, frozenset()))
 
 
 def test_a_word_keeps_its_space_and_a_byte_stays_a_byte(with_byte_fallback: TextTokenizer) -> None:

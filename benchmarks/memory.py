@@ -1,0 +1,128 @@
+"""Peak memory of a cold start beside its weights: what loading and serving take for themselves.
+
+    python -m benchmarks.memory [--like qwen2.5-0.5b] [--rate-mb-s 0 200] [--rounds 3] [--save]
+
+Watched are the server and every process that belongs to it, from its start to its first token, together: the sum of
+their proportional set sizes, in which memory that they share counts once. Taken off are the weights themselves, and
+what a process takes that has imported all that the server imports and has no model. The KV pool is as large as it was
+configured to be; it takes memory only as it is written, and is counted with the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.cold_starts import serve
+from benchmarks.processes import environment, tree_bytes
+from benchmarks.report import begin, finish, median, new_parser, note, table, title
+from benchmarks.store import MODELS, StoreProcess, prepare
+
+MIB = 1024 * 1024
+GOAL_MIB = 256
+KV_BYTES = 64 * MIB
+WITHOUT_MODEL = """
+import sys, torch, tokenizers
+import teneral.handlers.http.command, teneral.handlers.http.server, teneral.runtime.instance
+import teneral.runtime.engine.engine, teneral.runtime.models.build, teneral.runtime.weights
+import teneral.loader.stream.process_load, teneral.runtime.text.tokenizer
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def main() -> None:
+    options = _options()
+    root = options.work / options.like / "store"
+    prepare(options.like, root)
+    report = begin("memory", model=options.like, rounds=options.rounds, kv_mib=KV_BYTES // MIB)
+    report["weights_mib"] = _weight_bytes(str(root / "models" / "packed")) / MIB
+    report["without_model_mib"] = _bytes_without_model() / MIB
+    report["runs"] = []
+    for rate_mb_s in options.rate_mb_s:
+        with StoreProcess(root, rate_mb_s=rate_mb_s, latency_ms=options.latency_ms) as store:
+            samples: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
+            for turn in range(options.rounds):
+                for model, rows in samples.items():
+                    if options.only and not re.search(options.only, model):
+                        continue
+                    rows.append({"peak_mib": _peak_bytes(model, store) / MIB})
+                    note(
+                        f"round {turn + 1}, {rate_mb_s:g} MB/s, {model}: {rows[-1]['peak_mib']:,.0f} MiB at most"
+                    )
+        for model, rows in samples.items():
+            if rows:
+                run = {"rate_mb_s": rate_mb_s, "model": model, "peak_mib": median(rows, "peak_mib")}
+                report["runs"].append(run | {"all_mib": [round(row["peak_mib"]) for row in rows]})
+    finish(report, render(report), save=options.save)
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    base_mib = report["weights_mib"] + report["without_model_mib"]
+    rows = [
+        [
+            f"{run['rate_mb_s']:g} MB/s" if run["rate_mb_s"] else "unthrottled",
+            run["model"],
+            f"{run['peak_mib']:,.0f}",
+            f"{report['weights_mib']:,.0f}",
+            f"{report['without_model_mib']:,.0f}",
+            f"{run['peak_mib'] - base_mib:,.0f}",
+        ]
+        for run in report["runs"]
+    ]
+    columns = [
+        "store",
+        "model",
+        "peak, MiB",
+        "weights",
+        "the process without a model",
+        f"beside ({GOAL_MIB} allowed)",
+    ]
+    head = title(
+        report, f"{report['model']}, a KV pool of up to {report['kv_mib']} MiB", f"{report['rounds']} rounds"
+    )
+    return f"{head}\n{table(columns, rows)}"
+
+
+def _options() -> argparse.Namespace:
+    parser = new_parser(__doc__, rounds=3)
+    parser.add_argument("--rate-mb-s", type=float, nargs="+", default=[0.0, 200.0], help="0 for no limit")
+    parser.add_argument("--latency-ms", type=float, default=15.0)
+    return parser.parse_args()
+
+
+def _peak_bytes(model: str, store: StoreProcess) -> int:
+    flags = ("--kv-bytes", str(KV_BYTES))
+    run = serve(f"s3://models/{model}", *flags, variables=store.environment(), watch=True)
+    assert run.peak_pss_bytes is not None
+    return run.peak_pss_bytes
+
+
+def _bytes_without_model() -> int:
+    """What all the imports of a server take, and nothing else."""
+    command = [sys.executable, "-c", WITHOUT_MODEL]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        if process.stdout.readline().strip() != "ready":
+            raise SystemExit("the server's modules could not be imported")
+        size_bytes = tree_bytes([process.pid])
+        process.stdin.close()
+    return size_bytes
+
+
+def _weight_bytes(folder: str) -> int:
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.sources.open import open_source
+
+    return open_artifact(open_source(folder)).weight_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""What the node cache costs the load that fills it, and what it gains the next one.
+
+    python -m benchmarks.node_cache [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 5]
+
+Four loads of the packed artifact over HTTP take turns, each a process of its own: without a cache, with an empty one,
+with a full one whose files are in the page cache, and with a full one whose files have to come from the disk. The
+store is another process. Rate 0 means unthrottled. GB are 10^9 bytes. Trust the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load import prepare
+
+KINDS = ("without", "filling", "warm", "from disk")
+
+
+def main() -> None:
+    options = _options()
+    if options.child:
+        print(json.dumps(_load(options.child, options.cache)))
+        return
+    root = Path(options.work) / options.like / "store"
+    prepare(options.like, root)
+    print(
+        "| store | cache | s | beside none | CPU-s | beside none | parts written | dropped | read from disk |"
+    )
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
+    for rate_mb_s in options.rates:
+        _measure(root, rate_mb_s, options)
+
+
+def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> None:
+    command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root), "--latency-ms", "5"]
+    command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
+    cache = Path(options.work) / "node-cache"
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
+        assert store.stdout is not None
+        try:
+            url = f"{store.stdout.readline().strip()}/models/packed"
+            for _ in range(options.rounds):
+                shutil.rmtree(cache, ignore_errors=True)
+                rows["without"].append(_run(url, None))
+                rows["filling"].append(_run(url, cache))
+                while _run(url, cache)["cache"]["num_misses"]:
+                    pass  # what was dropped while the store was fast
+                rows["warm"].append(_run(url, cache))
+                _drop_from_memory(cache)
+                rows["from disk"].append(_run(url, cache))
+        finally:
+            store.terminate()
+    without = _median(rows["without"])
+    for kind in KINDS:
+        row = _median(rows[kind])
+        did = row["cache"] or {}
+        cells = [
+            f"{rate_mb_s:g} MB/s" if rate_mb_s else "unthrottled",
+            kind,
+            f"{row['elapsed_s']:.2f}",
+            f"{row['elapsed_s'] / without['elapsed_s']:.2f}x",
+            f"{row['cpu_s']:.2f}",
+            f"{row['cpu_s'] / without['cpu_s']:.2f}x",
+            str(did.get("num_written", "")),
+            str(did.get("num_dropped", "")),
+            f"{did.get('read_bytes', 0) / row['stored_bytes']:.0%}",
+        ]
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def _run(url: str, cache: Path | None) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.node_cache", "--child", url]
+    command += ["--cache", str(cache)] if cache else []
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    row: dict[str, Any] = json.loads(output)
+    return row
+
+
+def _load(url: str, cache: str | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.sources.open import open_source
+    from teneral.loader.stream.load import WeightLoad
+    from teneral.loader.stream.options import LoadOptions
+
+    source = open_source(url)
+    manifest = open_artifact(source)
+    cpu_s, start_s = time.process_time(), time.monotonic()
+    with WeightLoad(source, manifest, options=LoadOptions(cache_dir=cache)) as load:
+        load.start()
+        for group in manifest.groups:
+            load.wait(group.index)
+        elapsed_s, spent_s = time.monotonic() - start_s, time.process_time() - cpu_s
+        load.join()
+        load.join_cache()
+        figures = asdict(load.statistics())
+    source.close()
+    return figures | {"elapsed_s": elapsed_s, "cpu_s": spent_s}
+
+
+def _drop_from_memory(cache: Path) -> None:
+    for path in cache.glob("*/*"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of median time, with the median CPU time."""
+    middle = sorted(rows, key=lambda row: row["elapsed_s"])[len(rows) // 2]
+    return middle | {"cpu_s": statistics.median(row["cpu_s"] for row in rows)}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", default=os.path.join(tempfile.gettempdir(), "teneral-bench"))
+    parser.add_argument("--child", metavar="URL", help=argparse.SUPPRESS)
+    parser.add_argument("--cache", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The environment that peers run in: their pinned packages, with the project's own torch and transformers.
+
+    python -m benchmarks.peer_environment [--work DIR]
+
+makes it once, as a virtual environment of its own: what peers need never gets among the project's packages, and both
+sides are measured with the same torch. Where it is missing, or a peer did not install, benchmarks say so and leave that
+peer out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.processes import environment
+from benchmarks.report import new_parser, note
+
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+PROGRAMS = Path(__file__).parent / "peers"
+_VERSIONS = """
+import importlib.metadata as metadata, json
+names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer")
+found = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class PeerEnvironment:
+    """`python` runs a peer's program; `versions` are those of the peers that are there."""
+
+    python: Path
+    versions: dict[str, str]
+
+    def lacks(self, *packages: str) -> list[str]:
+        return [name for name in packages if name not in self.versions]
+
+
+def find(work: Path) -> PeerEnvironment:
+    """The environment below `work`, or the project's own where there is none: transformers and boto3 are in both."""
+    python = work / "peers" / "bin" / "python"
+    if not python.exists():
+        note("no environment for peers: python -m benchmarks.peer_environment")
+        python = Path(sys.executable)
+    output = subprocess.run([python, "-c", _VERSIONS], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return PeerEnvironment(python, json.loads(output))
+
+
+def make(work: Path) -> None:
+    """Make it, if it is not there or its requirements have changed. Raises SystemExit when pip cannot."""
+    home, mark = work / "peers", work / "peers" / "made-for"
+    packages = sysconfig.get_path("purelib")
+    made_for = hashlib.sha256(REQUIREMENTS.read_bytes() + packages.encode()).hexdigest()
+    if mark.exists() and mark.read_text() == made_for:
+        return
+    note(f"setting up the peers' environment in {home}")
+    venv.create(home, clear=True, with_pip=True)
+    scheme = {"base": str(home), "platbase": str(home)}
+    Path(sysconfig.get_path("purelib", "venv", scheme), "project.pth").write_text(f"{packages}\n")
+    install = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=environment()).returncode:
+        raise SystemExit("not all peers could be installed: benchmarks leave out those that are missing")
+    mark.write_text(made_for)
+
+
+def make_tensorized(peers: PeerEnvironment, root: Path) -> None:
+    """Write the plain model once more, as tensorizer stores models: `models/tensorized` below `root`."""
+    target = root / "models" / "tensorized"
+    if peers.lacks("tensorizer") or (target / "model.tensors").exists():
+        return
+    note("writing the model in tensorizer's format")
+    command = [peers.python, PROGRAMS / "serialize.py", root / "models" / "plain", target]
+    subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    make(new_parser(__doc__, rounds=1).parse_args().work)

@@ -1,0 +1,124 @@
+"""What a benchmark leaves behind: a table for people, and JSON with what is needed to judge its figures."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "numpy", "zstandard", "blake3", "boto3", "safetensors")
+
+
+def new_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark over a model has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--only", help="a pattern: run only what matches it")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "teneral-bench",
+        help="folder for models and the peers' environment (default: %(default)s)",
+    )
+    return parser
+
+
+def begin(benchmark: str, **facts: Any) -> dict[str, Any]:
+    """The head of a report: how, when and where. `facts` are what the benchmark was told to do."""
+    return {
+        "benchmark": benchmark,
+        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]),
+        "settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TENERAL_")},
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine(),
+        "versions": versions(),
+        "load_average": os.getloadavg()[0],
+        **facts,
+    }
+
+
+def machine() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "name": f"{cores}-core-{platform.machine()}",
+        "cores": cores,
+        "cpu": _cpu_model(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Of those that are installed here."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def title(report: Mapping[str, Any], *words: str) -> str:
+    """The line above a table: what the benchmark did, where and when."""
+    where = f"{report['machine']['name']} ({report['machine']['cpu']}), {report['date']}"
+    return f"{', '.join(words)}\n{where}, load average {report['load_average']:.1f} when it began\n"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown, the first column to the left and the others to the right."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def finish(report: Mapping[str, Any], rendered: str, *, save: bool) -> None:
+    """Print the table; with `save`, keep the JSON under `results/`, by benchmark, model, day and machine."""
+    print(rendered)
+    if not save:
+        return
+    RESULTS.mkdir(exist_ok=True)
+    labels = [report["benchmark"].replace("_", "-"), report.get("model"), report["date"][:10]]
+    stem = "-".join([*filter(None, labels), report["machine"]["name"]])
+    path = RESULTS / f"{stem}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\nkept in {path}", file=sys.stderr)
+
+
+def newest(benchmark: str) -> dict[str, Any]:
+    """The latest result of a benchmark that was kept. Raises SystemExit when there is none."""
+    reports = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    reports = [report for report in reports if report["benchmark"] == benchmark and "versions" in report]
+    if not reports:
+        raise SystemExit(f"no result of {benchmark}: python -m benchmarks.{benchmark} --save")
+    latest: dict[str, Any] = max(reports, key=lambda report: report["date"])
+    return latest
+
+
+def median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
+
+
+def note(line: str) -> None:
+    """Say how far it is, beside the results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _cpu_model() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return found[1].strip() if found else platform.processor()

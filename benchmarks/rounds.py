@@ -1,0 +1,72 @@
+"""Runs that take turns, since machines are noisy: what is compared sees the same weather."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.cold_starts import ColdStart
+from benchmarks.processes import RunError
+from benchmarks.report import note
+
+Start = Callable[[bool], ColdStart]  # takes whether to watch the memory
+
+
+@dataclass
+class Turns:
+    """Cold starts of several systems by name. One that fails is left out from then on, with its reason."""
+
+    systems: Mapping[str, Start]
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def time(self, rounds: int, label: str = "") -> dict[str, dict[str, Any]]:
+        """Medians of so many rounds, in turns."""
+        samples: dict[str, list[float]] = {name: [] for name in self.systems}
+        for number in range(rounds):
+            for name in self.systems:
+                sample = self._run(name, watch=False)
+                if sample is not None:
+                    samples[name].append(sample.first_token_s)
+                    note(f"{label}round {number + 1}: {name:32} {sample.first_token_s:6.2f} s")
+        return {
+            name: {"first_token_s": statistics.median(times), "all_s": [round(time, 3) for time in times]}
+            for name, times in samples.items()
+            if name not in self.failed
+        }
+
+    def weigh(self) -> dict[str, dict[str, float]]:
+        """The peaks of one more run each, which is not timed: looking would slow it down."""
+        peaks = {}
+        for name in self.systems:
+            sample = self._run(name, watch=True)
+            if sample is not None:
+                assert sample.peak_pss_bytes is not None
+                peaks[name] = {
+                    "peak_pss_mb": sample.peak_pss_bytes / 1e6,
+                    "peak_rss_of_main_mb": sample.peak_rss_bytes / 1e6,
+                }
+                note(f"memory: {name:32} {sample.peak_pss_bytes / 1e6:6.0f} MB")
+        return peaks
+
+    def _run(self, name: str, *, watch: bool) -> ColdStart | None:
+        if name in self.failed:
+            return None
+        try:
+            return self.systems[name](watch)
+        except RunError as error:
+            self.failed[name] = str(error)
+            note(f"{name} failed, and is left out: {error}")
+            return None
+
+
+def matching(systems: Mapping[str, Start], pattern: str | None) -> dict[str, Start]:
+    return {name: start for name, start in systems.items() if not pattern or re.search(pattern, name)}
+
+
+def failures(failed: Mapping[str, str], left_out: Iterable[str] = ()) -> str:
+    """Lines below a table on what is not in it."""
+    lines = [f"\nfailed: {name}: {reason.strip().splitlines()[0]}" for name, reason in failed.items()]
+    return "".join([*lines, *(f"\nleft out: {line}" for line in left_out)])

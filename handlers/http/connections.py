@@ -1,0 +1,171 @@
+"""The bounds on connections, before and between requests: how many there are, and how long and how large the
+head of a request may be. (What a request may cost once its head is there, `limits` and `admission` say.)
+
+A connection that nobody uses costs a file descriptor, and a client that sends its headers byte by byte holds
+one for as long as it likes. So when there are too many, the one that has been idle the longest gives way; only
+when all of them are at work is a new one refused. It knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, cast
+
+from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
+
+HEAD_END = b"\r\n\r\n"
+RESERVED_FILES = 128  # descriptors for all else: the store, the loader, libraries, the listening socket
+
+
+class Connections:
+    """All connections of one server. Lives in the event loop's thread only."""
+
+    def __init__(self, *, max_connections: int, max_head_bytes: int, head_timeout_s: float) -> None:
+        self.max_head_bytes = max_head_bytes
+        self.head_timeout_s = head_timeout_s
+        self._max_connections = min(max_connections, _max_files() - RESERVED_FILES)
+        self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, which requests know
+        self._idle: dict[_Connection, None] = {}  # the one that has been idle the longest stands first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def guarding(self, make: Callable[[], Any]) -> Callable[[], asyncio.Protocol]:
+        """A protocol factory that puts each protocol of `make` behind these bounds."""
+        return lambda: _Connection(self, make)
+
+    def request_begins(self, protocol: object) -> None:
+        """A request's head is there; until `request_ends` its connection is at work."""
+        if (connection := self._open.get(protocol)) is not None:
+            connection.begin()
+            self._idle.pop(connection, None)
+
+    def request_ends(self, protocol: object) -> None:
+        if (connection := self._open.get(protocol)) is not None:
+            connection.is_working = False
+            self._idle[connection] = None
+
+    def make_room(self) -> bool:
+        """Whether there is room for one more, where need be by closing the one that has been idle the longest."""
+        if len(self._open) < self._max_connections:
+            return True
+        longest = next(iter(self._idle), None)
+        if longest is None:
+            return False
+        self.closed(longest)
+        longest.abort()
+        return True
+
+    def opened(self, connection: _Connection) -> None:
+        self._open[connection.protocol] = connection
+        self._idle[connection] = None
+
+    def closed(self, connection: _Connection) -> None:
+        """Forget a connection. Idempotent."""
+        self._open.pop(connection.protocol, None)
+        self._idle.pop(connection, None)
+
+
+class _Connection(asyncio.Protocol):
+    """Stands before aiohttp's protocol and passes everything on."""
+
+    def __init__(self, owner: Connections, make: Callable[[], Any]) -> None:
+        self.protocol: Any = None  # aiohttp's, once there is room for it
+        self.is_working = False
+        self._make = make
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
+        self._head_bytes = 0
+        self._head_is_whole = False
+        self._tail = b""  # of the head so far: its end may come in two pieces
+
+    def begin(self) -> None:
+        self.is_working = True
+        self._forget_head()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if not self._owner.make_room():
+            self._refuse(503, "all connections that this server may have are at work", "too_many_connections")
+            return
+        self.protocol = self._make()
+        self._owner.opened(self)
+        self.protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_working or self._take_head(data):
+            self.protocol.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self.protocol.eof_received()  # type: ignore[no-any-return]
+
+    def pause_writing(self) -> None:
+        self.protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.protocol.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget_head()
+        if self.protocol is not None:
+            self._owner.closed(self)
+            self.protocol.connection_lost(error)
+
+    def _take_head(self, data: bytes) -> bool:
+        """Count what belongs to a head. False when it was too much, and the connection is being closed."""
+        owner = self._owner
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(
+                owner.head_timeout_s,
+                self._refuse,
+                408,
+                "the headers did not arrive in time",
+                "request_timeout",
+            )
+        if self._head_is_whole:
+            return True  # a body, of a request that is about to begin
+        head = self._tail + data
+        self._tail = head[1 - len(HEAD_END) :]
+        self._head_is_whole = HEAD_END in head
+        self._head_bytes += len(data)
+        if self._head_is_whole or self._head_bytes <= owner.max_head_bytes:
+            return True
+        self._refuse(431, f"the headers are larger than {owner.max_head_bytes} bytes", "headers_too_large")
+        return False
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer at once, and close; nothing more is read."""
+        self._forget_head()
+        kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
+        body = ApiError(status, message, kind=kind, code=code).body()
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            *(["Retry-After: 1"] if status == 503 else []),
+        ]
+        assert self._transport is not None
+        self._transport.write("\r\n".join(lines).encode() + HEAD_END + body)
+        self._transport.close()
+
+    def _forget_head(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._head_bytes, self._tail, self._head_is_whole = 0, b"", False
+
+
+def _max_files() -> int:
+    """Descriptors that this process may have open."""
+    import resource  # not on every platform that may import this module
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,84 @@
+"""`teneral serve` with `standby_socket`: what was begun here goes on in a process that has imported everything.
+
+This process stays as the one that the platform knows: it passes signals on, and ends with the other's status. Where no
+standby answers, nothing has been lost: it goes on by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ...loader.timeline import Timeline
+from ...runtime.config import ServeConfig
+from ...runtime.start import SentFor
+from .handover import Channel, HandoverError, Order, check_path
+
+ANSWER_TIMEOUT_S = 1.0  # a standby answers in a millisecond; importing takes longer than this
+LOST_STATUS = 1
+
+
+def hand_over(
+    config: ServeConfig, listener: socket.socket, sent: SentFor | None, timeline: Timeline
+) -> int | None:
+    """The exit status of the standby that served; None, at once, when there was none. Raises `UsageError` for a path
+    that is no socket's.
+
+    Blocks as long as the other serves. After a hand-over this process holds none of the files any more.
+    """
+    assert config.standby_socket is not None
+    channel = _connect(check_path(config.standby_socket))
+    if channel is None:
+        return None
+    order = Order(
+        config, dict(os.environ), os.getcwd(), timeline.started_at, (0, 1, 2), listener.fileno(), sent
+    )
+    try:
+        channel.settimeout(ANSWER_TIMEOUT_S)
+        channel.send_order(order)
+        process_id = int(channel.receive()["process"])
+        channel.settimeout(None)
+        channel.send({"go": True})
+    except (HandoverError, KeyError, TypeError, ValueError):
+        channel.close()
+        return None
+    listener.close()
+    if sent is not None:
+        sent.let_go()
+    with _passing_on_signals(process_id):
+        try:
+            return int(channel.receive()["status"])
+        except (HandoverError, KeyError, TypeError, ValueError):
+            print(f"teneral: the standby process {process_id} ended without a word", file=sys.stderr)
+            return LOST_STATUS
+        finally:
+            channel.close()
+
+
+def _connect(path: str) -> Channel | None:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(ANSWER_TIMEOUT_S)
+        sock.connect(path)
+        return Channel(sock)
+    except (OSError, HandoverError):
+        sock.close()
+        return None
+
+
+@contextmanager
+def _passing_on_signals(process_id: int) -> Iterator[None]:
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

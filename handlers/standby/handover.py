@@ -1,0 +1,191 @@
+"""How `teneral serve` hands itself over to a standby process: one message each way, then its open files.
+
+    client → standby   the configuration, environment and folder, with the files (standard streams, the listening
+                       socket, the sockets and the memory of the helpers that are at work already)
+    standby → client   its process number: it is free, and has taken the files
+    client → standby   go
+    standby → client   the exit status, at the end
+
+A message is a line of JSON over a local socket whose two ends must belong to the same user. Whoever sees the
+socket's end before the last message knows that the other is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...loader.errors import UsageError
+from ...loader.helper_process import HelperProcess
+from ...loader.stream.launch import Launched, Task
+from ...runtime.config import ServeConfig
+from ...runtime.start import SentFor
+from ...runtime.text.launch import LaunchedTokenizer, TokenizerTask
+
+MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it
+MAX_FILES = 32
+_CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
+
+
+class HandoverError(Exception):
+    """The other side is gone, is not ours, or does not speak as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is handed over. The open files are the receiver's to close."""
+
+    config: ServeConfig
+    environment: dict[str, str] = field(repr=False)  # has secrets
+    folder: str
+    started_at: float  # of the process that was asked to serve, on the clock that all processes share
+    streams: tuple[int, int, int]
+    listener: int
+    sent: SentFor | None
+
+    def encode(self) -> tuple[bytes, list[int]]:
+        """The message, and the files that go along."""
+        files = [*self.streams, self.listener]
+        helpers: dict[str, Any] | None = None
+        if self.sent is not None:
+            load, tokenizer = self.sent.load, self.sent.tokenizer
+            files += [load.process.socket.fileno(), load.memory_fd, tokenizer.process.socket.fileno()]
+            files += [line.fileno() for line in tokenizer.lines]
+            helpers = {"load": load.process.pid, "tokenizer": tokenizer.process.pid}
+        message = {
+            "config": dataclasses.asdict(self.config),
+            "environment": self.environment,
+            "folder": self.folder,
+            "started_at": self.started_at,
+            "helpers": helpers,
+        }
+        return _line(message), files
+
+    @classmethod
+    def decode(cls, message: dict[str, Any], files: list[int]) -> Order:
+        """Raises `HandoverError` when it is none."""
+        try:
+            config = ServeConfig(**message["config"])
+            helpers = message["helpers"]
+            sent = None
+            if helpers is not None:
+                task, tokenizer_task = _tasks(config, message["started_at"])
+                sent = SentFor(
+                    Launched(
+                        task, HelperProcess.adopt(helpers["load"], socket.socket(fileno=files[4])), files[5]
+                    ),
+                    LaunchedTokenizer(
+                        tokenizer_task,
+                        HelperProcess.adopt(helpers["tokenizer"], socket.socket(fileno=files[6])),
+                        tuple(socket.socket(fileno=fd) for fd in files[7:]),
+                    ),
+                )
+            return cls(
+                config,
+                dict(message["environment"]),
+                str(message["folder"]),
+                float(message["started_at"]),
+                (files[0], files[1], files[2]),
+                files[3],
+                sent,
+            )
+        except (KeyError, TypeError, ValueError, IndexError, OSError) as error:
+            raise HandoverError(f"this is no order: {type(error).__name__}: {error}") from error
+
+
+def _tasks(config: ServeConfig, started_at: float) -> tuple[Task, TokenizerTask]:
+    from ...loader.pin import split_pin
+
+    address, digest = split_pin(config.model)
+    source, load = config.source_options, config.load_options
+    return Task(address, digest, source, load, started_at), TokenizerTask(address, source, load, started_at)
+
+
+class Channel:
+    """One end of the conversation. Not thread-safe. `close` it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes the connected socket over. Raises `HandoverError` when the other end is another user's."""
+        self._socket = sock
+        self._rest = b""
+        _, user, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if user != os.geteuid():
+            sock.close()
+            raise HandoverError(f"the other end belongs to user {user}")
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        self._socket.settimeout(timeout_s)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises `HandoverError`."""
+        self._send(_line(message), [])
+
+    def send_order(self, order: Order) -> None:
+        """Raises `HandoverError`. The files stay open here as well."""
+        self._send(*order.encode())
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises `HandoverError` at the end, or when it takes too long."""
+        return self._receive([])
+
+    def receive_order(self) -> Order:
+        files: list[int] = []
+        try:
+            return Order.decode(self._receive(files), files)
+        except HandoverError:
+            for fd in files:
+                os.close(fd)
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, data: bytes, files: list[int]) -> None:
+        try:
+            sent = socket.send_fds(self._socket, [data], files) if files else 0
+            self._socket.sendall(data[sent:])
+        except OSError as error:
+            raise HandoverError(f"nothing can be said any more: {error}") from error
+
+    def _receive(self, files: list[int]) -> dict[str, Any]:
+        data = self._rest
+        while b"\n" not in data:
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise HandoverError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+            try:
+                piece, given, _, _ = socket.recv_fds(self._socket, 1 << 16, MAX_FILES)
+            except OSError as error:
+                raise HandoverError(f"nothing can be heard any more: {error}") from error
+            files += given
+            if not piece:
+                raise HandoverError("the other end is gone")
+            data += piece
+        line, _, self._rest = data.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError as error:
+            raise HandoverError(f"a message that is no JSON: {error}") from error
+        if not isinstance(message, dict):
+            raise HandoverError("a message that is no object")
+        return message
+
+
+def check_path(path: str) -> str:
+    """A socket's address; raises `UsageError` for one that is too long for the system."""
+    if len(os.fsencode(path)) > 100:
+        raise UsageError(f"the socket's path {path} is longer than 100 bytes", key="standby_socket")
+    return path
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,270 @@
+"""`teneral standby`: keeps processes that have imported everything and hold no model.
+
+One process imports, and forks the others off: a fork shares the parent's memory until it writes to it, so ten cost
+little more than one. Each waits at the same local socket; the one that gets an order becomes that server, and the pool
+forks another in its place.
+
+What makes a fork safe here: the parent has one thread, ran nothing in parallel, and made no CUDA context. So torch gets
+one thread before it computes anything, and numpy's own library none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ...loader.errors import TeneralError, UsageError
+from ...loader.timeline import Timeline
+from ...runtime.errors import PortInUseError
+from .handover import Channel, HandoverError, Order, check_path
+
+MAX_PROCESSES = 256
+MIN_LIFE_S = (
+    1.0  # a process that ends sooner, without an order, will not do better when it is forked again at once
+)
+ORDER_TIMEOUT_S = 5.0  # for an order to be complete
+
+
+def run_pool(path: str, num_processes: int, *, report: Callable[[TeneralError], int]) -> int:
+    """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT. Returns 0.
+
+    Those that serve by then go on. `report` says to a person what ended a server, and gives its exit status. Blocks.
+    Raises `UsageError`, and `PortInUseError` when another pool is there.
+    """
+    if not 1 <= num_processes <= MAX_PROCESSES:
+        raise UsageError(
+            f"a standby pool has 1 to {MAX_PROCESSES} processes, not {num_processes}", key="standby"
+        )
+    with listen_locally(check_path(path)) as listener:
+        try:
+            began_s = time.monotonic()
+            import_everything()
+            imported_s = time.monotonic() - began_s
+            gc.collect()
+            gc.freeze()  # what is there already is not looked at, and so not copied, by the forks' collections
+            pool = _Pool(listener, num_processes, report)
+            pool.fill()
+            print(
+                f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+            pool.run()
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+    return 0
+
+
+def import_everything() -> None:
+    """All that a server needs, and nothing that starts a thread."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # docs/decisions/0007
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would not survive the fork
+    import torch
+
+    torch.set_num_threads(1)
+    from ...runtime import files, instance, weights  # noqa: F401
+    from ...runtime.engine import embedder, engine  # noqa: F401
+    from ...runtime.models import build  # noqa: F401
+    from ...runtime.text import remote  # noqa: F401
+    from .. import function  # noqa: F401
+    from ..http import app, command  # noqa: F401
+
+
+def listen_locally(path: str) -> socket.socket:
+    """A listening local socket that only this user may use. Replaces one that nobody listens at."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        _make_room(path)
+        before = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"cannot listen at {path}: {error.strerror or error}",
+            key="standby_socket",
+            hint="Give a path in a folder that this user may write to.",
+        ) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _make_room(path: str) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+        try:
+            probe.connect(path)
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            os.unlink(path)  # left behind by a pool that was killed
+            return
+    raise PortInUseError(
+        f"another standby pool is at {path}", hint="Stop it, or choose another path with --standby-socket."
+    )
+
+
+class _Pool:
+    """The forking process."""
+
+    def __init__(
+        self, listener: socket.socket, num_processes: int, report: Callable[[TeneralError], int]
+    ) -> None:
+        self._listener = listener
+        self._report = report
+        self._num_processes = num_processes
+        self._waiting: dict[int, float] = {}  # processes without an order, and since when
+        # The forks hold the writing end: each says here when it has an order. They read the other pipe's end, at which
+        # they see that this process is gone.
+        self._taken, self._say_taken = os.pipe()
+        self._alive, self._keep_alive = os.pipe()
+
+    def run(self) -> None:
+        wake, woken = socket.socketpair()
+        woken.setblocking(False)
+        stopped: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: stopped.append(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the select below is woken
+        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        with wake, woken:
+            while not stopped:
+                self.fill()
+                ready, _, _ = select.select([wake.fileno(), self._taken], [], [])
+                if wake.fileno() in ready:
+                    wake.recv(1024)
+                if self._taken in ready:
+                    self._forget_taken()
+                self._reap()
+        for process_id in self._waiting:
+            with suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGTERM)
+
+    def fill(self) -> None:
+        """Fork off as many as are missing."""
+        while len(self._waiting) < self._num_processes:
+            process_id = os.fork()
+            if process_id == 0:
+                os.close(self._taken)
+                os.close(self._keep_alive)
+                _wait_and_exit(self._listener, self._say_taken, self._alive, self._report)
+            self._waiting[process_id] = time.monotonic()
+
+    def _forget_taken(self) -> None:
+        for number in os.read(self._taken, 4096).split():
+            self._waiting.pop(int(number), None)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                process_id, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process_id == 0:
+                return
+            since_s = self._waiting.pop(process_id, None)
+            if since_s is not None and time.monotonic() - since_s < MIN_LIFE_S:
+                time.sleep(MIN_LIFE_S)
+
+
+def _wait_and_exit(
+    listener: socket.socket, say_taken: int, alive: int, report: Callable[[TeneralError], int]
+) -> None:
+    """A fork's whole life."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C in the pool's terminal: the pool says when to end
+        accepted = _accept(listener, alive)
+        if accepted is not None:
+            channel, order = accepted
+            os.write(say_taken, b"%d\n" % os.getpid())
+            for fd in (listener.detach(), say_taken, alive):
+                os.close(fd)
+            status = _serve(channel, order, report)
+    except BaseException:  # noqa: BLE001 - said, and then the process is over
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None:
+    """The first order that is meant; None when the pool is gone."""
+    listener.setblocking(False)
+    while True:
+        ready, _, _ = select.select([listener.fileno(), alive], [], [])
+        if alive in ready:
+            return None
+        try:
+            connected, _ = listener.accept()
+        except BlockingIOError:
+            continue  # another process was faster
+        connected.setblocking(True)
+        try:
+            channel = Channel(connected)
+        except HandoverError:
+            continue
+        try:
+            channel.settimeout(ORDER_TIMEOUT_S)
+            order = channel.receive_order()
+            channel.send({"process": os.getpid()})
+            if channel.receive().get("go") is True:
+                channel.settimeout(None)
+                return channel, order
+        except HandoverError:
+            channel.close()  # a probe, a client that gave up, or one that does not speak as it should
+
+
+def _serve(channel: Channel, order: Order, report: Callable[[TeneralError], int]) -> int:
+    """Become what was ordered. Returns the exit status, having said it."""
+    os.setsid()  # the client passes its signals on, and its terminal's
+    for place, fd in enumerate(order.streams):
+        os.dup2(fd, place)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    _end_with_client(channel)
+    status = 0
+    try:
+        from ..http.command import serve_on
+
+        timeline = Timeline(started_at=order.started_at)
+        timeline.mark("process", "taken over by a standby")
+        serve_on(socket.socket(fileno=order.listener), order.config, timeline, order.sent)
+    except TeneralError as error:
+        status = report(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    channel.send({"status": status})
+    return status
+
+
+def _end_with_client(channel: Channel) -> None:
+    """Drain when the client is killed, as when it is told to end."""
+    import threading
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLIN | select.POLLHUP)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="teneral-standby", daemon=True).start()

@@ -1,0 +1,89 @@
+"""Whose turn it is to be fetched: plan order, but for the steps that somebody asked to have sooner.
+
+Invariant: a step has its turn after all steps that it needs. Not thread-safe: the work queue's lock guards it. It
+does not know memory, ranges or threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from .plan import Plan, follows
+
+MAX_RUN_STEPS = 64
+
+
+class Turns:
+    """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps = plan.steps
+        self._upcoming = deque(range(len(plan.steps)))
+        self._sooner: deque[int] = deque()
+        self._had: dict[int, int] = {}  # number of the turn, by step
+        self._sooner_bytes = 0
+        first = plan.steps[0].part.group if plan.steps else 0
+        self._first_bytes = 0  # of the group that comes first
+        for step in plan.steps:
+            if step.part.group != first:
+                break
+            self._first_bytes += step.part.size_bytes
+
+    def __getitem__(self, number: int) -> int:
+        """When the step had its turn, counted from 0. Raises `KeyError` before."""
+        return self._had[number]
+
+    @property
+    def awaited_bytes(self) -> int | None:
+        """What comes next and is waited for: of the steps asked for, else of the first group; None beyond."""
+        return self._sooner_bytes or (self._first_bytes if self._first_bytes > 0 else None)
+
+    def next_run(self, most_bytes: int) -> list[int]:
+        """The next step, and those behind it that one range of `most_bytes` can read with it; empty at the end."""
+        queue = self._next_queue()
+        if not queue:
+            return []
+        run = [queue[0]]
+        begin = self._steps[queue[0]].part.offset_bytes
+        for number in islice(queue, 1, MAX_RUN_STEPS):
+            part = self._steps[number].part
+            if number in self._had or part.offset_bytes + part.size_bytes - begin > most_bytes:
+                break
+            if not follows(self._steps[run[-1]], self._steps[number]):
+                break
+            run.append(number)
+        return run
+
+    def peek(self) -> int | None:
+        """The step whose turn is next."""
+        queue = self._next_queue()
+        return queue[0] if queue else None
+
+    def take(self, run: Iterable[int]) -> None:
+        """These steps, the next ones, have their turn now."""
+        is_sooner = bool(self._sooner)
+        for number in run:
+            self._had[number] = len(self._had)
+            size_bytes = self._steps[number].part.size_bytes
+            if is_sooner:
+                self._sooner_bytes -= size_bytes
+            self._first_bytes -= size_bytes
+
+    def promote(self, numbers: Iterable[int]) -> None:
+        """Give these steps, and those that they need, their turn before all others."""
+        wanted = set(numbers)
+        wanted.update(needed for number in list(wanted) for needed in self._steps[number].needs)
+        wanted.difference_update(self._had, self._sooner)
+        self._sooner.extend(sorted(wanted))
+        self._sooner_bytes += sum(self._steps[number].part.size_bytes for number in wanted)
+
+    def _next_queue(self) -> deque[int]:
+        """The queue whose first step is next; empty at the end."""
+        for queue in (self._sooner, self._upcoming):
+            while queue and queue[0] in self._had:
+                queue.popleft()
+            if queue:
+                return queue
+        return self._upcoming

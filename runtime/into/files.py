@@ -1,0 +1,45 @@
+"""`load_file`: all weights at an address as a dict of tensors; takes the place of `safetensors.torch.load_file`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import closing
+
+import torch
+
+from ...loader.errors import NotFoundError
+from ...loader.sources.open import scheme_of
+from ...loader.stream.load import WeightLoad
+from .address import Address, open_weights
+from .views import tensor_over
+
+
+def load_file(filename: Address, device: str | int | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Read all tensors of a safetensors file, a model directory, or an artifact at any address. Blocks.
+
+    The tensors are contiguous and writable, and own their memory: the file may be removed or replaced. On the CPU they
+    lie in one piece of memory, which is given back when the last of them goes; clone one that is to outlive the
+    others. Names that a packed artifact holds as one tensor share it. A number is a CUDA device, as in safetensors.
+
+    Raises `FileNotFoundError` for a local path where nothing is, `CheckpointError` for a damaged or hostile file,
+    `IntegrityError` for a packed artifact whose bytes are not those that were packed, `InsufficientMemoryError`, and
+    the errors of the source.
+    """
+    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    try:
+        opened = open_weights(filename)
+    except NotFoundError as error:
+        if scheme_of(os.fspath(filename)) or os.path.exists(filename):
+            raise
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(filename)) from error
+    source, manifest = opened
+    with closing(source), WeightLoad(source, manifest) as load:
+        stored = {tensor.index: tensor_over(load, tensor) for tensor in manifest.tensors}
+        load.start()
+        for group in manifest.groups:
+            load.wait(group.index)
+            if target.type != "cpu":
+                stored.update({index: stored[index].to(target) for index in group.tensors})
+        load.join()
+    return {name: stored[tensor.index] for name, tensor in manifest.by_name.items()}

@@ -1,0 +1,185 @@
+"""Which of a file's tensors fills which of a module's slots, decided from names, shapes and dtypes alone.
+
+Nothing is read and nothing is changed here. A file often holds a model with a head, where the module is the model
+without it, or the other way round: then one prefix tells all their names apart, and it is found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ...loader.format.manifest import Manifest, Tensor
+from ..errors import ModelError
+from .slots import Slot, Slots
+from .views import torch_dtype
+
+Rename = Callable[[str], str | None]
+
+_MAX_SHOWN = 8  # names in a message
+_MAX_PREFIXES = 8  # that are tried, of each side
+
+
+class WeightsMismatchError(ModelError):
+    """File and module do not fit; the module was not touched. Keys are as the module, or the file, has them."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing_keys: Iterable[str] = (),
+        unexpected_keys: Iterable[str] = (),
+        mismatched_keys: Iterable[str] = (),
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.missing_keys = tuple(missing_keys)
+        self.unexpected_keys = tuple(unexpected_keys)
+        self.mismatched_keys = tuple(mismatched_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A slot and the tensor that it gets. `twins` are further tensors of the file for the same slot: a tied weight
+    that was stored under each of its names.
+    """
+
+    slot: Slot
+    entry: Tensor
+    twins: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    fillings: tuple[Filling, ...]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+
+
+def match_weights(slots: Slots, manifest: Manifest, *, strict: bool, rename: Rename | None) -> Match:
+    """Raises `WeightsMismatchError` when shapes or kinds of dtype differ; when `strict`, also when a name has no
+    counterpart. Without `strict` a slot with no values anywhere (on the meta device) is still refused.
+    """
+    slot_of = {name: slot for slot in slots.slots for name in slot.names}
+    file_names = manifest.by_name
+    new_names = rename_all(file_names, slot_of, rename)
+    entries_of: dict[str, list[Tensor]] = {}  # by the slot's first name
+    unexpected: list[str] = []
+    for file_name, name in new_names.items():
+        if name in slot_of:
+            entries = entries_of.setdefault(slot_of[name].name, [])
+            if file_names[file_name] not in entries:
+                entries.append(file_names[file_name])
+        elif name is not None and name not in slots.computed:
+            unexpected.append(file_name)
+    missing = [slot.name for slot in slots.slots if slot.name not in entries_of]
+    if strict and (missing or unexpected):
+        raise _different_names(missing, unexpected)
+    if without_values := [name for name in missing if slot_of[name].tensor.is_meta]:
+        raise WeightsMismatchError(
+            f"not in the file, and on the meta device, so without values: {_list(without_values)}",
+            missing_keys=without_values,
+            hint="Build those on a real device and initialise them, or give a file that has them.",
+        )
+    fillings = tuple(
+        Filling(slot, entries_of[slot.name][0], tuple(entries_of[slot.name][1:]))
+        for slot in slots.slots
+        if slot.name in entries_of
+    )
+    _check_fit(fillings)
+    return Match(fillings, tuple(missing), tuple(unexpected))
+
+
+def rename_all(
+    file_names: Collection[str], module_names: Collection[str], rename: Rename | None
+) -> dict[str, str | None]:
+    """The module's name for each of the file's names; None for what the user leaves out.
+
+    Without `rename`: as they are, or with the one prefix added or taken away with which most are the module's.
+    Raises `WeightsMismatchError` when two names become one.
+    """
+    if rename is None:
+        rename = _find_prefix(file_names, module_names)
+    renamed: dict[str, str | None] = {}
+    taken: dict[str, str] = {}
+    for file_name in file_names:
+        name = renamed[file_name] = rename(file_name)
+        if name is None:
+            continue
+        if name in taken:
+            raise WeightsMismatchError(
+                f"{taken[name]} and {file_name} both become {name}", unexpected_keys=(taken[name], file_name)
+            )
+        taken[name] = file_name
+    return renamed
+
+
+def _find_prefix(file_names: Collection[str], module_names: Collection[str]) -> Rename:
+    known = set(module_names)
+
+    def strip(prefix: str) -> Rename:
+        return lambda name: name if name in known else name.removeprefix(prefix)
+
+    def add(prefix: str) -> Rename:
+        return lambda name: name if name in known else prefix + name
+
+    candidates: list[Rename] = [lambda name: name]
+    candidates += [strip(prefix) for prefix in _first_words(file_names)]
+    candidates += [add(prefix) for prefix in _first_words(module_names)]
+    # The first of the best: names are left alone unless a prefix makes more of them fit.
+    return max(candidates, key=lambda candidate: sum(candidate(name) in known for name in file_names))
+
+
+def _first_words(names: Iterable[str]) -> list[str]:
+    """The usual ones only: names come from outside, and each prefix costs a look at all of them."""
+    words = Counter(name.partition(".")[0] + "." for name in names if "." in name)
+    return [word for word, _ in words.most_common(_MAX_PREFIXES)]
+
+
+def _check_fit(fillings: Iterable[Filling]) -> None:
+    problems: dict[str, str] = {}
+    for filling in fillings:
+        wanted = filling.slot.tensor
+        for entry in (filling.entry, *filling.twins):
+            if entry.shape != tuple(wanted.shape):
+                problems[filling.slot.name] = f"is {list(wanted.shape)}, the file has {list(entry.shape)}"
+            elif _kind(torch_dtype(entry)) != _kind(wanted.dtype):
+                problems[filling.slot.name] = f"is {wanted.dtype}, the file has {entry.dtype}"
+    if problems:
+        shown = [f"{name} {problem}" for name, problem in problems.items()]
+        raise WeightsMismatchError(
+            f"{len(problems)} tensors do not fit the module: {_list(shown, '; ')}",
+            mismatched_keys=problems,
+            hint="Build the module from the config.json that belongs to these weights.",
+        )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Values are converted within a kind; between them, a conversion would be a mistake unseen."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype is torch.bool else "integer"
+
+
+def _different_names(missing: list[str], unexpected: list[str]) -> WeightsMismatchError:
+    said = []
+    if missing:
+        said.append(f"{len(missing)} of the module's tensors are not in the file: {_list(missing)}")
+    if unexpected:
+        said.append(f"{len(unexpected)} of the file's tensors are not in the module: {_list(unexpected)}")
+    return WeightsMismatchError(
+        "; ".join(said),
+        missing_keys=missing,
+        unexpected_keys=unexpected,
+        hint="Give rename= to translate the file's names, or strict=False to load what there is.",
+    )
+
+
+def _list(items: Collection[str], separator: str = ", ") -> str:
+    shown = separator.join(list(items)[:_MAX_SHOWN])
+    return shown if len(items) <= _MAX_SHOWN else f"{shown}{separator}… ({len(items)} in all)"

@@ -1,0 +1,86 @@
+"""What turns texts into tokens and back: in this process (`LocalBackend`), or in one beside it (`remote.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ..errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MAX_TOKEN = 1 << 32
+
+
+class Backend(Protocol):
+    """Thread-safe. Arguments were checked by `TextTokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Raises `RequestError` for numbers that no vocabulary could have."""
+
+    def id_to_piece(self, token: int) -> str | None: ...
+
+    def piece_to_id(self, piece: str) -> int | None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalBackend:
+    """The `tokenizers` library's tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+        """Takes `tokenizer` over, and changes its settings: every named special token that its vocabulary knows is
+        recognised in texts, and skipped when decoding.
+        """
+        # Files of embedding models ask for both; here each text has its own length, and the engine refuses
+        # what is too long.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        known = [text for text in special_tokens.values() if tokenizer.token_to_id(text) is not None]
+        tokenizer.add_special_tokens(known)
+        self.tokenizer = tokenizer
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_file(cls, data: bytes, special_tokens: Mapping[str, str]) -> LocalBackend:
+        """From the content of tokenizer.json. Holds the GIL for as long as 0.4 s. Raises `ModelError`."""
+        import tokenizers  # 17 ms that whoever only names this module need not pay
+
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(data)
+        except BaseException as error:
+            # A bug in the library's Rust comes as a PanicException, which is no Exception.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise ModelError(f"tokenizer.json cannot be read: {error}") from error
+            raise
+        return cls(tokenizer, special_tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Unlike `encode`, it lets other threads run meanwhile.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        tokens: list[int] = encoding.ids
+        return tokens
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        try:
+            text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(f"these are no tokens: {error}", param="tokens") from error
+        return text
+
+    def id_to_piece(self, token: int) -> str | None:
+        piece: str | None = self.tokenizer.id_to_token(token)
+        return piece
+
+    def piece_to_id(self, piece: str) -> int | None:
+        token: int | None = self.tokenizer.token_to_id(piece)
+        return token
+
+    def close(self) -> None:
+        """There is nothing to end."""

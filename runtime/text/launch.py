@@ -1,0 +1,49 @@
+"""Starting the process that tokenises; imports nothing else. `remote.py` takes it over."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from dataclasses import dataclass
+
+from ...loader.helper_process import HelperProcess
+from ...loader.sources.base import SourceOptions
+from ...loader.stream.options import LoadOptions
+
+NUM_LINES = 3  # requests that it works on at the same time: a long text must not hold up all others
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTask:
+    """What the child is told, once."""
+
+    url: str
+    source_options: SourceOptions
+    load_options: LoadOptions
+    started_at: float  # the timeline's origin, on the clock that all processes of a machine share
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedTokenizer:
+    """A process that waits for the manifest, to be handed to a `TokenizerProcess`, which ends it."""
+
+    task: TokenizerTask
+    process: HelperProcess
+    lines: tuple[socket.socket, ...]  # each for one request at a time
+
+
+def launch_tokenizer(task: TokenizerTask, *, fork: bool = False) -> LaunchedTokenizer:
+    """Start it; return at once. `fork` is as `HelperProcess` has it. Raises `OSError` when the system refuses."""
+    pairs = [socket.socketpair() for _ in range(NUM_LINES)]
+    try:
+        fds = [theirs.fileno() for _, theirs in pairs]
+        process = HelperProcess(".runtime.text.tokenizer_child", fds=fds, fork=fork)
+    except OSError:
+        for ours, _ in pairs:
+            ours.close()
+        raise
+    finally:
+        for _, theirs in pairs:
+            theirs.close()
+    process.socket.sendall(pickle.dumps(task))
+    return LaunchedTokenizer(task, process, tuple(ours for ours, _ in pairs))

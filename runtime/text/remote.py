@@ -1,0 +1,192 @@
+"""A tokenizer in a process of its own, as it looks from here.
+
+Parsing a large vocabulary takes 0.4 s and holds the GIL, which a cold start needs for importing torch. So a child
+(`tokenizer_child.py`), started before that, reads the tokenizer's files and parses them. It goes on to encode, beside
+the engine's own work; texts are decoded here, by a table that it sends, where the decoder allows one (`pieces.py`).
+
+The child is ours alone and knows nothing that cannot be had again: should it be killed, the next one who needs it
+starts another.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from io import BufferedRWPair
+from typing import TYPE_CHECKING, Any
+
+from ...loader.errors import TeneralError
+from ...loader.timeline import Timeline
+from ..errors import ModelError
+from .launch import LaunchedTokenizer, launch_tokenizer
+from .tokenizer import TextTokenizer, make_chat_template
+
+if TYPE_CHECKING:
+    from ...loader.format.manifest import Manifest
+    from .pieces import PieceTable
+    from .settings import TextSettings
+
+
+class TokenizerProcess:
+    """A `Backend`, once `load` has returned. Thread-safe."""
+
+    def __init__(self, launched: LaunchedTokenizer, *, timeline: Timeline) -> None:
+        """Takes over a process that was launched; its spans go to `timeline`."""
+        self._timeline = timeline
+        self._child = _Child(launched)
+        self._manifest: Manifest | None = None
+        self._table: PieceTable | None = None
+        self._lock = threading.Lock()  # over starting another child, and over the end
+        self._closed = False
+        self._special_ids: dict[str, int | None] = {}
+        self.vocab_size = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the child that there is now."""
+        return self._child.pid
+
+    def load(self, manifest: Manifest) -> TextTokenizer:
+        """Blocks until the child has parsed the tokenizer. The result closes this. Raises what reading it raises, and
+        `ModelError`; the child has ended then.
+        """
+        # The child reads small files only.
+        self._manifest = replace(manifest, blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
+        try:
+            settings = self._child.settings(self._manifest)
+            chat_template = make_chat_template(settings)
+            try:
+                self.vocab_size, self._special_ids, spans = self._child.receive()
+            except TeneralError:
+                chat_template.close()
+                raise
+        except TeneralError:
+            self.close()
+            raise
+        for span in spans:
+            self._timeline.add(span.lane, span.name, span.start_s, span.end_s, **span.attributes)
+        threading.Thread(target=self._take_table, name="teneral-pieces", daemon=True).start()
+        return TextTokenizer(self, settings, chat_template=chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokens: list[int] = self._ask("encode", text, add_special_tokens=add_special_tokens)
+        return tokens
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        if self._table is not None:
+            return self._table.decode(tokens, skip_special_tokens=skip_special_tokens)
+        text: str = self._ask("decode", list(tokens), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_to_piece(self, token: int) -> str | None:
+        piece: str | None = self._ask("id_to_piece", token)
+        return piece
+
+    def piece_to_id(self, piece: str) -> int | None:
+        if piece in self._special_ids:
+            return self._special_ids[piece]
+        token: int | None = self._ask("piece_to_id", piece)
+        return token
+
+    def close(self) -> None:
+        """End the child; whoever waits for it gets a `ModelError`. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._child.end()
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        child = self._child
+        for _ in range(2):
+            try:
+                return child.ask(method, arguments, options)
+            except (EOFError, OSError, pickle.UnpicklingError):
+                child = self._another(child)
+        raise ModelError(
+            "the process that tokenises texts ended twice in a row",
+            hint="Signal 9 usually means that the container is out of memory: give it more.",
+        )
+
+    def _another(self, dead: _Child) -> _Child:
+        """A child in place of one that has ended; the one that is there if somebody has seen to it already."""
+        with self._lock:
+            if self._closed:
+                raise ModelError("the tokenizer was closed")
+            if self._child is dead:
+                dead.end()
+                assert self._manifest is not None
+                self._child = _Child(launch_tokenizer(dead.task))
+                self._child.settings(self._manifest)
+                self._child.receive()
+            return self._child
+
+    def _take_table(self) -> None:
+        with suppress(TeneralError):  # the child has ended: texts are decoded by the next one
+            self._table = self._child.receive()
+
+
+class _Child:
+    """One process, from this side."""
+
+    def __init__(self, launched: LaunchedTokenizer) -> None:
+        self.task = launched.task
+        self._process = launched.process
+        self._control = launched.process.socket.makefile("rwb")
+        self._lines: queue.SimpleQueue[BufferedRWPair] = queue.SimpleQueue()
+        self._sockets = (launched.process.socket, *launched.lines)
+        for line in launched.lines:
+            self._lines.put(line.makefile("rwb"))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def settings(self, manifest: Manifest) -> TextSettings:
+        with suppress(OSError):  # it has ended: `receive` says so
+            pickle.dump(manifest, self._control)
+            self._control.flush()
+        settings: TextSettings = self.receive()
+        return settings
+
+    def receive(self) -> Any:
+        """What it says next. Raises the error that it says, and `ModelError` when it has ended."""
+        try:
+            message = pickle.load(self._control)  # noqa: S301 - written by our own child, nobody else has it
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+            status = self._process.wait()
+            raise ModelError(
+                f"the process that tokenises texts ended early, with status {status}",
+                hint="What it said stands above. Status -9 usually means that the container is out of memory.",
+            ) from error
+        if isinstance(message, TeneralError):
+            raise message
+        return message
+
+    def ask(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Blocks while all lines are in use. Raises the method's error; `EOFError` or `OSError` when it has ended."""
+        line = self._lines.get()
+        try:
+            pickle.dump((method, arguments, options), line, pickle.HIGHEST_PROTOCOL)
+            line.flush()
+            succeeded, value = pickle.load(line)  # noqa: S301 - as above
+        except ValueError as error:  # the file was closed
+            raise EOFError from error
+        finally:
+            self._lines.put(line)  # a broken one too: whoever waits for it must learn of it
+        if not succeeded:
+            raise value
+        return value
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(
+                    socket.SHUT_RDWR
+                )  # whoever reads gives up: closing alone waits for the files made of it
+            sock.close()

@@ -1,0 +1,96 @@
+"""What a model's files say about its text beside the vocabulary: special tokens, chat templates, where texts end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelError
+
+Files = Callable[[str], bytes | None]  # a file of the model directory by its name; None when there is none
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    special_tokens: dict[str, str]  # "bos_token" and so on → its text
+    templates: dict[str, str]  # chat templates by name; none where the model has none
+    eos_token_ids: frozenset[int]  # those that the model's own files name; the tokenizer's comes to them
+
+    @classmethod
+    def read(cls, files: Files) -> TextSettings:
+        """From tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and
+        chat_template.jinja. Raises `ModelError` for what is damaged.
+        """
+        settings = _json_object(files, "tokenizer_config.json")
+        return cls(
+            _special_tokens({**_json_object(files, "special_tokens_map.json"), **settings}),
+            _chat_templates(settings.get("chat_template"), files("chat_template.jinja")),
+            _eos_token_ids(files),
+        )
+
+
+def read_tokenizer_file(files: Files) -> bytes:
+    """The content of tokenizer.json. Raises `ModelError` when there is none."""
+    data = files("tokenizer.json")
+    if data is None:
+        raise ModelError(
+            "the model has no tokenizer.json",
+            hint="Save the tokenizer with transformers (AutoTokenizer, save_pretrained), and pack again.",
+        )
+    return data
+
+
+def _json_object(files: Files, name: str) -> dict[str, Any]:
+    """The file's content; {} when there is no such file."""
+    data = files(name)
+    if data is None:
+        return {}
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} is not a JSON object")
+    return value
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Names and texts of special tokens; a text stands as it is, or in an object with its properties."""
+    tokens = {}
+    for name, value in settings.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _chat_templates(in_settings: Any, file: bytes | None) -> dict[str, str]:
+    """Templates by name: one text, a list of {"name", "template"}, or the file, which goes before both."""
+    if file is not None:
+        try:
+            return {"default": file.decode("utf-8")}
+        except UnicodeDecodeError as error:
+            raise ModelError(f"chat_template.jinja is not UTF-8: {error}") from error
+    if isinstance(in_settings, str):
+        return {"default": in_settings}
+    templates = {}
+    for entry in in_settings if isinstance(in_settings, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+            templates[str(entry.get("name"))] = entry["template"]
+    if templates and "default" not in templates:
+        raise ModelError(f"no chat template is the default one; there are {', '.join(sorted(templates))}")
+    return templates
+
+
+def _eos_token_ids(files: Files) -> frozenset[int]:
+    """Every token that ends a text: those of generation_config.json, else config.json."""
+    named = _json_object(files, "generation_config.json").get("eos_token_id")
+    if named is None:
+        named = _json_object(files, "config.json").get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
+            raise ModelError(f"eos_token_id is {token!r}, which is no token")
+    return frozenset(ids)

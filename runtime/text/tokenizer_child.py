@@ -1,0 +1,119 @@
+"""The program behind `TokenizerProcess`: reads a model's tokenizer, parses it, and serves it.
+
+    python -m teneral.runtime.text.tokenizer_child CONTROL_FD LINE_FD …
+
+Over the control socket it is told where the model is, and then the manifest; it answers with the settings, with word
+that it is ready, and with the table of pieces. Each line is served by a thread of its own: a request is the name of a
+`Backend`'s method with its arguments, the answer what the method returned or raised. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from io import BufferedRWPair
+from typing import TYPE_CHECKING
+
+from ...loader.errors import TeneralError
+from ...loader.sources.open import open_source
+from ...loader.timeline import Timeline
+from ..errors import ModelError
+from ..files import ModelFiles
+from .backend import LocalBackend
+from .pieces import PieceTable, make_piece_table
+from .settings import TextSettings, read_tokenizer_file
+
+if TYPE_CHECKING:
+    from ...loader.format.manifest import Manifest
+    from .launch import TokenizerTask
+
+SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
+METHODS = frozenset(("encode", "decode", "id_to_piece", "piece_to_id"))
+
+
+def main(control_fd: int, *line_fds: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    control = socket.socket(fileno=control_fd)
+    stream = control.makefile("rwb")
+    task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
+    timeline = Timeline(started_at=task.started_at)
+    with timeline.span("tokenizer", "import"):
+        import tokenizers  # noqa: F401 - before the manifest is there
+    manifest: Manifest = pickle.load(stream)  # noqa: S301
+    try:
+        backend, special_tokens = _load(task, manifest, timeline, stream)
+    except TeneralError as error:
+        _send(stream, error)
+        os._exit(0)
+    for fd in line_fds:
+        threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
+    special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
+    _send(stream, (backend.vocab_size, special_ids, timeline.spans()))
+    _send(stream, _table(backend))
+    control.recv(1)  # the parent says nothing more: this returns when it is gone
+    os._exit(0)
+
+
+def _load(
+    task: TokenizerTask, manifest: Manifest, timeline: Timeline, stream: BufferedRWPair
+) -> tuple[LocalBackend, dict[str, str]]:
+    source = open_source(task.url, task.source_options)
+    files = ModelFiles(source, manifest, task.load_options).read
+    try:
+        with timeline.span("tokenizer", "fetch"):
+            settings = TextSettings.read(files)
+            _send(stream, settings)
+            data = read_tokenizer_file(files)
+        with timeline.span("tokenizer", "load"):
+            backend = LocalBackend.from_file(data, settings.special_tokens)
+        return backend, settings.special_tokens
+    finally:
+        source.close()
+
+
+def _table(backend: LocalBackend) -> PieceTable | None:
+    tokenizer = backend.tokenizer
+    if tokenizer.decoder is None:
+        return None
+    added = tokenizer.get_added_tokens_decoder()
+    return make_piece_table(
+        json.loads(tokenizer.decoder.__getstate__()),
+        tokenizer.get_vocab(with_added_tokens=True),
+        frozenset(token for token, entry in added.items() if entry.special),
+    )
+
+
+def _serve(fd: int, backend: LocalBackend) -> None:
+    with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as stream:
+        while True:
+            try:
+                name, arguments, options = pickle.load(stream)  # noqa: S301
+            except (EOFError, OSError):
+                return
+            answer: object
+            try:
+                if name not in METHODS:
+                    raise ModelError(f"there is no {name} to be asked for")
+                answer = True, getattr(backend, name)(*arguments, **options)
+            except TeneralError as error:
+                answer = False, error
+            except Exception as error:  # noqa: BLE001 - whoever asked must get an answer
+                answer = False, ModelError(f"the tokenizer failed: {type(error).__name__}: {error}")
+            _send(stream, answer)
+
+
+def _send(stream: BufferedRWPair, message: object) -> None:
+    pickle.dump(message, stream, pickle.HIGHEST_PROTOCOL)
+    stream.flush()
+
+
+if __name__ == "__main__":
+    with suppress(EOFError):  # the parent is gone
+        main(*map(int, sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""The commands' flags. Only those of the command that was given are made: parsing is a part of every cold start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, http(s)://"
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What was asked for; `command` names it. Ends the process, as argparse does, where that cannot be meant."""
+    from . import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="teneral",
+        description="Serve models from object storage that answer while their weights are still arriving.",
+    )
+    parser.add_argument("--version", action="version", version=f"teneral {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
+    for name, (help_text, add_flags) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."
+        )
+        if name == chosen:
+            command.add_argument(
+                "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
+            add_flags(command)
+    return parser.parse_args(arguments)
+
+
+def _pack(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=SOURCE_HELP)
+    command.add_argument(
+        "artifact", metavar="ARTIFACT", help="where to write it: a path or s3://bucket/prefix"
+    )
+    command.add_argument(
+        "--force", action="store_true", help="replace the artifact that is there, atomically"
+    )
+    _add_work_flags(command)
+
+
+def _unpack(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT")
+    command.add_argument("directory", metavar="DIRECTORY")
+    command.add_argument(
+        "--force", action="store_true", help="write into a directory that has files of these names"
+    )
+    _add_work_flags(command)
+
+
+def _verify(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT")
+    _add_work_flags(command)
+
+
+def _inspect(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    command.add_argument("--json", action="store_true", help="for machines")
+    _add_source_flags(command)
+
+
+def _serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="an artifact or a model directory",
+    )
+    _add_settings(command)
+
+
+def _standby(command: argparse.ArgumentParser) -> None:
+    command.add_argument("socket", metavar="SOCKET", help="where `teneral serve --standby-socket` finds them")
+    command.add_argument("--processes", type=_natural, default=1, metavar="N", help="how many (default: 1)")
+
+
+def _invoke(command: argparse.ArgumentParser) -> None:
+    command.add_argument("function", metavar="FUNCTION", help="module:function or path/file.py:function")
+    command.add_argument(
+        "--event", metavar="FILE", default="-", help="JSON file with the event, - for standard input"
+    )
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, metavar="SECONDS", help="time the handler has"
+    )
+    _add_settings(command, model_flag=True)
+
+
+def _timeline(command: argparse.ArgumentParser) -> None:
+    command.add_argument("snapshot", metavar="URL-OR-FILE", help="a server's address, or a saved /timeline")
+    command.add_argument("-o", "--output", metavar="FILE.html", help="write a self-contained page instead")
+    command.add_argument("--width", type=int, default=None, help="columns (default: the terminal's)")
+    command.add_argument("--color", choices=("auto", "always", "never"), default="auto")
+
+
+def _synth(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", metavar="DIRECTORY")
+    command.add_argument(
+        "--like",
+        required=True,
+        metavar="SHAPE",
+        help="qwen2.5-0.5b, qwen3-0.6b, llama-3.2-1b, llama-3.1-8b or minilm",
+    )
+    command.add_argument("--seed", type=_natural, default=0)
+    command.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _natural(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 on; it is {text!r}")
+    return int(text)
+
+
+def _add_work_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress")
+    _add_source_flags(command)
+
+
+def _add_source_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("the store")
+    group.add_argument("--endpoint-url", metavar="URL", help="address of an S3-compatible store")
+    group.add_argument("--region")
+    group.add_argument("--profile", help="AWS profile to take credentials from")
+    group.add_argument("--addressing-style", choices=("auto", "path", "virtual"), default="auto")
+    group.add_argument("--anonymous", action="store_true", help="send unsigned requests")
+    group.add_argument("--requester-pays", action="store_true", help="agree to pay for the requests")
+
+
+def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False) -> None:
+    """A flag for every setting of `ServeConfig`; values stay texts here, `resolve` parses and validates
+    them.
+    """
+    from .runtime.config import SETTINGS
+
+    command.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        default=None,
+        help="settings by name; flags and TENERAL_* win over it",
+    )
+    for name, setting in SETTINGS.items():
+        if name == "model" and not model_flag:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        help_text = setting.metadata["help"].replace("%", "%%")
+        if setting.default is False:
+            command.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+            )
+        else:
+            shown = (
+                ""
+                if setting.default in (None, "") or "default" in help_text
+                else f" (default: {setting.default})"
+            )
+            metavar = setting.metadata["metavar"] or name.rpartition("_")[2].upper()
+            command.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=help_text + shown)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "pack": ("turn a Hugging Face directory into an artifact", _pack),
+    "unpack": ("turn an artifact back into safetensors, bit for bit", _unpack),
+    "verify": ("read a whole artifact and name every part that is damaged", _verify),
+    "inspect": ("print layers, tiers, bytes and ratios", _inspect),
+    "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
+    "standby": ("keep processes that have imported everything and hold no model", _standby),
+    "invoke": ("call a function handler once, here", _invoke),
+    "timeline": ("draw a cold start as a waterfall", _timeline),
+    "synth": ("write a model of a real architecture's shape with random weights", _synth),
+}

@@ -1,0 +1,54 @@
+"""One line in the log for each request."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "teneral.http.access")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "teneral.http.access"]
+
+
+async def test_a_request_is_one_line_with_its_status_size_time_and_id(start: Any, lines: Any) -> None:
+    async with start() as server:
+        answer = await server.post(
+            "/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"}
+        )
+    (line,) = lines()
+    assert re.fullmatch(rf"POST /v1/completions 200 {len(answer.body)} bytes \d+\.\d ms mine", line)
+
+
+async def test_a_stream_is_logged_at_its_end_with_what_was_sent(start: Any, lines: Any) -> None:
+    async with start() as server:
+        async with server.stream("/v1/completions", {"prompt": "x", "max_tokens": 3}) as response:
+            body = await response.read()
+        await server.eventually(lambda: len(lines()) == 1)
+    sent = re.search(r" 200 (\d+) bytes ", lines()[0])
+    assert sent is not None
+    assert int(sent[1]) >= len(body)
+
+
+async def test_a_client_that_goes_away_is_logged_as_that(start: Any, lines: Any) -> None:
+    async with start() as server:
+        server.instance.model.hold()
+        async with server.stream("/v1/completions", {"prompt": "x", "max_tokens": 3}) as response:
+            response.close()
+        await server.eventually(lambda: len(lines()) == 1)
+        server.instance.model.release()
+    assert " 499 " in lines()[0]
+
+
+async def test_neither_probes_nor_queries_nor_line_breaks_stand_in_the_log(start: Any, lines: Any) -> None:
+    async with start() as server:
+        await server.get("/livez")
+        await server.get("/readyz")
+        await server.get("/metrics")
+        await server.get("/nothing%0ahere?token=secret")
+    (line,) = lines()
+    assert line.startswith("GET /nothing%0Ahere 404 ")

@@ -1,0 +1,156 @@
+"""Connections have bounds before and between requests: how many there are, how long and how large a head is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from teneral.handlers.http.limits import MAX_HEAD_BYTES, Limits
+
+PROBE = b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class Connection:
+    """Bytes to and from a server, as they are."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def to(cls, server: Any) -> Connection:
+        return cls(*await asyncio.open_connection(*server.address))
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> bytes:
+        """One answer whose body is that of /livez."""
+        return await self._reader.readuntil(b'{"status":"ok"}')
+
+    async def rest(self) -> bytes:
+        """All that comes until the server closes."""
+        try:
+            return await self._reader.read()
+        except ConnectionResetError:
+            return b""
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def test_a_head_that_does_not_arrive_is_not_waited_for_for_ever(start: Any) -> None:
+    async with start(limits=Limits(head_timeout_s=0.05)) as server:
+        slow = await Connection.to(server)
+        await slow.send(PROBE[:-2])
+        assert (await slow.rest()).startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        await server.eventually(lambda: len(server.service.connections) == 0)
+
+
+async def test_a_head_that_comes_byte_by_byte_has_no_more_time(start: Any) -> None:
+    async with start(limits=Limits(head_timeout_s=0.1)) as server:
+        slow = await Connection.to(server)
+
+        async def drip() -> None:
+            await slow.send(b"GET /livez HTTP/1.1\r\nx: ")
+            while True:
+                await slow.send(b"y")
+                await asyncio.sleep(0.01)
+
+        dripping = asyncio.create_task(drip())
+        assert b" 408 " in await slow.rest()
+        dripping.cancel()
+        await asyncio.wait({dripping})
+
+
+async def test_the_time_for_a_head_does_not_count_while_a_request_is_worked_on(start: Any) -> None:
+    async with start(loaded=False, limits=Limits(head_timeout_s=0.02)) as server:
+        waiting = asyncio.create_task(server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}))
+        await server.eventually(lambda: server.service.admission.num_waiting == 1)
+        await asyncio.sleep(0.06)
+        server.instance.let_in()
+        assert (await waiting).status == 200
+
+
+async def test_an_idle_connection_may_wait_longer_than_a_head(start: Any) -> None:
+    async with start(limits=Limits(head_timeout_s=0.02)) as server:
+        kept = await Connection.to(server)
+        for _ in range(2):
+            await asyncio.sleep(0.06)
+            await kept.send(PROBE)
+            assert (await kept.answer()).startswith(b"HTTP/1.1 200 OK\r\n")
+        kept.close()
+
+
+async def test_a_head_in_two_pieces_and_several_requests_at_once_are_taken(start: Any) -> None:
+    async with start() as server:
+        client = await Connection.to(server)
+        for cut in (1, 10, len(PROBE) - 3, len(PROBE) - 1):
+            await client.send(PROBE[:cut])
+            await asyncio.sleep(0.01)
+            await client.send(PROBE[cut:] + PROBE)
+            assert b" 200 OK" in await client.answer()
+            assert b" 200 OK" in await client.answer()
+        client.close()
+
+
+async def test_headers_that_are_small_each_but_large_together_are_refused(start: Any) -> None:
+    async with start() as server:
+        client = await Connection.to(server)
+        line = b"x-%d: " + b"y" * 2000 + b"\r\n"
+        await client.send(
+            b"GET /livez HTTP/1.1\r\n" + b"".join(line % n for n in range(MAX_HEAD_BYTES // 2000))
+        )
+        await client.send(line % 100)
+        assert b" 431 " in await client.rest()
+
+
+async def test_the_connection_that_was_idle_the_longest_gives_way_to_a_new_one(start: Any) -> None:
+    async with start(limits=Limits(max_connections=3)) as server:
+        first, second, third = [await Connection.to(server) for _ in range(3)]
+        await server.eventually(lambda: len(server.service.connections) == 3)
+        await first.send(PROBE)  # the second one is now the one that has done nothing for the longest
+        await first.answer()
+        fourth = await Connection.to(server)
+        await fourth.send(PROBE)
+        assert b" 200 OK" in await fourth.answer()
+        assert await second.rest() == b""
+        for kept in (first, third):
+            await kept.send(PROBE)
+            assert b" 200 OK" in await kept.answer()
+        assert len(server.service.connections) == 3
+        for connection in (first, third, fourth):
+            connection.close()
+
+
+async def test_a_connection_beyond_those_at_work_is_told_to_try_again(start: Any) -> None:
+    async with start(loaded=False, limits=Limits(max_connections=2)) as server:
+        waiting = [
+            asyncio.create_task(server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}))
+            for _ in range(2)
+        ]
+        await server.eventually(lambda: server.service.admission.num_waiting == 2)
+        refused = await (await Connection.to(server)).rest()
+        assert refused.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"Retry-After: 1\r\n" in refused
+        server.instance.let_in()
+        assert [answer.status for answer in await asyncio.gather(*waiting)] == [200, 200]
+        assert (await server.get("/livez")).status == 200
+
+
+async def test_a_client_that_does_not_speak_http_is_one_line_in_the_log(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "teneral.http.wire")
+    async with start() as server:
+        client = await Connection.to(server)
+        await client.send(b"POST /invoke HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n")
+        assert b" 400 " in await client.rest()
+    (record,) = [record for record in caplog.records if record.name == "teneral.http.wire"]
+    assert (record.levelname, record.exc_info) == ("INFO", None)
+    assert "\n" not in record.getMessage()

@@ -1,0 +1,63 @@
+"""Which of a host's addresses a connection tries first."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from teneral.loader.sources.addresses import AddressBook
+from teneral.loader.sources.http_head import Origin
+
+HOST = Origin("https", "store.example", 443)
+FOUR = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{number}", 443)) for number in (1, 2, 3)]
+SIX = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (f"2001:db8::{number}", 443, 0, 0)) for number in (1, 2)]
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hosts that were looked up; every host has two IPv6 and three IPv4 addresses."""
+    seen: list[str] = []
+
+    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        seen.append(host)
+        return [*SIX, *FOUR]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return seen
+
+
+def first(book: AddressBook) -> str:
+    return book.addresses(HOST)[0][2][0]
+
+
+def test_connections_take_turns_among_the_preferred_kind_and_look_up_once(lookups: list[str]) -> None:
+    book = AddressBook()
+    assert [first(book) for _ in range(4)] == ["2001:db8::1", "2001:db8::2"] * 2
+    assert len(book.addresses(HOST)) == 5
+    assert lookups == ["store.example"]
+
+
+def test_an_address_that_failed_is_tried_last(lookups: list[str]) -> None:
+    book = AddressBook()
+    bad = book.addresses(HOST)[0]
+    book.failed(HOST, bad)
+    for _ in range(3):
+        given = book.addresses(HOST)
+        assert (given[0][2][0], given[-1]) == ("2001:db8::2", bad)
+
+
+def test_when_a_whole_kind_failed_the_other_takes_turns(lookups: list[str]) -> None:
+    book = AddressBook()
+    for _ in SIX:
+        book.failed(HOST, book.addresses(HOST)[0])
+    assert {first(book) for _ in range(6)} == {"192.0.2.1", "192.0.2.2", "192.0.2.3"}
+
+
+def test_a_host_that_is_forgotten_is_looked_up_again(lookups: list[str]) -> None:
+    book = AddressBook()
+    book.addresses(HOST)
+    book.forget(HOST)
+    book.addresses(HOST)
+    assert len(lookups) == 2

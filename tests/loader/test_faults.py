@@ -1,0 +1,293 @@
+"""Whole loads over a store that fails: what arrives is what was packed, bit for bit, or it is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.faulty_loads import FaultyStore, faulty_store, first_ranges
+from tests.support.store_certificate import write_certificate
+from tests.support.store_fault_mix import FaultMix, RandomFaults
+from tests.support.store_faults import Fault
+from tests.support.store_http import Request
+
+from teneral.loader.errors import (
+    ChangedError,
+    IntegrityError,
+    SourceClosedError,
+    TeneralError,
+    UnavailableError,
+)
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.http import HttpSource
+from teneral.loader.sources.pace import FREE_HEDGES, HEDGE_SHARE
+
+PASSING = {
+    "cut": Fault(cut_after_bytes=5_000),
+    "cut before the first byte": Fault(cut_after_bytes=0),
+    "stall": Fault(stall_after_bytes=5_000),
+    "no first byte": Fault(stall_after_bytes=0),
+    "no answer": Fault(first_byte_s=60),
+    "late answer": Fault(first_byte_s=0.4),
+    "trickle": Fault(rate_bytes_s=2_000),
+    "busy": Fault(status=503, code="SlowDown"),
+    "busy, with a wish": Fault(status=503, code="SlowDown", headers={"Retry-After": "0"}),
+    "internal error": Fault(status=500),
+    "dropped": Fault(drop=True),
+    "another range": Fault(shift_range_bytes=-1),
+    "the whole object": Fault(ignore_range=True),
+    "another range's bytes": Fault(swap_range_bytes=1_000),
+    "a flipped bit": Fault(flip_bit=40_003),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FaultyStore]:
+    with faulty_store(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def tls_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
+    certificate = write_certificate(tmp_path / "server.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    with faulty_store(tmp_path, tls=tls) as made:
+        yield made
+
+
+# Faults that pass
+
+
+@pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_load_gets_through_a_few_faults_unharmed(store: FaultyStore, fault: Fault, after: int) -> None:
+    store.set_fault(first_ranges(3, fault, after=after))
+    store.load()
+
+
+@pytest.mark.parametrize("name", ["cut", "stall", "no answer", "trickle", "a flipped bit"])
+def test_the_same_holds_over_tls(tls_store: FaultyStore, name: str) -> None:
+    tls_store.set_fault(first_ranges(3, PASSING[name], after=10))
+    tls_store.load()
+
+
+def test_without_faults_nothing_is_asked_for_twice(store: FaultyStore) -> None:
+    done = store.load()
+    assert done.web.requests == done.load.num_reads
+    assert (done.web.hedges, done.web.retries, done.web.wasted_bytes, done.web.throttled) == (0, 0, 0, 0)
+    assert done.web.received_bytes == done.load.stored_bytes
+
+
+def test_a_range_that_stalls_is_resumed_on_another_connection_where_it_stopped(store: FaultyStore) -> None:
+    store.set_fault(first_ranges(1, Fault(stall_after_bytes=5_000), after=20))
+    done = store.load()
+    assert (done.web.hedges, done.web.hedges_won, done.web.resumed, done.web.retries) == (1, 1, 1, 0)
+    assert done.web.wasted_bytes == 0
+    stalled = next(entry for entry in store.server.log() if entry.sent_bytes == 5_000)
+    assert stalled.start is not None
+    again = [entry for entry in store.server.log() if entry.start == stalled.start + 5_000]
+    assert [entry.end for entry in again] == [stalled.end]
+    assert again[0].connection != stalled.connection
+
+
+def test_an_answer_that_is_late_but_sooner_than_the_second_one_wins(store: FaultyStore) -> None:
+    late = iter([Fault(first_byte_s=0.45), Fault(first_byte_s=60)])
+    store.set_fault(lambda request: next(late, None) if request.range else None)
+    done = store.load(connections=1, hedge_after_s=0.2)
+    assert (done.web.hedges, done.web.hedges_won) == (1, 0)
+
+
+def test_a_second_answer_that_is_silent_too_is_asked_for_a_third_time(store: FaultyStore) -> None:
+    store.set_fault(first_ranges(2, Fault(first_byte_s=60)))
+    done = store.load(connections=1)
+    assert (done.web.hedges, done.web.hedges_won, done.web.retries) == (2, 1, 0)
+
+
+def test_with_hedging_off_a_silent_connection_is_left_at_the_time_limit(store: FaultyStore) -> None:
+    store.set_fault(first_ranges(2, Fault(stall_after_bytes=5_000), after=4))
+    done = store.load(hedge_after_s=0, read_timeout_s=0.3)
+    assert (done.web.hedges, done.web.retries, done.web.resumed) == (0, 2, 2)
+
+
+def test_with_hedging_off_a_trickle_is_cut_at_the_lowest_rate_and_resumed(store: FaultyStore) -> None:
+    store.set_fault(first_ranges(2, Fault(rate_bytes_s=5_000), after=4))
+    done = store.load(hedge_after_s=0, read_timeout_s=0.3, min_rate_bytes_s=10_000)
+    assert done.web.retries == 2
+    assert done.web.resumed == 2
+
+
+def test_a_connection_that_swallows_packets_costs_no_more_than_a_hedge(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as hole, socket.socket() as filler:
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(0)
+        filler.connect(hole.getsockname())  # the queue is full: further SYNs are dropped
+        known = socket.getaddrinfo
+        dead, alive = hole.getsockname()[1], int(store.url.split(":")[2].split("/")[0])
+
+        def both(host: str, port: int, **options: Any) -> list[Any]:
+            return [found for each in (dead, alive) for found in known(host, each, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", both)
+        done = store.load(connect_timeout_s=60.0)
+    assert done.web.hedges >= 1
+    assert done.web.retries == 0
+
+
+def test_connections_that_all_die_at_once_are_replaced(store: FaultyStore) -> None:
+    store.set_fault(lambda request: Fault(first_byte_s=60) if request.connection <= 4 else None)
+    done = store.load(connections=4)
+    assert done.web.hedges_won >= 4
+    assert done.web.retries == 0
+
+
+def test_on_a_slow_link_nothing_is_asked_for_twice(tmp_path: Path) -> None:
+    with faulty_store(tmp_path, rate_mb_s=1.0) as store:
+        done = store.load()
+    assert done.web.hedges == 0
+    assert done.web.requests == done.load.num_reads
+
+
+def test_a_store_that_pauses_for_everybody_is_hardly_asked_more(store: FaultyStore) -> None:
+    ends_s = time.monotonic() + 0.8
+    store.set_fault(lambda request: Fault(first_byte_s=max(0.0, ends_s - request.received_s)))
+    done = store.load(connections=8)
+    assert done.web.hedges <= 4
+
+
+def test_many_faults_of_all_kinds_at_once_are_survived_within_the_budgets(store: FaultyStore) -> None:
+    mix = FaultMix(
+        seed=1, stall_share=0.02, cut_share=0.05, late_share=0.02, trickle_share=0.02, busy_share=0.05
+    )
+    random_faults = RandomFaults(mix)
+    # Not at random, as a part may be wrong only once.
+    flips = first_ranges(2, Fault(flip_bit=1_003), after=30)
+    swaps = first_ranges(2, Fault(swap_range_bytes=512), after=60)
+    store.set_fault(lambda request: flips(request) or swaps(request) or random_faults(request))
+    done = store.load(range_bytes=10_000)
+    assert done.load.num_refetched_parts > 0
+    assert done.web.retries > 0
+    assert done.web.hedges <= FREE_HEDGES + HEDGE_SHARE * done.web.requests
+
+
+def test_closing_ends_a_read_whose_two_answers_are_both_silent(store: FaultyStore) -> None:
+    asked, errors = threading.Semaphore(0), []
+
+    def hook(_: Request) -> Fault:
+        asked.release()
+        return Fault(first_byte_s=60)
+
+    store.set_fault(hook)
+    source = HttpSource(store.url, SourceOptions(hedge_after_s=0.05))
+
+    def read() -> None:
+        try:
+            source.read_into(store.built.manifest.blobs[0].name, 0, memoryview(bytearray(1_000)))
+        except SourceClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for _ in range(2):
+        assert asked.acquire(timeout=10)
+    source.close()
+    thread.join(10)
+    assert len(errors) == 1
+    assert source._client._pool.statistics().in_use == 0
+
+
+# Faults that stay
+
+
+STAYING = {
+    "cut": (Fault(cut_after_bytes=0), UnavailableError, "closed the connection too early"),
+    "busy": (Fault(status=503, code="SlowDown"), UnavailableError, "answers 503"),
+    "silent": (Fault(stall_after_bytes=0), UnavailableError, "sent nothing for 0.2 s"),
+    "another range": (Fault(shift_range_bytes=-1), UnavailableError, "answers with other bytes"),
+    "the whole object": (Fault(ignore_range=True), UnavailableError, "the whole of"),
+    "another range's bytes": (Fault(swap_range_bytes=1_000), IntegrityError, "digest"),
+    "a flipped bit": (Fault(flip_bit=40_003), IntegrityError, "digest"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "kind", "words"), STAYING.values(), ids=STAYING)
+def test_a_fault_that_stays_is_refused_and_names_part_and_object(
+    store: FaultyStore, fault: Fault, kind: type[TeneralError], words: str
+) -> None:
+    store.set_fault(first_ranges(1_000_000, fault, after=10))
+    with pytest.raises(kind, match=r"part \d+ \(layers\.\d .*of blobs/(draft|refine)-000.*") as caught:
+        store.load(max_attempts=2, read_timeout_s=0.2)
+    assert words in str(caught.value)
+
+
+def test_a_source_of_which_too_much_fails_is_refused_and_says_so(store: FaultyStore) -> None:
+    """Each range would get through in the end; the store is spared that."""
+    asked: set[tuple[str, int]] = set()
+
+    def hook(request: Request) -> Fault | None:
+        place = (request.key, request.range[0] if request.range else 0)
+        is_first = place not in asked
+        asked.add(place)
+        return Fault(status=500) if is_first else None
+
+    store.set_fault(hook)
+    with pytest.raises(UnavailableError, match="too many requests to this source fail"):
+        store.load(range_bytes=4_096)
+    assert len(store.server.log()) < 120
+
+
+def test_an_object_that_is_replaced_during_a_load_is_refused(store: FaultyStore) -> None:
+    with_versions = [
+        dataclasses.replace(blob, version=etag_of(store, blob.name)) for blob in store.built.manifest.blobs
+    ]
+    store.built = dataclasses.replace(
+        store.built, manifest=dataclasses.replace(store.built.manifest, blobs=tuple(with_versions))
+    )
+    replace_later = iter(range(1_000_000))
+
+    def hook(request: Request) -> None:
+        if next(replace_later) == 20:
+            for blob in store.built.manifest.blobs:
+                other = store.folder / "other"
+                other.write_bytes(bytes(blob.size_bytes))
+                other.replace(store.folder / blob.name)
+
+    store.load()
+    store.set_fault(hook)
+    with pytest.raises(ChangedError, match=r"part \d+ .*replaced or truncated"):
+        store.load()
+
+
+def test_a_hedge_never_patches_a_range_from_two_versions(store: FaultyStore) -> None:
+    """The object is replaced after the first answer stalled: the second one is of another version."""
+
+    def hook(request: Request) -> Fault | None:
+        if request.serial == 0:
+            return Fault(stall_after_bytes=5_000)
+        for blob in store.built.manifest.blobs:
+            other = store.folder / "other"
+            other.write_bytes(bytes(blob.size_bytes))
+            other.replace(store.folder / blob.name)
+        return None
+
+    store.set_fault(hook)
+    with pytest.raises(ChangedError, match="replaced or truncated"):
+        store.load(connections=1)
+
+
+def etag_of(store: FaultyStore, name: str) -> str:
+    source = HttpSource(store.url)
+    try:
+        return source.stat(name).version
+    finally:
+        source.close()

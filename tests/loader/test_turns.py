@@ -1,0 +1,95 @@
+"""Whose turn it is: plan order, unless somebody asks."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.artifacts import build_artifact
+
+from teneral.loader.format.manifest import Tier
+from teneral.loader.stream.options import Order
+from teneral.loader.stream.plan import Plan, plan_load
+from teneral.loader.stream.turns import Turns
+
+LAYOUT = [
+    ("embed", {"embed": ("BF16", (300, 64))}),
+    ("layers.0", {"a": ("BF16", (200, 64)), "b": ("BF16", (96, 128))}),
+    ("layers.1", {"c": ("BF16", (200, 64))}),
+]
+EVERYTHING_BYTES = 1 << 30
+
+
+def plan() -> Plan:
+    built = build_artifact(LAYOUT, draft_elements=3_000, refine_elements=2_000)
+    return plan_load(built.manifest, Order.EXACT, tables_last=True)
+
+
+def take_one(turns: Turns) -> int:
+    run = turns.next_run(0)
+    assert run == [turns.peek()]
+    turns.take(run)
+    return run[0]
+
+
+def test_without_a_wish_turns_follow_the_plan() -> None:
+    steps = plan().steps
+    turns = Turns(plan())
+    assert [take_one(turns) for _ in steps] == [step.number for step in steps]
+    assert turns.peek() is None
+    assert turns.next_run(EVERYTHING_BYTES) == []
+    assert turns[0] == 0
+
+
+def test_what_is_asked_for_comes_next_and_brings_what_it_needs() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    take_one(turns)
+    wish = next(step for step in reversed(the_plan.steps) if len(step.needs) == 2)
+    turns.promote([wish.number])
+    assert turns.awaited_bytes == sum(
+        the_plan.steps[number].part.size_bytes for number in (*wish.needs, wish.number)
+    )
+    assert [take_one(turns) for _ in range(3)] == [*wish.needs, wish.number]
+    assert take_one(turns) == 1
+    turns.promote([wish.number, 0])  # had their turn
+    assert take_one(turns) == 2
+
+
+def test_the_first_group_is_awaited_until_it_is_asked_for() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    first = [step for step in the_plan.steps if step.part.group == 1]
+    for left in range(len(first), 0, -1):
+        assert turns.awaited_bytes == sum(step.part.size_bytes for step in first[-left:])
+        take_one(turns)
+    assert turns.awaited_bytes is None
+
+
+def test_a_run_is_what_lies_together_and_fits_one_range() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    drafts = [step for step in the_plan.steps if step.part.group == 1 and step.part.tier is Tier.DRAFT]
+    assert len(drafts) > 3
+    assert turns.next_run(EVERYTHING_BYTES) == [step.number for step in drafts]
+    begin, end = drafts[0].part.offset_bytes, drafts[2].part.offset_bytes + drafts[2].part.size_bytes
+    assert turns.next_run(end - begin) == [0, 1, 2]
+    assert turns.next_run(end - begin - 1) == [0, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_whatever_is_asked_for_every_step_has_one_turn_after_those_that_it_needs(data: st.DataObject) -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    order: list[int] = []
+    while turns.peek() is not None:
+        if data.draw(st.booleans()):
+            turns.promote(data.draw(st.sets(st.integers(0, len(the_plan.steps) - 1), max_size=4)))
+        run = turns.next_run(data.draw(st.sampled_from([0, 3_000, EVERYTHING_BYTES])))
+        turns.take(run)
+        order += run
+    assert sorted(order) == [step.number for step in the_plan.steps]
+    assert [turns[number] for number in order] == list(range(len(order)))
+    for number in order:
+        assert all(turns[needed] < turns[number] for needed in the_plan.steps[number].needs)
+    assert turns.awaited_bytes is None

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny_models import save_tiny
+
+import teneral
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "any-module.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_examples_of_the_page_run_one_after_another(tmp_path, monkeypatch):
+    save_tiny("llama", tmp_path / "my-model", dtype=torch.bfloat16)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for example in EXAMPLES:
+        exec(compile(example, "any-module.md", "exec"), names)
+    assert len(EXAMPLES) == PAGE.count("```python") == 4
+    assert names["tokens"].shape == (1, 7)
+    assert names["norm"] > 0
+    assert torch.equal(names["tensors"]["lm_head.weight"], names["model"].lm_head.weight)
+
+
+def test_the_page_names_what_there_is_to_call():
+    for name in teneral.__all__:
+        assert name.startswith("__") or f"teneral.{name}" in PAGE
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    result = subprocess.run(
+        [sys.executable, ROOT / "examples" / "any_module.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()][1:] == [
+        "first output",
+        "everything is there",
+    ]

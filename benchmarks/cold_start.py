@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import cold_starts, peer_environment
 from benchmarks.peer_environment import PeerEnvironment
 from benchmarks.report import begin, finish, new_parser, table, title
-from benchmarks.rounds import Start, Turns, failures, matching
+from benchmarks.rounds import Start, Turns, failures, selected
 from benchmarks.store import StoreProcess, prepare, stored_bytes
 
 BASE = "transformers after boto3"
@@ -99,7 +99,7 @@ class Link:
 
     def _with_store(self, only: str | None, do: Callable[[Turns], dict[str, Any]]) -> dict[str, Any]:
         with StoreProcess(self.root, rate_mb_s=self.rate_mb_s, latency_ms=self.latency_ms) as store:
-            turns = Turns(matching(self._systems(store.environment()), only), self.failed)
+            turns = Turns(selected(self._systems(store.environment()), only), self.failed)
             return do(turns)
 
     def _systems(self, variables: dict[str, str]) -> dict[str, Start]:

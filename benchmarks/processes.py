@@ -17,7 +17,7 @@ class RunError(Exception):
     """What was to be measured did not come to its end."""
 
 
-def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:  # noqa: B006 - read only
+def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     """This process's own, without what would make measurements worthless, and with `extra`."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", **extra}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # importing torch would take three times as long
@@ -27,8 +27,8 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:  # noqa: B006 
 class MemoryWatch:
     """The most memory that processes had together with all their descendants, as a context manager.
 
-    It is the sum of their proportional set sizes (PSS), in which a page that several share counts once, sampled every 50
-    ms. Looking takes CPU time and holds up the page faults of those looked at: do not time what is watched.
+    It is the sum of their proportional set sizes (PSS), in which a page that several share counts once, sampled every
+    50 ms. Looking takes CPU time and holds up the page faults of those looked at: do not time what is watched.
     """
 
     def __init__(self, *roots: int) -> None:

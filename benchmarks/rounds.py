@@ -6,13 +6,14 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.cold_starts import ColdStart
 from benchmarks.processes import RunError
 from benchmarks.report import note
 
 Start = Callable[[bool], ColdStart]  # takes whether to watch the memory
+Named = TypeVar("Named")
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Turns:
             return None
 
 
-def matching(systems: Mapping[str, Start], pattern: str | None) -> dict[str, Start]:
+def selected(systems: Mapping[str, Named], pattern: str | None) -> dict[str, Named]:
+    """Those whose names the pattern of `--only` finds; all without one."""
     return {name: start for name, start in systems.items() if not pattern or re.search(pattern, name)}
 
 

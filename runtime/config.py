@@ -133,6 +133,21 @@ class ServeConfig:
     )
     anonymous: bool = _setting(False, _flag, "send unsigned requests")
     requester_pays: bool = _setting(False, _flag, "agree to pay for the requests")
+    read_timeout_s: float = _setting(
+        10.0, _seconds(0.1, 600), "silence after which a request has failed", metavar="SECONDS"
+    )
+    hedge_after_s: float = _setting(
+        0.25,
+        _seconds(0, 600),
+        "how long a read may be behind the others before it is asked for again; 0: never",
+        metavar="SECONDS",
+    )
+    min_rate_bytes_s: int = _setting(
+        4096,
+        _integer(0, 1 << 40),
+        "bytes a second below which a request has failed; 0: none",
+        metavar="BYTES",
+    )
     # Loading
     loader: str = _setting(
         "process",
@@ -200,6 +215,9 @@ class ServeConfig:
             anonymous=self.anonymous,
             requester_pays=self.requester_pays,
             max_connections=self.connections,
+            read_timeout_s=self.read_timeout_s,
+            hedge_after_s=self.hedge_after_s,
+            min_rate_bytes_s=self.min_rate_bytes_s,
         )
 
     @property

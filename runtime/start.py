@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from ..loader.pin import split_pin
-from ..loader.stream.launch import Launched, Task, is_possible, launch
+from ..loader.stream.launch import Launched, Task, launch
+from ..loader.stream.prepare import Prepared, is_possible
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .text.launch import LaunchedTokenizer, TokenizerTask, launch_tokenizer
@@ -62,17 +63,21 @@ class Helpers:
         self.close()
 
 
-def send_for(config: ServeConfig, timeline: Timeline, *, fork: bool = False) -> SentFor | None:
+def send_for(
+    config: ServeConfig, timeline: Timeline, *, prepared: Prepared | None = None, fork: bool = False
+) -> SentFor | None:
     """Both at work; None where the configuration or the system wants threads instead.
 
-    `fork` is for a process that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an
-    address that cannot be meant, and `OSError` when the system refuses another process.
+    Takes `prepared` over. `fork` is for a process that has just begun, as `HelperProcess` has it. Returns at once.
+    Raises `UsageError` for an address that cannot be meant, and `OSError` when the system refuses another process.
     """
     if config.loader != "process" or not is_possible():
+        if prepared is not None:
+            prepared.discard()
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
     return SentFor(
-        launch(Task(address, digest, source, options, timeline.started_at), fork=fork),
+        launch(Task(address, digest, source, options, timeline.started_at), prepared),
         launch_tokenizer(TokenizerTask(address, source, options, timeline.started_at), fork=fork),
     )

@@ -1,8 +1,8 @@
 """Importing torch, whole or without what serving does not need.
 
 A fifth of the import (0.2 to 0.4 s) is `torch._meta_registrations`: what operators do to shapes, in Python, for tracing
-and for tensors without memory. Running a model needs none of it. Leaving it out is opt-in, since a user's code may trace;
-and only for versions of torch in which the rest was seen to work without it.
+and for tensors without memory. Running a model needs none of it. Leaving it out is opt-in, since a user's code may
+trace; and only for versions of torch in which the rest was seen to work without it.
 """
 
 from __future__ import annotations

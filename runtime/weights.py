@@ -23,7 +23,9 @@ Gate = Callable[
     [], None
 ]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
 
-RowGate = Callable[[torch.Tensor], None]  # the same, for the rows of a matrix that it is called with, integers
+RowGate = Callable[
+    [torch.Tensor], None
+]  # the same, for the rows of a matrix that it is called with, integers
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -142,7 +144,6 @@ class StreamedWeights:
                 load.wait(group, Tier.REFINE)
 
         return wait
-
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
         load, manifest = self._load, self._load.manifest

@@ -7,8 +7,8 @@ prints the token here would still have to import one. It runs in the peers' envi
 
     local        AutoModelForCausalLM.from_pretrained(directory)
     boto3        the same after `download_file` of each object, which reads 8 MiB parts over 10 connections
-    runai        the small files by the streamer's own `pull_files`, the weights by SafetensorsStreamer over S3, passed on
-                 as `state_dict` without a copy, since the streamer gives its tensors away
+    runai        the small files by the streamer's own `pull_files`, the weights by SafetensorsStreamer over S3, passed
+                 on as `state_dict` without a copy, since the streamer gives its tensors away
     tensorizer   the small files by boto3, then `no_init_or_tensor`, TensorDeserializer over S3 and `load_into_module`
                  with as many readers as it chooses
 """

@@ -24,25 +24,27 @@ from ...runtime.errors import PortInUseError
 from ...runtime.start import SentFor, send_for
 
 if TYPE_CHECKING:
+    from ...loader.stream.prepare import Prepared
     from ...runtime.instance import Instance
 
 BACKLOG = 1024
 
 
-def run_server(config: ServeConfig) -> int:
+def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
     """Serve until a signal ends it. Returns 0; raises the error that ended the instance.
 
-    Blocks. Changes the process: logging, and the OpenMP policy (below).
+    `prepared` is a loader's process that waits for its task, where there is one. Blocks. Changes the process: logging,
+    and the OpenMP policy.
     """
     with _ending_at_once():
-        return _run(config)
+        return _run(config, prepared)
 
 
-def _run(config: ServeConfig) -> int:
+def _run(config: ServeConfig, prepared: Prepared | None) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     with listen(config.host, config.port) as sock:
-        sent = send_for(config, timeline, fork=True)
+        sent = send_for(config, timeline, prepared=prepared, fork=True)
         if config.standby_socket is not None:
             from ..standby.client import hand_over  # few have a pool
 

@@ -148,9 +148,10 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     parts: list[Part] = []
     for group in groups:
         members = [tensors[index] for index in group.tensors]
-        # Rows of embeddings are asked for one by one.
-        most = fine_part_elements(members) if group is groups[0] else MAX_PART_ELEMENTS
         for run in _runs(members, places):
+            # Rows of embeddings are asked for one by one.
+            is_table = group is groups[0] and len(run) == 1 and len(run[0].shape) == 2
+            most = fine_part_elements(members) if is_table else MAX_PART_ELEMENTS
             for stretches in cut_parts(run, max_elements=most):
                 parts.append(_stored_part(len(parts), stretches, places))
     return Manifest(

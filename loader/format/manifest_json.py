@@ -249,7 +249,7 @@ def _parse_segment(value: Any, where: str) -> Segment:
         are_integers = type(tensor) is type(start) is type(count) is int
         if (
             are_integers
-            and 0 <= min(tensor, start, count)
+            and min(tensor, start, count) >= 0
             and max(tensor, start, count) <= MAX_INTEGER
             and type(planes) is list
             and len(planes) <= MAX_PLANES

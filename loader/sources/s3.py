@@ -21,12 +21,11 @@ from .http_client import HttpClient
 from .http_head import Head, Headers, Request
 from .http_statistics import HttpStatistics
 from .s3_address import address_of, is_region, parse_url, settings_from
-from .s3_errors import explain
-from .s3_xml import ListPage, parse_page, parse_problem
 from .sigv4 import Query, encode_path, encode_query, sign, signed_region
 
 if TYPE_CHECKING:
     from .s3_uploads import S3Uploads
+    from .s3_xml import ListPage
     from .writer import Writer
 
 MAX_PAGE_BYTES = 16 * 1024 * 1024  # a listing's page: 1,000 keys of 1 KiB, escaped
@@ -119,6 +118,9 @@ class S3Store:
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
         """As `Door.refusal`."""
+        from .s3_errors import explain  # only on the way to an error
+        from .s3_xml import parse_problem
+
         problem = parse_problem(body)
         region = head.headers.get("x-amz-bucket-region", "") or problem.region
         if is_region(region) and self._goes_elsewhere(request, region):
@@ -139,6 +141,8 @@ class S3Store:
         return f"{self._prefix}/{name}" if self._prefix else name
 
     def _page(self, query: Query) -> ListPage:
+        from .s3_xml import parse_page  # a cold start lists nothing
+
         body, _ = self._client.fetch("", lambda: self._signed("", query, ()), max_bytes=MAX_PAGE_BYTES)
         return parse_page(body, where=self.url)
 

@@ -38,6 +38,9 @@ def main(socket_fd: int, memory_fd: int) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     sock = socket.socket(fileno=socket_fd)
     stream = sock.makefile("rwb")
+    # While the parent reads its flags: most models are in such a store.
+    from ..sources import s3  # noqa: F401
+
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()

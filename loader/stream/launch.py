@@ -1,18 +1,17 @@
-"""Sending for a model's weights: starts the process that loads them, and imports nothing else.
+"""Sending for a model's weights: tells a process to load them, and imports next to nothing.
 
-This is the first thing that a cold process does. `process_load.py` then takes the load over, while the child is at
-work already.
+`process_load.py` then takes the load over, while that process is at work already.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import dataclass
 
 from ..helper_process import HelperProcess
 from ..sources.base import SourceOptions
 from .options import LoadOptions
+from .prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +34,13 @@ class Launched:
     memory_fd: int  # the memory file that the weights will lie in
 
 
-def is_possible() -> bool:
-    """Whether this system has memory that can be shared without a name (Linux: memfd)."""
-    return hasattr(os, "memfd_create")
-
-
-def launch(task: Task, *, fork: bool = False) -> Launched:
-    """Start the load; return at once. `fork` is as `HelperProcess` has it.
+def launch(task: Task, prepared: Prepared | None = None) -> Launched:
+    """Start the load; return at once. Takes `prepared` over, where there is one.
 
     Raises `OSError` when the system refuses another process or its memory.
     """
-    memory_fd = os.memfd_create("teneral-weights")
-    try:
-        process = HelperProcess(".loader.stream.child", fds=(memory_fd,), fork=fork)
-    except OSError:
-        os.close(memory_fd)
-        raise
+    if prepared is None:
+        prepared = Prepared()
     # A few hundred bytes, which the socket takes whether or not the child is there to read them.
-    process.socket.sendall(pickle.dumps(task))
-    return Launched(task, process, memory_fd)
+    prepared.process.socket.sendall(pickle.dumps(task))
+    return Launched(task, prepared.process, prepared.memory_fd)

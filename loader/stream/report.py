@@ -52,5 +52,7 @@ class Reporter:
         """Raises `OSError` when the one who is told is gone."""
         spans = tuple(self.timeline.spans()[self._num_spans :])
         self._num_spans += len(spans)
-        pickle.dump(Report(progress, gates, parts, has_all_pages, spans, manifest, statistics, error), self._stream)
+        pickle.dump(
+            Report(progress, gates, parts, has_all_pages, spans, manifest, statistics, error), self._stream
+        )
         self._stream.flush()

@@ -106,6 +106,7 @@ class WorkQueue:
             while not self._stopped and self._num_left:
                 may_read = self._num_reading < self._pace.connections
                 if may_read and (pieces := self._next_pieces()):
+                    self._readable.notify()  # there may be more: who is woken in vain waits again
                     return self._hand_out(pieces)
                 started_s = time.monotonic()
                 for_memory = may_read and self._turns.peek() is not None
@@ -138,7 +139,6 @@ class WorkQueue:
                 if step.slab_offset_bytes is None:
                     self._arrived.add(step.number)
                     self._offer(step.number)
-            self._readable.notify()
         return whole
 
     def next_step(self) -> tuple[Step, memoryview] | None:
@@ -155,7 +155,7 @@ class WorkQueue:
         """Give these steps, and those that they need, their turn before all others."""
         with self._lock:
             self._turns.promote(numbers)
-            self._readable.notify_all()
+            self._readable.notify()
 
     def fetch_again(self, step: Step) -> None:
         """Have a part read once more, into the same memory, before all others."""
@@ -163,7 +163,7 @@ class WorkQueue:
             self._missing[step.number] = step.part.size_bytes
             self._left_bytes += step.part.size_bytes
             self._cursors = {step.number: 0, **self._cursors}
-            self._readable.notify_all()
+            self._readable.notify()
 
     def finish_step(self, step: Step) -> None:
         """The step's values are in the slab. Takes its memory back and lets go those who waited for it."""
@@ -178,8 +178,10 @@ class WorkQueue:
             for number in self._needed_by[step.number]:
                 self._unmet[number] -= 1
                 self._offer(number)
-            self._readable.notify_all()
+            # Waking one is enough, here and above: it wakes the next when it has found something to read.
+            self._readable.notify()
             if self._num_left == 0:
+                self._readable.notify_all()
                 self._decodable.notify_all()
                 self._staging.unmap()
 

@@ -5,9 +5,15 @@ import sys
 
 def main() -> int:
     """Run the command line; returns the process's exit code."""
+    prepared = None
+    if sys.argv[1:2] == ["serve"]:
+        # The loader imports what it needs while this process reads its flags, and everything else after that.
+        from .loader.stream.prepare import Prepared, is_possible
+
+        prepared = Prepared(fork=True) if is_possible() else None
     from .cli import run
 
-    return run(sys.argv[1:])
+    return run(sys.argv[1:], prepared)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from teneral.loader.format.manifest import Manifest
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.open import open_source
-from teneral.loader.stream.launch import is_possible
 from teneral.loader.stream.load import WeightLoad
 from teneral.loader.stream.options import LoadOptions
+from teneral.loader.stream.prepare import is_possible
 from teneral.loader.stream.process_load import ProcessLoad
 from teneral.loader.stream.progress import LoadStatistics
 from teneral.loader.tools.pack import pack

@@ -1,0 +1,133 @@
+"""One load of a model's weights by Teneral; prints its time, CPU time and bytes as JSON.
+
+    python -m benchmarks.own_load WAY ADDRESS
+
+    process      in a process beside this one, forked off before anything is imported, as `teneral serve` does
+    threads      by the threads of this process
+    load_file    `teneral.load_file`, with torch imported before the clock starts
+    …+torch      the first two, while this process imports torch
+    torch        the import of torch alone
+
+Afterwards a byte of every page has been read. Nothing is imported here that the way itself does not need first.
+"""
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+PAGE_BYTES = 4096
+
+
+def main() -> None:
+    way, _, beside = sys.argv[1].partition("+")
+    ways: dict[str, Callable[[str], dict[str, Any]]] = {
+        "process": by_process,
+        "threads": by_threads,
+        "load_file": by_load_file,
+        "torch": lambda _: {},
+    }
+    if beside or way == "torch":
+        importing = threading.Thread(target=_import_torch)
+        if way != "process":  # a fork must come before a thread does
+            importing.start()
+        result = ways[way](sys.argv[2]) if way != "process" else by_process(sys.argv[2], importing)
+        importing.join()
+        result["import_s"] = _imported_s[0]
+    else:
+        result = ways[way](sys.argv[2])
+    print(json.dumps(result))
+
+
+def by_process(address: str, beside: threading.Thread | None = None) -> dict[str, Any]:
+    from teneral.loader.sources.base import SourceOptions
+    from teneral.loader.stream.launch import Task, launch
+    from teneral.loader.stream.options import LoadOptions
+
+    clock = Clock()
+    task = Task(address, None, SourceOptions(), LoadOptions(), time.monotonic())
+    launched = launch(task, fork=True)
+    if beside is not None:
+        beside.start()
+    from teneral.loader.stream.process_load import ProcessLoad
+
+    with ProcessLoad(launched) as load:
+        for group in load.manifest.groups:
+            load.wait(group.index)
+            load.slab(group.index)[::PAGE_BYTES].max()
+        clock.stop()
+        load.join()
+        return clock.result(load.manifest.weight_bytes)
+
+
+def by_threads(address: str) -> dict[str, Any]:
+    from contextlib import closing
+
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.sources.open import open_source
+    from teneral.loader.stream.load import WeightLoad
+
+    clock = Clock()
+    with closing(open_source(address)) as source:
+        manifest = open_artifact(source)
+        with WeightLoad(source, manifest) as load:
+            load.start()
+            for group in manifest.groups:
+                load.wait(group.index)
+                load.slab(group.index)[::PAGE_BYTES].max()
+            clock.stop()
+            load.join()
+            return clock.result(manifest.weight_bytes)
+
+
+def by_load_file(address: str) -> dict[str, Any]:
+    import torch
+
+    import teneral
+
+    load_file = teneral.load_file
+    clock = Clock()
+    tensors = load_file(address)
+    for tensor in tensors.values():
+        tensor.reshape(-1).view(torch.uint8)[::PAGE_BYTES].max()
+    clock.stop()
+    return clock.result(sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values()))
+
+
+class Clock:
+    """Starts when it is made. CPU time counts the helpers that have been waited for when the result is made."""
+
+    def __init__(self) -> None:
+        self._cpu_s, self._start_s = _cpu_s(), time.monotonic()
+        self._elapsed_s = 0.0
+
+    def stop(self) -> None:
+        self._elapsed_s = time.monotonic() - self._start_s
+
+    def result(self, weight_bytes: int) -> dict[str, Any]:
+        cpu_s = _cpu_s() - self._cpu_s
+        return {"elapsed_s": self._elapsed_s, "cpu_s": cpu_s, "weight_bytes": weight_bytes}
+
+
+def _cpu_s() -> float:
+    own, helpers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return own.ru_utime + own.ru_stime + helpers.ru_utime + helpers.ru_stime
+
+
+_imported_s: list[float] = []
+
+
+def _import_torch() -> None:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    start_s = time.monotonic()
+    import torch  # noqa: F401
+
+    _imported_s.append(time.monotonic() - start_s)
+
+
+if __name__ == "__main__":
+    main()

@@ -24,9 +24,10 @@ check: ## format, lint, types, import layers
 	@scripts/setup dev
 	@scripts/check
 
-bench: ## cold start beside transformers after a download, over a local store at 200 MB/s
+bench: ## all benchmarks, beside their peers; or some: make bench ONLY="cold_start standby" FLAGS=--save
 	@scripts/setup dev
-	@.venv/bin/python -m benchmarks.cold_start
+	@.venv/bin/python -m benchmarks.peer_environment || true # what cannot be installed is left out, and named
+	@.venv/bin/python -m benchmarks $(ONLY) $(FLAGS)
 
 wheel: ## build the wheel into dist/
 	@scripts/setup dev

@@ -47,8 +47,11 @@ def serve(
     variables: Mapping[str, str],
     watch: bool = False,
     pool: StandbyPool | None = None,
+    settle_s: float = 0.0,
 ) -> ColdStart:
-    """`teneral serve MODEL`, and one request. With `pool`, a process of it serves. Raises `RunError`."""
+    """`teneral serve MODEL`, and one request; it ends `settle_s` after the answer. With `pool`, a process of it serves.
+    Raises `RunError`.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "teneral", "serve", model, *flags]
     command += ["--host", "127.0.0.1", "--port", str(port), "--name", "model", "--log-level", "error"]
@@ -65,6 +68,7 @@ def serve(
             raise RunError(f"{model}: {response.status} without a token")
         run.first_token_s = run.elapsed_s()
         response.read()
+        time.sleep(settle_s)
         run.process.terminate()
     return run.result()
 

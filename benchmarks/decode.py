@@ -11,21 +11,15 @@ ratios. *Voluntary* context switches are waits for the GIL. GB are 10^9 bytes.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
 import resource
-import statistics
-import sys
 import threading
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from benchmarks.report import begin, finish, median, table, title
 
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import Encoding, Plane, Segment, Tensor, Tier, align
@@ -33,7 +27,6 @@ from teneral.loader.format.manifest import Encoding, Plane, Segment, Tensor, Tie
 GB = 1e9
 SEGMENT_ELEMENTS = 4 * 1024 * 1024
 WORK = {"draft": (Tier.DRAFT,), "refine": (Tier.REFINE,), "both": (Tier.DRAFT, Tier.REFINE)}
-RESULTS = Path(__file__).parent / "results"
 
 Bytes = npt.NDArray[np.uint8]
 StoredSegment = tuple[Segment, memoryview]
@@ -47,42 +40,33 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, threads in random.sample(kinds, len(kinds)):
             samples[name, threads].append(model.measure(WORK[name], threads))
-    report = {
-        "benchmark": "decode",
-        "command": " ".join(["python -m benchmarks.decode", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {
-            "name": f"{os.cpu_count()}-core-{platform.machine()}",
-            "python": platform.python_version(),
-        },
-        "load_average": os.getloadavg()[0],
-        "weight_bytes": model.weight_bytes,
-        "rounds": options.rounds,
-        "results": [
-            {"work": name, "threads": threads, **_medians(rows)} for (name, threads), rows in samples.items()
-        ],
-    }
-    print(render(report))
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = f"decode-{report['date'][:10]}-{report['machine']['name']}"
-        (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+    report = begin("decode", weight_bytes=model.weight_bytes, rounds=options.rounds)
+    report["results"] = [
+        {"work": name, "threads": threads, **{key: median(rows, key) for key in rows[0]}}
+        for (name, threads), rows in samples.items()
+    ]
+    finish(report, render(report), save=options.save)
 
 
 def render(report: dict[str, Any]) -> str:
     """The report as a table for people."""
-    lines = [
-        f"{report['weight_bytes'] / 1e6:.0f} MB of bf16 weights; medians of {report['rounds']} rounds",
-        f"{report['machine']['name']}, {report['date']}, load average {report['load_average']:.1f}",
-        "",
-        "| work | threads | weights GB/s | CPU-s a GB | context switches a GB: voluntary, forced |",
-        "|---|---:|---:|---:|---:|",
+    rows = [
+        [
+            row["work"],
+            str(row["threads"]),
+            f"{row['weights_gb_s']:.2f}",
+            f"{row['cpu_s_a_gb']:.3f}",
+            f"{row['voluntary_switches_a_gb']:.0f}, {row['forced_switches_a_gb']:.0f}",
+        ]
+        for row in report["results"]
     ]
-    for row in report["results"]:
-        speed = f"{row['weights_gb_s']:.2f} | {row['cpu_s_a_gb']:.3f}"
-        switches = f"{row['voluntary_switches_a_gb']:.0f}, {row['forced_switches_a_gb']:.0f}"
-        lines.append(f"| {row['work']} | {row['threads']} | {speed} | {switches} |")
-    return "\n".join(lines)
+    switches = "context switches a GB: voluntary, forced"
+    columns = ["work", "threads", "weights GB/s", "CPU-s a GB", switches]
+    words = [
+        f"{report['weight_bytes'] / 1e6:.0f} MB of bf16 weights",
+        f"medians of {report['rounds']} rounds",
+    ]
+    return "\n".join([title(report, *words), table(columns, rows)])
 
 
 class Model:
@@ -137,10 +121,6 @@ def _store(start: int, coded: list[codec.CodedPlane]) -> StoredSegment:
         planes.append(Plane(plane_codec, len(part), len(stored)))
         part += stored
     return Segment(0, start, SEGMENT_ELEMENTS, tuple(planes)), memoryview(part)
-
-
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def _options() -> argparse.Namespace:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -22,15 +21,16 @@ import tempfile
 import threading
 import time
 from collections import deque
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from benchmarks.report import RESULTS, begin
+from benchmarks.store import prepare
 
 GB = 1e9
 MODELS = ("packed", "plain")
 WORK = ("load", "read")
 READ_BYTES = 4 * 1024 * 1024  # a range of the bare read
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -41,27 +41,21 @@ def main() -> None:
         return
     root = Path(options.work) / options.like / "store"
     prepare(options.like, root)
-    results = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
-    machine = {"name": f"{os.cpu_count()}-core-{platform.machine()}", "python": platform.python_version()}
-    report = {
-        "benchmark": "load",
-        "command": " ".join(["python -m benchmarks.load", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine,
-        "load_average": os.getloadavg()[0],
-        "model": options.like,
-        "latency_ms": options.latency_ms,
-        "connections": options.connections,
-        "connection_rate_mb_s": options.connection_rate_mb_s,
-        "rounds": options.rounds,
-        "results": results,
-    }
+    report = begin(
+        "load",
+        model=options.like,
+        latency_ms=options.latency_ms,
+        connections=options.connections,
+        connection_rate_mb_s=options.connection_rate_mb_s,
+        rounds=options.rounds,
+    )
+    report["results"] = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
     print(render(report))
     if options.json:
         print(json.dumps(report, indent=2))
     if options.save:
         RESULTS.mkdir(exist_ok=True)
-        stem = f"load-{options.like}-{report['date'][:10]}-{os.cpu_count()}-core-{platform.machine()}"
+        stem = f"load-{options.like}-{report['date'][:10]}-{report['machine']['name']}"
         (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -130,20 +124,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--child", choices=WORK, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def prepare(like: str, root: Path) -> None:
-    """Write and pack the model once."""
-    plain, packed = root / "models" / "plain", root / "models" / "packed"
-    if not plain.exists():
-        subprocess.run([sys.executable, "-m", "teneral", "synth", str(plain), "--like", like], check=True)
-    if not (packed / "manifest.json").exists():
-        subprocess.run([sys.executable, "-m", "teneral", "pack", str(plain), str(packed)], check=True)
-    for path in root.rglob("*"):  # into the page cache: the store's disk is not what is measured
-        if path.is_file():
-            with path.open("rb", buffering=0) as file:
-                while file.read(1 << 24):
-                    pass
 
 
 def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> dict[str, Any]:

@@ -3,26 +3,34 @@
     python -m benchmarks.memory [--like qwen2.5-0.5b] [--rate-mb-s 0 200] [--rounds 3] [--save]
 
 Watched are the server and every process that belongs to it, from its start to its first token, together: the sum of
-their proportional set sizes, in which memory that they share counts once. Taken off are the weights themselves, and
-what a process takes that has imported all that the server imports and has no model. The KV pool is as large as it was
-configured to be; it takes memory only as it is written, and is counted with the rest.
+the proportional set sizes of their anonymous and shared memory, in which memory that they share counts once. (Pages of
+program files are left out: the system drops them when it needs room.) Taken off are the weights themselves, and what a
+process takes that has imported all that the server imports and has no model. The KV pool takes memory only as it is
+written, and is counted with the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-from typing import Any
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
 
 from benchmarks.cold_starts import serve
-from benchmarks.processes import environment, tree_bytes
+from benchmarks.processes import environment
 from benchmarks.report import begin, finish, median, new_parser, note, table, title
 from benchmarks.store import MODELS, StoreProcess, prepare
 
 MIB = 1024 * 1024
 GOAL_MIB = 256
+SAMPLE_PERIOD_S = 0.03
 KV_BYTES = 64 * MIB
 WITHOUT_MODEL = """
 import sys, torch, tokenizers
@@ -39,20 +47,18 @@ def main() -> None:
     root = options.work / options.like / "store"
     prepare(options.like, root)
     report = begin("memory", model=options.like, rounds=options.rounds, kv_mib=KV_BYTES // MIB)
-    report["weights_mib"] = _weight_bytes(str(root / "models" / "packed")) / MIB
+    weight_bytes = _weight_bytes(str(root / "models" / "packed"))
+    report["weights_mib"] = weight_bytes / MIB
     report["without_model_mib"] = _bytes_without_model() / MIB
     report["runs"] = []
     for rate_mb_s in options.rate_mb_s:
         with StoreProcess(root, rate_mb_s=rate_mb_s, latency_ms=options.latency_ms) as store:
             samples: dict[str, list[dict[str, float]]] = {model: [] for model in MODELS}
-            for turn in range(options.rounds):
+            for _ in range(options.rounds):
                 for model, rows in samples.items():
                     if options.only and not re.search(options.only, model):
                         continue
-                    rows.append({"peak_mib": _peak_bytes(model, store) / MIB})
-                    note(
-                        f"round {turn + 1}, {rate_mb_s:g} MB/s, {model}: {rows[-1]['peak_mib']:,.0f} MiB at most"
-                    )
+                    rows.append({"peak_mib": _peak_mib(model, store, weight_bytes)})
         for model, rows in samples.items():
             if rows:
                 run = {"rate_mb_s": rate_mb_s, "model": model, "peak_mib": median(rows, "peak_mib")}
@@ -95,11 +101,64 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _peak_bytes(model: str, store: StoreProcess) -> int:
-    flags = ("--kv-bytes", str(KV_BYTES))
-    run = serve(f"s3://models/{model}", *flags, variables=store.environment(), watch=True)
-    assert run.peak_pss_bytes is not None
-    return run.peak_pss_bytes
+class Watch:
+    """The most memory that this process's descendants had together while it was open, by what they are."""
+
+    def __init__(self, *, but: set[int], weight_bytes: int) -> None:
+        """`but` are the processes that do not count."""
+        self.peak: dict[str, int] = {}
+        self._weight_bytes = weight_bytes
+        self._but = but
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(SAMPLE_PERIOD_S):
+            now = held_bytes(descendants(os.getpid()) - self._but)
+            # Processes are looked at one after the other: pages that two of them map just then are counted twice.
+            now["shared"] = min(now.get("shared", 0), self._weight_bytes)
+            if sum(now.values()) > sum(self.peak.values()):
+                self.peak = now
+
+
+def descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    todo = [pid]
+    while todo:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{todo.pop()}/task").iterdir():
+                with suppress(FileNotFoundError, ProcessLookupError):
+                    todo += map(int, (task / "children").read_text().split())
+        found.update(todo)
+    return found
+
+
+def held_bytes(pids: Iterable[int]) -> dict[str, int]:
+    """Anonymous memory by process, and the memory that is shared, which is the weights' alone."""
+    held: Counter[str] = Counter()
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fields = dict(re.findall(r"(Pss_\w+):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text()))
+            held["shared"] += int(fields.get("Pss_Shmem", 0)) * 1024
+            held[f"process {pid}"] += int(fields.get("Pss_Anon", 0)) * 1024
+    return dict(held)
+
+
+def _peak_mib(model: str, store: StoreProcess, weight_bytes: int) -> float:
+    with Watch(but=descendants(os.getpid()), weight_bytes=weight_bytes) as watch:
+        serve(f"s3://models/{model}", "--kv-bytes", str(KV_BYTES), variables=store.environment())
+    peak_mib = sum(watch.peak.values()) / MIB
+    parts = ", ".join(f"{name} {size_bytes / MIB:,.0f}" for name, size_bytes in sorted(watch.peak.items()))
+    note(f"{model}: {peak_mib:,.0f} MiB at most: {parts}")
+    return peak_mib
 
 
 def _bytes_without_model() -> int:
@@ -112,7 +171,7 @@ def _bytes_without_model() -> int:
         assert process.stdin is not None
         if process.stdout.readline().strip() != "ready":
             raise SystemExit("the server's modules could not be imported")
-        size_bytes = tree_bytes([process.pid])
+        size_bytes = sum(held_bytes([process.pid]).values())
         process.stdin.close()
     return size_bytes
 

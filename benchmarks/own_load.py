@@ -25,34 +25,32 @@ PAGE_BYTES = 4096
 
 def main() -> None:
     way, _, beside = sys.argv[1].partition("+")
-    ways: dict[str, Callable[[str], dict[str, Any]]] = {
+    importing = threading.Thread(target=_import_torch) if beside or way == "torch" else None
+    ways: dict[str, Callable[[str, threading.Thread | None], dict[str, Any]]] = {
         "process": by_process,
         "threads": by_threads,
         "load_file": by_load_file,
-        "torch": lambda _: {},
+        "torch": by_nobody,
     }
-    if beside or way == "torch":
-        importing = threading.Thread(target=_import_torch)
-        if way != "process":  # a fork must come before a thread does
-            importing.start()
-        result = ways[way](sys.argv[2]) if way != "process" else by_process(sys.argv[2], importing)
+    result = ways[way](sys.argv[2], importing)
+    if importing is not None:
         importing.join()
         result["import_s"] = _imported_s[0]
-    else:
-        result = ways[way](sys.argv[2])
     print(json.dumps(result))
 
 
-def by_process(address: str, beside: threading.Thread | None = None) -> dict[str, Any]:
+def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+    from teneral.loader.stream.prepare import Prepared
+
+    clock = Clock()
+    prepared = Prepared(fork=True)
+    if beside is not None:
+        beside.start()  # after the fork: one is safe only where there is one thread
     from teneral.loader.sources.base import SourceOptions
     from teneral.loader.stream.launch import Task, launch
     from teneral.loader.stream.options import LoadOptions
 
-    clock = Clock()
-    task = Task(address, None, SourceOptions(), LoadOptions(), time.monotonic())
-    launched = launch(task, fork=True)
-    if beside is not None:
-        beside.start()
+    launched = launch(Task(address, None, SourceOptions(), LoadOptions(), time.monotonic()), prepared)
     from teneral.loader.stream.process_load import ProcessLoad
 
     with ProcessLoad(launched) as load:
@@ -64,7 +62,9 @@ def by_process(address: str, beside: threading.Thread | None = None) -> dict[str
         return clock.result(load.manifest.weight_bytes)
 
 
-def by_threads(address: str) -> dict[str, Any]:
+def by_threads(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+    if beside is not None:
+        beside.start()
     from contextlib import closing
 
     from teneral.loader.artifact import open_artifact
@@ -84,7 +84,13 @@ def by_threads(address: str) -> dict[str, Any]:
             return clock.result(manifest.weight_bytes)
 
 
-def by_load_file(address: str) -> dict[str, Any]:
+def by_nobody(_: str, beside: threading.Thread | None) -> dict[str, Any]:
+    assert beside is not None
+    beside.start()
+    return {}
+
+
+def by_load_file(address: str, _: threading.Thread | None) -> dict[str, Any]:
     import torch
 
     import teneral

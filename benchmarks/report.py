@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -42,7 +43,7 @@ def begin(benchmark: str, **facts: Any) -> dict[str, Any]:
     """The head of a report: how, when and where. `facts` are what the benchmark was told to do."""
     return {
         "benchmark": benchmark,
-        "command": " ".join([f"python -m benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         "settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TENERAL_")},
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(),
@@ -111,7 +112,7 @@ def newest(benchmark: str) -> dict[str, Any]:
 
 
 def median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
-    return statistics.median(row[key] for row in rows)
+    return float(statistics.median(row[key] for row in rows))
 
 
 def note(line: str) -> None:

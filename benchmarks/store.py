@@ -22,11 +22,12 @@ class StoreProcess:
     def __init__(
         self, root: Path, *, rate_mb_s: float = 0.0, latency_ms: float = 0.0, tls: bool = False
     ) -> None:
-        self.certificate = write_certificate(root.parent / "store.pem") if tls else None
+        secret = write_certificate(root.parent / "store.pem") if tls else None
+        self.certificate = _without_key(secret) if secret else None
         command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
         command += ["--latency-ms", str(latency_ms)]
         command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
-        command += ["--tls-certificate", str(self.certificate)] if self.certificate else []
+        command += ["--tls-certificate", str(secret)] if secret else []
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
@@ -34,22 +35,9 @@ class StoreProcess:
             raise SystemExit("the store server did not start")
 
     def environment(self) -> dict[str, str]:
-        """What tells every S3 client where this store is. Its credentials are not checked; without any, clients would
-        look for an instance's role first.
-        """
-        variables = {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "benchmark",
-            "AWS_SECRET_ACCESS_KEY": "benchmark",
-            "AWS_REGION": "us-east-1",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
-        }
-        if self.certificate:
-            names = ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "CURL_CA_BUNDLE")
-            variables.update(dict.fromkeys(names, str(self.certificate)))
-        return variables
+        """What tells every S3 client where this store is, and to trust it."""
+        names = ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "CURL_CA_BUNDLE") if self.certificate else ()
+        return store_variables(self.url) | dict.fromkeys(names, str(self.certificate))
 
     def __enter__(self) -> Self:
         return self
@@ -57,6 +45,21 @@ class StoreProcess:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+
+
+def store_variables(url: str) -> dict[str, str]:
+    """What tells every S3 client that its store is at `url`. Credentials are not checked there; without any, clients
+    would look for an instance's role first.
+    """
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "benchmark",
+        "AWS_SECRET_ACCESS_KEY": "benchmark",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    }
 
 
 def prepare(like: str, root: Path) -> None:
@@ -84,6 +87,14 @@ def stored_bytes(root: Path) -> dict[str, int]:
         model: sum(path.stat().st_size for path in (root / "models" / model).rglob("*") if path.is_file())
         for model in MODELS
     }
+
+
+def _without_key(path: Path) -> Path:
+    """A file with the certificate alone: there are clients that crash when they are given the key as well."""
+    certificate, _, _ = path.read_text().partition("-----BEGIN PRIVATE KEY-----")
+    target = path.with_suffix(".certificate.pem")
+    target.write_text(certificate)
+    return target
 
 
 def _teneral(*arguments: str) -> None:

@@ -34,7 +34,7 @@ from .plan import Step, plan_load
 from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
 from .sizing import MIN_RANGE_BYTES, Budget
-from .staging import Staging, staging_bytes
+from .staging import DEFAULT_BYTES, Staging, staging_bytes
 from .work import WorkQueue
 
 if TYPE_CHECKING:
@@ -80,7 +80,15 @@ class WeightLoad:
         self._staging_bytes = self._check_memory()
         self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=shared_fd)
         self._staging = Staging(self._staging_bytes)
-        budget = Budget(self._options.range_bytes, self._options.connections, self._staging_bytes)
+        staged_bytes = sum(
+            step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
+        )
+        budget = Budget(
+            self._options.range_bytes,
+            self._options.connections,
+            # What has room for all that goes through it, much or little, limits nothing.
+            self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
+        )
         self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
         self._cache = _open_cache(self._options, manifest)
         self._meter = Meter()
@@ -258,7 +266,7 @@ class WeightLoad:
         left = (
             available()
             if options.available_bytes is None
-            else Available(options.available_bytes, "as was said")
+            else Available(options.available_bytes, "as the options say")
         )
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
         weight_bytes, beside_bytes = self.manifest.weight_bytes, options.reserved_bytes

@@ -15,11 +15,12 @@ from .link import Link
 
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains
-USUAL_RANGE_BYTES = 2 * 1024 * 1024  # at least, unless somebody waits or the end is near
+USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
 WORTH = 16  # a range takes so many times as long as its first byte
 FIRST_CONNECTIONS = 8  # enough for 200 MB/s from anywhere; more only where more turn out to be faster
 WIDER = 2
 MIN_GAIN = 1.3  # what twice the connections must bring, or the store, the link or this machine is the limit
+MAX_WAIT_SHARE = 0.1  # of the connections' time, waiting for memory, or they are not fed
 MIN_LEFT_S = 0.5  # of the load: with less left, finding out costs as much as it brings
 
 
@@ -78,12 +79,14 @@ def first_width(budget: Budget) -> Width:
 def widen(width: Width, rate_bytes_per_s: float, left_bytes: int, budget: Budget, *, is_fed: bool) -> Width:
     """What to try next, after `width` gave this rate over a while: more as long as that pays, else the last but one.
 
-    `is_fed` says that the ranges found room when they came: else what follows the fetching is the limit.
+    Unless `is_fed`, ranges waited for memory: what follows the fetching is the limit now, and nothing is tried.
     """
     if width.is_settled:
         return width
-    if not is_fed or rate_bytes_per_s < MIN_GAIN * width.narrower_bytes_per_s:
-        return Width(width.narrower or width.connections, is_settled=True)
+    if rate_bytes_per_s < MIN_GAIN * width.narrower_bytes_per_s:
+        return Width(width.narrower, is_settled=True)
+    if not is_fed:
+        return width
     wider = min(WIDER * width.connections, budget.connections)
     if wider == width.connections or left_bytes < MIN_LEFT_S * rate_bytes_per_s:
         return Width(width.connections, is_settled=True)

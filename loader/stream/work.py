@@ -110,11 +110,11 @@ class WorkQueue:
                     return self._hand_out(pieces)
                 started_s = time.monotonic()
                 for_memory = may_read and self._turns.peek() is not None
-                if for_memory:
-                    self._pace.starved()
                 self._readable.wait()
                 if for_memory:
-                    self.memory_wait_s += time.monotonic() - started_s
+                    waited_s = time.monotonic() - started_s
+                    self.memory_wait_s += waited_s
+                    self._pace.waited(waited_s)
             return None
 
     def finish_read(self, read: Read, *, is_from_source: bool = True) -> list[tuple[Step, float]]:

@@ -44,9 +44,9 @@ def main(control_fd: int, *line_fds: int) -> None:
     stream = control.makefile("rwb")
     task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
     timeline = Timeline(started_at=task.started_at)
-    with timeline.span("tokenizer", "import"):
-        import tokenizers  # noqa: F401 - before the manifest is there
     manifest: Manifest = pickle.load(stream)  # noqa: S301
+    with timeline.span("tokenizer", "import"):
+        import tokenizers  # noqa: F401 - not sooner: the loader has better use for the cores
     try:
         backend, special_tokens = _load(task, manifest, timeline, stream)
     except TeneralError as error:

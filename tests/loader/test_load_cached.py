@@ -21,7 +21,7 @@ from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.cache.part_cache import PartCache
 from teneral.loader.cache.tally import CacheStatistics
 from teneral.loader.errors import AccessDeniedError, IntegrityError
-from teneral.loader.format.manifest import Manifest
+from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.open import open_source
@@ -98,6 +98,31 @@ def test_the_second_load_asks_the_store_for_the_manifest_only(server: StoreServe
     assert cache_of(saved).read_bytes == saved.stored_bytes
     assert cache_of(saved).num_misses == 0
     assert cache_of(saved).troubles == ()
+
+
+def test_of_parts_that_are_read_together_the_store_is_asked_for_those_that_are_not_cached(
+    tmp_path: Path,
+) -> None:
+    built = build_artifact([("only", {"w": ("BF16", (300, 64))})], draft_elements=3_000)
+    drafts = built.parts_of("only", Tier.DRAFT)
+    source = PacedSource(built.store)
+    with WeightLoad(source, built.manifest, options=options(tmp_path)) as load:
+        load.start()
+        assert load.join(WAIT_S)
+        assert load.join_cache(WAIT_S)
+        assert load.statistics().num_reads < len(built.manifest.parts)
+        expected = load.array("w").tobytes()
+    lost = {drafts[1], drafts[3]}
+    for path in entries(tmp_path):
+        if path.name in {(part.digest or b"").hex() for part in lost}:
+            path.unlink()
+    source.calls.clear()
+    with WeightLoad(source, built.manifest, options=options(tmp_path)) as load:
+        load.start()
+        assert load.join(WAIT_S)
+        assert load.array("w").tobytes() == expected
+    asked = {(call.start, call.end) for call in source.calls}
+    assert asked == {(part.offset_bytes, part.offset_bytes + part.size_bytes) for part in lost}
 
 
 @pytest.mark.skipif(not is_possible(), reason="this system has no memory files")

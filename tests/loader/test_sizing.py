@@ -25,12 +25,11 @@ from teneral.loader.stream.sizing import (
 MIB = 1 << 20
 BUDGET = Budget(range_bytes=16 * MIB, connections=32, staging_bytes=128 * MIB)
 FAR_FROM_THE_END = Position(None, 10_000 * MIB)
-SLOW = Link(rate_bytes_per_s=200e6, first_byte_s=0.015, connection_bytes_per_s=25e6)
-FAST = Link(rate_bytes_per_s=1e9, first_byte_s=0.02, connection_bytes_per_s=125e6)
+SLOW = Link(first_byte_s=0.015, connection_bytes_per_s=25e6)
+FAST = Link(first_byte_s=0.02, connection_bytes_per_s=125e6)
 
 links = st.builds(
     Link,
-    rate_bytes_per_s=st.floats(0, 1e10),
     first_byte_s=st.floats(0, 5),
     connection_bytes_per_s=st.floats(0, 1e10),
 )
@@ -103,20 +102,20 @@ def test_latency_and_rate_are_told_apart_by_ranges_of_different_sizes(
     sizes = [*sizes, MIN_RANGE_BYTES, 16 * MIB]
     meter = LinkMeter()
     for size in sizes:
-        meter.add(size, 0.0, first_byte_s + size / connection_bytes_per_s)
+        meter.add(size, first_byte_s + size / connection_bytes_per_s)
     link = meter.link()
     assert link.first_byte_s == pytest.approx(first_byte_s, rel=0.01, abs=1e-5)
     assert link.connection_bytes_per_s == pytest.approx(connection_bytes_per_s, rel=0.01)
 
 
-@given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.floats(0, 1e5), st.floats(0, 100)), max_size=60))
-def test_any_measurements_give_a_usable_link(reads: list[tuple[int, float, float]]) -> None:
+@given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.floats(0, 100)), max_size=60))
+def test_any_measurements_give_a_usable_link(reads: list[tuple[int, float]]) -> None:
     meter = LinkMeter()
-    for size, began_s, took_s in reads:
-        meter.add(size, began_s, began_s + took_s)
+    for size, took_s in reads:
+        meter.add(size, took_s)
     link = meter.link()
-    assert link.is_known == (len(reads) >= 4)
-    assert min(link.rate_bytes_per_s, link.first_byte_s, link.connection_bytes_per_s) >= 0
+    assert (link.connection_bytes_per_s > 0) == (len(reads) >= 4)
+    assert 0 <= link.first_byte_s <= max([1e-6, *(took_s for _, took_s in reads)])
     assert range_bytes(FAR_FROM_THE_END, link, 8, BUDGET) >= MIN_RANGE_BYTES
 
 
@@ -143,8 +142,20 @@ def test_the_bound_holds_from_the_start() -> None:
 
 
 def test_where_memory_is_what_is_missing_more_connections_are_not_tried() -> None:
-    assert widen(Width(8), 100e6, 10_000 * MIB, BUDGET, is_fed=False) == Width(8, is_settled=True)
-    assert widen(Width(16, 8, 100e6), 300e6, 10_000 * MIB, BUDGET, is_fed=False) == Width(8, is_settled=True)
+    assert widen(Width(8), 100e6, 10_000 * MIB, BUDGET, is_fed=False) == Width(8)
+    pace = Pace(BUDGET)
+    for number in range(200):
+        pace.waited(0.02)
+        pace.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert pace.statistics().most_connections == FIRST_CONNECTIONS
+
+
+def test_a_short_wait_for_memory_settles_nothing() -> None:
+    pace = Pace(BUDGET)
+    pace.waited(0.05)
+    for number in range(200):
+        pace.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert pace.statistics().most_connections > FIRST_CONNECTIONS
 
 
 def test_near_the_end_nothing_is_tried_any_more() -> None:
@@ -183,6 +194,14 @@ def test_a_load_over_many_slow_connections_uses_them_all() -> None:
     assert statistics.connections == statistics.most_connections == 32
     assert took_s < 1_000 * MIB / 20e6 / 16
     assert statistics.smallest_range_bytes <= statistics.mean_range_bytes <= statistics.largest_range_bytes
+
+
+def test_small_ranges_that_somebody_waits_for_are_no_trial() -> None:
+    pace = Pace(BUDGET)
+    for number in range(200):
+        size_bytes = pace.range_bytes(Position(MIB, 10_000 * MIB))
+        pace.arrived(size_bytes, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert pace.statistics().most_connections == FIRST_CONNECTIONS
 
 
 def test_a_load_over_a_shared_link_goes_back_to_what_was_enough() -> None:

@@ -171,6 +171,77 @@ def test_parts_without_a_digest_are_read_into_their_slab() -> None:
     assert work.next_step() is None
 
 
+def small_parts() -> BuiltArtifact:
+    return build_artifact([("only", {"w": ("BF16", (100, 60))})], draft_elements=1_000, refine_elements=1_000)
+
+
+def test_small_parts_that_lie_together_are_one_range_and_one_loan_until_the_last_is_done() -> None:
+    built = small_parts()
+    work, _ = queue_of(built)
+    task = work.next_read()
+    assert task is not None
+    read, memory = task
+    assert [piece.step for piece in read.pieces] == [0, 1, 2, 3, 4, 5]
+    blob, _ = built.store.read(built.manifest.blobs[0].name, max_bytes=1 << 20)
+    assert (read.start_bytes, read.end_bytes) == (0, len(blob))
+    memory[:] = blob
+    assert len(work.finish_read(read)) == 6
+    for number in range(6):
+        step = work.next_step()
+        assert step is not None
+        assert step[0].number == number
+        part = step[0].part
+        assert step[1] == blob[part.offset_bytes : part.offset_bytes + part.size_bytes]
+        work.check_integrity()
+        assert work._staging.used_bytes > 0
+        work.finish_step(step[0])
+    assert work._staging.used_bytes == 0
+
+
+def test_where_staging_has_no_room_for_several_parts_one_is_read() -> None:
+    built = small_parts()
+    work, _ = queue_of(built, staging_bytes=max(part.size_bytes for part in built.manifest.parts))
+    task = work.next_read()
+    assert task is not None
+    assert [piece.step for piece in task[0].pieces] == [0]
+
+
+def test_a_step_that_is_asked_for_is_read_and_decoded_before_those_that_had_no_turn() -> None:
+    work, plan = queue_of(two_layers())
+    work.promote([3])
+    taken = [read for read, _ in take_all_reads(work, plan)]
+    assert [read.pieces[0].step for read in taken] == [2, 3, 0, 1]
+    for read in reversed(taken):
+        work.finish_read(read)
+    order = []
+    for _ in plan.steps:
+        task = work.next_step()
+        assert task is not None
+        order.append(task[0].number)
+        work.finish_step(task[0])
+    assert order == [2, 3, 0, 1]
+
+
+def test_no_more_threads_read_than_there_should_be_connections() -> None:
+    built = two_layers()
+    plan = plan_load(built.manifest, Order.EXACT)
+    arena = Arena([group.slab_bytes for group in built.manifest.groups])
+    work = WorkQueue(
+        plan, Staging(1 << 20), arena.slabs, Pace(Budget(1000, connections=1, staging_bytes=1 << 20))
+    )
+    first = work.next_read()
+    assert first is not None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(work.next_read)
+        must_wait(waiting)
+        work.finish_read(first[0])
+        second = work.next_read()  # as the thread does that has just finished
+        assert second is not None
+        must_wait(waiting)
+        work.stop()
+        assert waiting.result(WAIT_S) is None
+
+
 def test_stopping_wakes_everybody() -> None:
     work, plan = queue_of(two_layers())
     take_all_reads(work, plan)

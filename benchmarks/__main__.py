@@ -1,0 +1,60 @@
+"""All benchmarks, one after the other, or some of them: `make bench`.
+
+    python -m benchmarks [NAME …] [--save] [--list]
+
+Each is a command of its own, with options of its own (`python -m benchmarks.cold_start --help`); here they run with
+their defaults. Each takes up to ten minutes on two cores. Trust figures only from a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+from benchmarks.report import note
+
+BENCHMARKS = {
+    "cold_start": "exec → first token over links of several rates, beside three peers",
+    "standby": "exec → first token with the model on the node: standby processes, the node cache",
+    "first_range": "exec → first request at the store",
+    "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, beside the peers",
+    "memory": "peak memory of a load, over the same process with no model",
+    "load": "a load beside a bare read of the same bytes",
+    "faults": "a load through stalls, cuts, flips and 503s, beside a clean one",
+    "node_cache": "what the node cache costs the load that fills it, and gains the next",
+    "decode": "decoding alone",
+}
+CANNOT_SAVE = ("node_cache",)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
+    parser.add_argument("--save", action="store_true", help="keep the results under benchmarks/results/")
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    options = parser.parse_args()
+    unknown = set(options.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    if options.list:
+        for name, words in BENCHMARKS.items():
+            print(f"{name:12} {words}")
+        return 0
+    failed = [name for name in options.names or BENCHMARKS if not _run(name, save=options.save)]
+    if failed:
+        note(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _run(name: str, *, save: bool) -> bool:
+    print(f"\n## {name}: {BENCHMARKS[name]}\n", flush=True)
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    command += ["--save"] if save and name not in CANNOT_SAVE else []
+    return subprocess.run(command, check=False).returncode == 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

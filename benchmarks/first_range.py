@@ -1,0 +1,141 @@
+"""When the first requests leave a cold process: from exec to the first one at the store, and to the first for weights.
+
+    python -m benchmarks.first_range [--rounds 10] [--only PATTERN] [--save]
+
+`teneral serve` is started and, when the store has seen a request for weights, killed. The store's own clock is the one
+that the process was started by. The first request is for the manifest, or of a plain checkpoint for a header or a list;
+requests for weights are ranges of a blob, or of a plain checkpoint's file behind its header. The goal is 100 ms.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import environment
+from benchmarks.report import begin, finish, median, new_parser, note, table, title
+from benchmarks.rounds import selected
+from benchmarks.store import prepare, store_variables
+from tests.support.store_conversation import LogEntry
+from tests.support.store_server import StoreServer
+
+LIMIT_S = 20.0
+POLL_S = 0.01
+SETTLE_S = 0.2  # in which the helpers of a killed process see that it is gone
+GOAL_S = 0.1
+
+
+def main() -> None:
+    parser = new_parser(__doc__, rounds=10)
+    parser.add_argument("--rate-mb-s", type=float, default=200.0)
+    parser.add_argument("--latency-ms", type=float, default=15.0)
+    options = parser.parse_args()
+    root = options.work / options.like / "store"
+    prepare(options.like, root)
+    report = begin(
+        "first_range",
+        model=options.like,
+        rate_mb_s=options.rate_mb_s,
+        latency_ms=options.latency_ms,
+        rounds=options.rounds,
+        goal_s=GOAL_S,
+    )
+    report["results"] = measure(root, options.rate_mb_s, options.latency_ms, options.rounds, options.only)
+    finish(report, render(report), save=options.save)
+
+
+def measure(
+    root: Path, rate_mb_s: float, latency_ms: float, rounds: int, only: str | None
+) -> dict[str, dict[str, Any]]:
+    """Medians over the rounds, in turns."""
+    with StoreServer(root, rate_mb_s=rate_mb_s, latency_ms=latency_ms) as store:
+        addresses = selected(
+            {
+                f"{model}, {scheme}": f"{base}/{model}"
+                for model in ("packed", "plain")
+                for scheme, base in (("s3://", "s3://models"), ("http://", f"{store.url}/models"))
+            },
+            only,
+        )
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in addresses}
+        for number in range(rounds):
+            for name, address in addresses.items():
+                sample = start_once(store, address)
+                samples[name].append(sample)
+                note(f"round {number + 1}: {name:16} {1000 * sample['weights_s']:.0f} ms")
+    return {
+        name: {
+            "first_s": median(rows, "first_s"),
+            "weights_s": median(rows, "weights_s"),
+            "worst_weights_s": max(row["weights_s"] for row in rows),
+            "all_weights_s": [round(row["weights_s"], 4) for row in rows],
+        }
+        for name, rows in samples.items()
+    }
+
+
+def start_once(store: StoreServer, address: str) -> dict[str, float]:
+    """Seconds from exec to the first request, and to the first for weights."""
+    store.clear_log()
+    before = store.num_connections  # what the last process had on its way is not this one's
+    command = [sys.executable, "-m", "teneral", "serve", address, "--host", "127.0.0.1", "--port", "0"]
+    started_s = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env=environment(store_variables(store.url)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while time.monotonic() < started_s + LIMIT_S:
+            own = [entry for entry in store.log() if entry.connection > before]
+            entries = sorted(own, key=lambda entry: entry.received_s)
+            weights = next((entry for entry in entries if _is_for_weights(entry)), None)
+            if weights is not None:
+                return {
+                    "first_s": entries[0].received_s - started_s,
+                    "weights_s": weights.received_s - started_s,
+                }
+            time.sleep(POLL_S)
+    finally:
+        process.kill()
+        process.wait()
+        store.drop_connections()
+        time.sleep(SETTLE_S)
+    raise SystemExit(f"{address}: no weights were asked for within {LIMIT_S:g} s")
+
+
+def _is_for_weights(entry: LogEntry) -> bool:
+    is_blob = "/blobs/" in entry.key and "/files/" not in entry.key
+    return entry.start is not None and (is_blob or (entry.key.endswith(".safetensors") and entry.start > 0))
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    link = f"{report['rate_mb_s']:g} MB/s, {report['latency_ms']:g} ms to the first byte"
+    columns = [
+        "exec → request, ms",
+        "first of all",
+        "first for weights",
+        "worst",
+        "beside the goal of 100 ms",
+    ]
+    rows = [
+        [
+            name,
+            f"{1000 * row['first_s']:.0f}",
+            f"{1000 * row['weights_s']:.0f}",
+            f"{1000 * row['worst_weights_s']:.0f}",
+            f"{row['weights_s'] / report['goal_s']:.2f}x",
+        ]
+        for name, row in report["results"].items()
+    ]
+    words = [report["model"], link, f"medians of {report['rounds']} rounds"]
+    return "\n".join([title(report, *words), table(columns, rows)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Writes the figures of the README from the latest results: what stands between its two `benchmark` marks.
+
+    python -m benchmarks.readme [--check]
+
+Figures come from `cold_start`, and from `standby` and `throughput` where there are results of them. With `--check`
+nothing is written, and the exit code is 1 when the README says something else than the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cold_start import BASE, PACKED, PLAIN, STANDBY
+from benchmarks.report import RESULTS, newest, table
+
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- benchmark -->\n", "<!-- /benchmark -->"
+RATE_MB_S = 200.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="say whether the README agrees; write nothing")
+    options = parser.parse_args()
+    before = README.read_text(encoding="utf-8")
+    after = filled(before, section())
+    if options.check:
+        if before != after:
+            print("the README's figures are not those of the latest results", file=sys.stderr)
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+def section() -> str:
+    """All that stands between the marks."""
+    parts = [cold_start(newest("cold_start"))]
+    if any(RESULTS.glob("standby-*.json")):
+        parts.append(standby(newest("standby")))
+    if any(RESULTS.glob("throughput-*.json")):
+        parts.append(throughput(newest("throughput")))
+    return "\n\n".join(parts) + "\n"
+
+
+def filled(readme: str, text: str) -> str:
+    """The README with this text between its marks. Raises SystemExit when it has not both."""
+    head, begin, rest = readme.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{README} has no {BEGIN.strip()} … {END}")
+    return f"{head}{begin}{text}{end}{tail}"
+
+
+def cold_start(report: dict[str, Any]) -> str:
+    """The table at one rate, and the picture over all of them."""
+    link = min(report["results"], key=lambda link: abs(link["rate_mb_s"] - RATE_MB_S))
+    systems = link["systems"]
+    base_s = systems[BASE]["first_token_s"] if BASE in systems else None
+    rows = []
+    for name, row in systems.items():
+        time_s = row["first_token_s"]
+        wire_s = link["wire_s"]["packed" if "packed" in name else "plain"]
+        sooner = f"{base_s / time_s:.1f}x" if base_s and name != BASE else "–"
+        peak = report["memory"].get(name, {}).get("peak_pss_mb")
+        cells = [f"{time_s:.2f}", f"{time_s / wire_s:.2f} x {wire_s:.2f} s", sooner]
+        rows.append([_shown(name), *cells, f"{peak:,.0f}" if peak else "–"])
+    sizes = " and ".join(
+        f"{report['stored_bytes'][way] / 1e6:.0f} MB {words}"
+        for way, words in (("plain", "as safetensors"), ("packed", "packed"))
+    )
+    columns = [
+        "",
+        "first token, s",
+        "beside its bytes' own time on the wire",
+        f"sooner than {BASE}",
+        "peak MB",
+    ]
+    return (
+        f"From starting a process to its first token, for a model of {report['model']}'s shape ({sizes}) in an S3\n"
+        f"store behind {link['rate_mb_s']:g} MB/s with {report['latency_ms']:g} ms to the first byte,\n"
+        f"{_where(report)}:\n\n"
+        f"{table(columns, rows)}\n\n"
+        "![Cold start by the link's rate, one line a system](docs/cold-start.svg)\n\n"
+        "The picture is made by `python -m benchmarks.picture` from the same results."
+    )
+
+
+def standby(report: dict[str, Any]) -> str:
+    """One row a way of starting with the model on the node."""
+    base_s = report["results"]["transformers"]["first_token_s"]
+    rows = [
+        [name, f"{row['first_token_s']:.2f}", f"{row['first_token_s'] / base_s:.2f}x"]
+        for name, row in report["results"].items()
+    ]
+    lead = f"With the model on the node already, {_where(report)}:"
+    return f"{lead}\n\n{table(['', 'first token, s', 'beside transformers'], rows)}"
+
+
+def throughput(report: dict[str, Any]) -> str:
+    """One row a system over plain HTTP and one over TLS: weights alone."""
+    rows = [
+        [
+            f"{name}, {over.upper()}",
+            f"{row['gb_s']:.2f}",
+            f"{row['cpu_s_a_gb']:.2f}",
+            f"{row['peak_pss_mb']:,.0f}",
+        ]
+        for over, results in report["results"].items()
+        for name, row in results.items()
+        if over != "file" and "peak_pss_mb" in row and "own process" not in name
+    ]
+    lead = f"Loading alone, without a limit on the link, {_where(report)}:"
+    return f"{lead}\n\n{table(['', 'GB/s of weights', 'CPU-s a GB', 'peak MB'], rows)}"
+
+
+def _where(report: dict[str, Any]) -> str:
+    machine = report["machine"]
+    rounds = f"medians of {report['rounds']} rounds in turns" if report["rounds"] > 1 else "one round"
+    how = f"`{report['command']}`; {rounds}, {report['date'][:10]}"
+    return f"on {machine['cores']} cores ({machine['cpu']}) without a GPU ({how})"
+
+
+def _shown(name: str) -> str:
+    names = {
+        PACKED: "`teneral serve`, packed",
+        PLAIN: "`teneral serve`, plain safetensors",
+        STANDBY: "`teneral serve`, packed, from a standby process",
+    }
+    return names.get(name, name.replace("teneral,", "`teneral serve`,"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

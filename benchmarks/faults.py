@@ -24,7 +24,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import RESULTS, prepare
+from benchmarks.report import RESULTS
+from benchmarks.store import prepare
 
 CLEAN = "none"
 FAULTS: dict[str, list[str]] = {  # flags of the store server

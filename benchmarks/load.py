@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, begin
+from benchmarks.report import RESULTS, begin, plain
 from benchmarks.store import prepare
 
 GB = 1e9
@@ -171,8 +171,6 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _load(url: str, connections: int) -> dict[str, Any]:
     """Load everything, as a server would."""
-    from dataclasses import asdict
-
     from teneral.loader.artifact import open_artifact
     from teneral.loader.sources.open import open_source
     from teneral.loader.stream.load import LoadOptions, WeightLoad
@@ -198,7 +196,7 @@ def _load(url: str, connections: int) -> dict[str, Any]:
         "peak_bytes": _resident_bytes("VmHWM") - before_bytes,
         "weight_bytes": manifest.weight_bytes,
         "stored_bytes": sum(part.size_bytes for part in manifest.parts),
-        "statistics": asdict(load.statistics()),
+        "statistics": plain(load.statistics()),
     }
 
 

@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import prepare
+from benchmarks.report import plain
+from benchmarks.store import prepare
 
 KINDS = ("without", "filling", "warm", "from disk")
 
@@ -88,8 +89,6 @@ def _run(url: str, cache: Path | None) -> dict[str, Any]:
 
 
 def _load(url: str, cache: str | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from teneral.loader.artifact import open_artifact
     from teneral.loader.sources.open import open_source
     from teneral.loader.stream.load import WeightLoad
@@ -105,7 +104,7 @@ def _load(url: str, cache: str | None) -> dict[str, Any]:
         elapsed_s, spent_s = time.monotonic() - start_s, time.process_time() - cpu_s
         load.join()
         load.join_cache()
-        figures = asdict(load.statistics())
+        figures = plain(load.statistics())
     source.close()
     return figures | {"elapsed_s": elapsed_s, "cpu_s": spent_s}
 

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,12 @@ def note(line: str) -> None:
 def _cpu_model() -> str:
     found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     return found[1].strip() if found else platform.processor()
+
+
+def plain(value: Any) -> Any:
+    """The value with dataclasses and named tuples in it as dictionaries, for JSON."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(item) for name, item in value._asdict().items()}
+    return value

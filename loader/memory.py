@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .errors import InsufficientMemoryError
 
@@ -16,8 +16,7 @@ MIB = 1024 * 1024
 UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
-@dataclass(frozen=True, slots=True)
-class Available:
+class Available(NamedTuple):
     """Memory that can still be taken without swapping or being killed, and what says so."""
 
     size_bytes: int

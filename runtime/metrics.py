@@ -180,11 +180,13 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
-    """Every number in nested mappings and dataclasses, with the names that lead to it. Texts, lists and None
-    are left out.
+    """Every number in nested mappings, dataclasses and named tuples, with the names that lead to it. Texts, lists and
+    None are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from numbers_in(item, (*path, str(name)))

@@ -6,8 +6,7 @@ Imports little, and nothing that starts a thread.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..loader.pin import split_pin
 from ..loader.stream.launch import Launched, Task, launch
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from .text.remote import TokenizerProcess
 
 
-@dataclass(frozen=True, slots=True)
-class SentFor:
+class SentFor(NamedTuple):
     """Processes at work of which nobody takes heed yet."""
 
     load: Launched
@@ -44,8 +42,7 @@ class SentFor:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Helpers:
+class Helpers(NamedTuple):
     """The processes beside an instance's own: each does what must not wait for this one's GIL."""
 
     load: ProcessLoad

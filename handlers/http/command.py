@@ -8,6 +8,7 @@ threads then import while the web server is being imported here, or a standby pr
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import socket
@@ -81,6 +82,7 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
 
                 from ..function import load_handler
                 from .app import Limits, create_app, serve
+            instance.kind.add_done_callback(lambda _: gc.enable())  # off since the process began
             handler = load_handler(config.handler) if config.handler else None
             app = create_app(instance, handler=handler, limits=Limits.from_config(config))
             host, port = sock.getsockname()[:2]

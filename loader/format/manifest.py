@@ -16,7 +16,7 @@ import enum
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMAT_VERSION = 1
 FRAME_ELEMENTS = 65_536
@@ -59,8 +59,7 @@ class Codec(enum.StrEnum):
     ZSTD = "zstd"  # 8-aligned standard zstd frames, however they were compressed
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
+class Plane(NamedTuple):
     """A stretch [offset_bytes, offset_bytes + size_bytes) of its part."""
 
     codec: Codec
@@ -140,8 +139,7 @@ class Group:
     slab_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """A stored object that holds parts back to back.
 
     `version` pins it where the source knows one (plain safetensors only).
@@ -152,8 +150,7 @@ class Blob:
     version: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(NamedTuple):
     """A small file kept beside the weights (config.json, tokenizer.json, …), stored as object `path`."""
 
     name: str

@@ -8,7 +8,7 @@ answer begins.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
 Headers = tuple[tuple[str, str], ...]
@@ -27,8 +27,7 @@ class HeadError(ValueError):
     """A response's head that is not HTTP/1.1, or that could be read in two ways."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Whom a connection is made to. `host` carries no brackets, also for an IPv6 address."""
 
     scheme: str  # http | https
@@ -45,8 +44,7 @@ class Origin:
         return f"{self.scheme}://{self.authority}"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One request without a body. `private_headers` are for this origin alone: a redirect away drops them."""
 
     method: str
@@ -67,8 +65,7 @@ class Request:
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """A response's head. Field names are in lower case; repeated fields are joined by ', '."""
 
     status: int
@@ -105,8 +102,7 @@ class Head:
         return etag if is_strong_etag(etag) else f"{size_bytes}/{etag or modified}"
 
 
-@dataclass(frozen=True, slots=True)
-class ContentRange:
+class ContentRange(NamedTuple):
     """The bytes [start, end) of an object of `total` bytes; None is what the server did not say."""
 
     start: int

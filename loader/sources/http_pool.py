@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .addresses import AddressBook
 from .base import SourceOptions
@@ -20,8 +19,7 @@ MAX_IDLE = 32  # connections kept for an origin; how many are in use is up to th
 MAX_IDLE_S = 15.0  # S3 and most proxies close after 20 s or more: an older one is likely dead
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStatistics:
+class PoolStatistics(NamedTuple):
     opened: int  # connections made so far
     in_use: int
     idle: int

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..errors import AccessDeniedError, UsageError
@@ -34,8 +34,7 @@ class S3Settings:
     ca_file: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class BucketAddress:
+class BucketAddress(NamedTuple):
     """A bucket's host, and the path before its keys: '' or '/…', encoded."""
 
     origin: Origin

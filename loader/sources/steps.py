@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import select
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 TICK_S = 0.1  # the longest that anybody waits without looking at the clock
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """What would let steps go on: these events (`select.POLLIN`, `POLLOUT`) on this file descriptor."""
 
     fd: int

@@ -8,12 +8,14 @@ them. It ends when it has told everything, or when its parent ends.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
 import socket
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
+HEAD_START_S = 5e-3  # for asking for the manifest: the imports would share the GIL with that
 SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
 
 
 def main(socket_fd: int, memory_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.disable()  # until the first ranges are on their way: there is no garbage yet
     sock = socket.socket(fileno=socket_fd)
     stream = sock.makefile("rwb")
     # While the parent reads its flags: most models are in such a store.
@@ -64,6 +68,7 @@ def _load(task: Task, memory_fd: int, reporter: Reporter, inbox: _Inbox) -> None
     options = task.load_options
     load = WeightLoad(source, manifest, options=options, timeline=timeline, shared_fd=memory_fd)
     load.start()
+    gc.enable()
     inbox.load = load  # before the manifest is told, without which nobody can ask for a part
     reporter.send(manifest=manifest, progress=load.progress())
     _report(load, reporter)
@@ -119,6 +124,7 @@ class _Inbox:
 
 def _import_ahead() -> None:
     """What is needed once the manifest is there: while it is on its way."""
+    time.sleep(HEAD_START_S)
     from . import load  # noqa: F401
 
 

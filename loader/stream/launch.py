@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..helper_process import HelperProcess
 from ..sources.base import SourceOptions
@@ -14,8 +14,7 @@ from .options import LoadOptions
 from .prepare import Prepared
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """What the child is told, once."""
 
     url: str
@@ -25,8 +24,7 @@ class Task:
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """A load that is under way, to be handed to a `ProcessLoad`, which ends it and closes the file."""
 
     task: Task

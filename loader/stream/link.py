@@ -7,15 +7,14 @@ It does not know what was read, nor what is decided.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 WINDOW_READS = 48  # what is older says little about the link as it is now
 MIN_READS = 4
 MIN_SPREAD = 0.1  # of sizes around their mean; ranges that are all of one size do not tell latency from rate
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """As the last reads showed it; 0 is unknown."""
 
     first_byte_s: float = 0.0  # from a request to its answer's first byte

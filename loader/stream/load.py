@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -386,7 +385,7 @@ class WeightLoad:
             state=str(self._state()),
             stored_bytes=self._stored_bytes,
             weight_bytes=self.manifest.weight_bytes,
-            link=asdict(self._work.link_statistics()),
+            link=self._work.link_statistics()._asdict(),
         )
 
     def _state(self) -> LoadState:

@@ -6,7 +6,7 @@ Not thread-safe: the work queue's lock guards it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .link import Link, LinkMeter
 from .sizing import (
@@ -24,8 +24,7 @@ READS_A_LOOK = 8  # between two looks at the link: each costs as much as handing
 READS_A_TRIAL = 3  # for each connection, until a number of connections is judged
 
 
-@dataclass(frozen=True, slots=True)
-class LinkStatistics:
+class LinkStatistics(NamedTuple):
     """What was measured of the link, and decided by it. Sizes in bytes, times in seconds."""
 
     rate_bytes_per_s: (

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Encoding, Manifest, Part, Tier
 from .options import Order
@@ -19,8 +19,7 @@ from .options import Order
 FIRST_GROUP = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One part's turn.
 
     `needs` are the numbers of the earlier steps that must be decoded before this one. `slab_offset_bytes` is
@@ -34,8 +33,7 @@ class Step:
     slab_offset_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Steps in the order in which they are fetched unless somebody asks for one of them sooner."""
 
     steps: tuple[Step, ...]

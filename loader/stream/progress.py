@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..cache.tally import CacheStatistics
@@ -32,8 +31,7 @@ class Phase(enum.StrEnum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
+class LoadProgress(NamedTuple):
     """How far a load is. `fetched_bytes` counts every stored byte once, however often it was read."""
 
     state: LoadState
@@ -46,8 +44,7 @@ class LoadProgress:
     num_groups: int
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseStatistics:
+class PhaseStatistics(NamedTuple):
     """Stored bytes that went through it; `busy_s` and `cpu_s` are sums over threads."""
 
     size_bytes: int
@@ -55,8 +52,7 @@ class PhaseStatistics:
     cpu_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStatistics:
+class LoadStatistics(NamedTuple):
     """What a load cost. Sizes in bytes, times in seconds."""
 
     elapsed_s: float  # from start to the end, or to now

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from io import BufferedRWPair
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
     from .readiness import Gate
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """Told any number of times: all that is new since the last one."""
 
     progress: LoadProgress | None = None

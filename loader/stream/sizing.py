@@ -9,7 +9,7 @@ what is left, so that all connections end together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .link import Link
 
@@ -24,8 +24,7 @@ MAX_WAIT_SHARE = 0.1  # of the connections' time, waiting for memory, or they ar
 MIN_LEFT_S = 0.5  # of the load: with less left, finding out costs as much as it brings
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """What must not be exceeded."""
 
     range_bytes: int  # by a range
@@ -33,8 +32,7 @@ class Budget:
     staging_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """Where the plan stands when a range is to be cut."""
 
     awaited_bytes: int | None  # that somebody waits for, and so all connections share; None: nobody does
@@ -61,8 +59,7 @@ def cut(left_bytes: int, most_bytes: int) -> int:
     return min(even_bytes, left_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Width:
+class Width(NamedTuple):
     """How many connections read at the same time, and what is known about other numbers."""
 
     connections: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..format.manifest import align
 from .arena import map_bytes
@@ -37,8 +37,7 @@ def staging_bytes(part_sizes_bytes: Sequence[int], wanted_bytes: int | None, roo
     return min(max(most, max(sizes, default=0)), sum(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Staging memory on loan. `data` (the bytes asked for) must not be used after the release."""
 
     offset_bytes: int

@@ -19,7 +19,7 @@ import heapq
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .pace import LinkStatistics, Pace
 from .plan import Plan, Step
@@ -28,8 +28,7 @@ from .staging import Buffer, Staging
 from .turns import Turns
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes [start_bytes, end_bytes) of the part of step number `step`."""
 
     step: int
@@ -41,8 +40,7 @@ class Piece:
         return self.end_bytes - self.start_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """Bytes [start_bytes, end_bytes) of a blob, one request to the source: some of a part, or several whole parts."""
 
     blob: int

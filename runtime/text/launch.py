@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...loader.helper_process import HelperProcess
 from ...loader.sources.base import SourceOptions
@@ -13,8 +13,7 @@ from ...loader.stream.options import LoadOptions
 NUM_LINES = 3  # requests that it works on at the same time: a long text must not hold up all others
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerTask:
+class TokenizerTask(NamedTuple):
     """What the child is told, once."""
 
     url: str
@@ -23,8 +22,7 @@ class TokenizerTask:
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedTokenizer:
+class LaunchedTokenizer(NamedTuple):
     """A process that waits for the manifest, to be handed to a `TokenizerProcess`, which ends it."""
 
     task: TokenizerTask

@@ -5,11 +5,13 @@
 Over the control socket it is told where the model is, and then the manifest; it answers with the settings, with word
 that it is ready, and with the table of pieces. Each line is served by a thread of its own: a request is the name of a
 `Backend`'s method with its arguments, the answer what the method returned or raised. It ends with its parent.
+
+It imports nothing before it has the manifest: until then the loader has better use for the cores.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 import os
 import pickle
 import signal
@@ -17,21 +19,16 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from io import BufferedRWPair
 from typing import TYPE_CHECKING
 
-from ...loader.errors import TeneralError
-from ...loader.sources.open import open_source
-from ...loader.timeline import Timeline
-from ..errors import ModelError
-from ..files import ModelFiles
-from .backend import LocalBackend
-from .pieces import PieceTable, make_piece_table
-from .settings import TextSettings, read_tokenizer_file
-
 if TYPE_CHECKING:
+    from io import BufferedRWPair
+
     from ...loader.format.manifest import Manifest
+    from ...loader.timeline import Timeline
+    from .backend import LocalBackend
     from .launch import TokenizerTask
+    from .pieces import PieceTable
 
 SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
 METHODS = frozenset(("encode", "decode", "id_to_piece", "piece_to_id"))
@@ -43,15 +40,17 @@ def main(control_fd: int, *line_fds: int) -> None:
     control = socket.socket(fileno=control_fd)
     stream = control.makefile("rwb")
     task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
-    timeline = Timeline(started_at=task.started_at)
     manifest: Manifest = pickle.load(stream)  # noqa: S301
-    with timeline.span("tokenizer", "import"):
-        import tokenizers  # noqa: F401 - not sooner: the loader has better use for the cores
+    from ...loader.errors import TeneralError
+    from ...loader.timeline import Timeline
+
+    timeline = Timeline(started_at=task.started_at)
     try:
         backend, special_tokens = _load(task, manifest, timeline, stream)
     except TeneralError as error:
         _send(stream, error)
         os._exit(0)
+    gc.enable()  # it may have been off when this was forked
     for fd in line_fds:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
@@ -64,6 +63,14 @@ def main(control_fd: int, *line_fds: int) -> None:
 def _load(
     task: TokenizerTask, manifest: Manifest, timeline: Timeline, stream: BufferedRWPair
 ) -> tuple[LocalBackend, dict[str, str]]:
+    """The tokenizer, and the special tokens by their names; the settings are told on the way."""
+    with timeline.span("tokenizer", "import"):
+        import tokenizers  # noqa: F401
+
+        from ...loader.sources.open import open_source
+        from ..files import ModelFiles
+        from .backend import LocalBackend
+        from .settings import TextSettings, read_tokenizer_file
     source = open_source(task.url, task.source_options)
     files = ModelFiles(source, manifest, task.load_options).read
     try:
@@ -79,6 +86,10 @@ def _load(
 
 
 def _table(backend: LocalBackend) -> PieceTable | None:
+    import json
+
+    from .pieces import make_piece_table
+
     tokenizer = backend.tokenizer
     if tokenizer.decoder is None:
         return None
@@ -91,6 +102,9 @@ def _table(backend: LocalBackend) -> PieceTable | None:
 
 
 def _serve(fd: int, backend: LocalBackend) -> None:
+    from ...loader.errors import TeneralError
+    from ..errors import ModelError
+
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb") as stream:
         while True:
             try:

@@ -1,5 +1,6 @@
 """`teneral` and `python -m teneral`."""
 
+import gc
 import sys
 
 
@@ -7,6 +8,9 @@ def main() -> int:
     """Run the command line; returns the process's exit code."""
     prepared = None
     if sys.argv[1:2] == ["serve"]:
+        # What is made while importing stays: looking through it for garbage, again and again, takes a tenth of the
+        # imports. The server has it looked for from when it can answer.
+        gc.disable()
         # The loader imports what it needs while this process reads its flags, and everything else after that.
         from .loader.stream.prepare import Prepared, is_possible
 

@@ -247,9 +247,7 @@ def test_a_source_of_which_too_much_fails_is_refused_and_says_so(store: FaultySt
 
 
 def test_an_object_that_is_replaced_during_a_load_is_refused(store: FaultyStore) -> None:
-    with_versions = [
-        dataclasses.replace(blob, version=etag_of(store, blob.name)) for blob in store.built.manifest.blobs
-    ]
+    with_versions = [blob._replace(version=etag_of(store, blob.name)) for blob in store.built.manifest.blobs]
     store.built = dataclasses.replace(
         store.built, manifest=dataclasses.replace(store.built.manifest, blobs=tuple(with_versions))
     )

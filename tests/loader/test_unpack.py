@@ -316,7 +316,7 @@ def test_an_interruption_keeps_a_directory_that_was_there(tmp_path: Path) -> Non
 def test_a_small_file_cannot_stand_for_weights(tmp_path: Path) -> None:
     store = packed(model_store(llama_contents()))
     manifest = open_artifact(store)
-    hostile = replace(manifest.files[0], name="model.safetensors")
+    hostile = manifest.files[0]._replace(name="model.safetensors")
     store.put("manifest.json", dump_manifest(replace(manifest, files=(hostile,))))
     with pytest.raises(ManifestError, match="where its weights would be written"):
         unpack(store, tmp_path / "model")

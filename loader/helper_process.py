@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     import subprocess
 
 
+OWNER_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a helper's reads and writes raise then
+
+
 class HelperProcess:
     """`socket` is this side's end, and the caller's to close."""
 
@@ -137,8 +140,8 @@ def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int]) -> N
         __import__(name)
         sys.modules[name].main(theirs.fileno(), *fds)
         status = 0
-    except EOFError:
-        status = 1  # the owner was gone before it said what to do
+    except OWNER_GONE:
+        status = 1
     except BaseException:  # noqa: BLE001 - said, and then the process is over
         sys.excepthook(*sys.exc_info())
     finally:

@@ -74,7 +74,10 @@ def send_for(
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
+    prepared = prepared or Prepared(fork=fork)
     return SentFor(
         launch(Task(address, digest, source, options, timeline.started_at), prepared),
-        launch_tokenizer(TokenizerTask(address, source, options, timeline.started_at), fork=fork),
+        launch_tokenizer(
+            TokenizerTask(address, source, options, timeline.started_at), files=prepared.files, fork=fork
+        ),
     )

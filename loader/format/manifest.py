@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -187,6 +187,10 @@ class Manifest:
     def weight_bytes(self) -> int:
         """Memory that the decoded weights take, alignment included."""
         return sum(group.slab_bytes for group in self.groups)
+
+    def without_weights(self) -> Manifest:
+        """The manifest for who reads small files only."""
+        return replace(self, blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
 
     def stored_bytes(self, tier: Tier) -> int:
         return sum(part.size_bytes for part in self.parts if part.tier is tier)

@@ -1,6 +1,6 @@
 """The program behind `ProcessLoad`: streams one model into shared memory, and reports.
 
-    python -m teneral.loader.stream.child SOCKET_FD MEMORY_FD
+    python -m teneral.loader.stream.child SOCKET_FD MEMORY_FD FILES_FD
 
 It asks for the manifest before it imports what comes after, and for the first ranges before it imports what decodes
 them. It ends when it has told everything, or when its parent ends.
@@ -16,10 +16,12 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact
 from ..errors import TeneralError
+from ..helper_process import OWNER_GONE
 from ..sources.open import open_source
 from ..timeline import Timeline
 from .report import Reporter
@@ -27,6 +29,7 @@ from .report import Reporter
 if TYPE_CHECKING:
     from io import BufferedRWPair
 
+    from ..format.manifest import Manifest
     from .launch import Task
     from .load import WeightLoad
 
@@ -36,7 +39,7 @@ HEAD_START_S = 5e-3  # for asking for the manifest: the imports would share the 
 SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
 
 
-def main(socket_fd: int, memory_fd: int) -> None:
+def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.disable()  # until the first ranges are on their way: there is no garbage yet
@@ -50,14 +53,14 @@ def main(socket_fd: int, memory_fd: int) -> None:
     threading.Thread(target=inbox.listen, daemon=True).start()
     reporter = Reporter(stream, Timeline(started_at=task.started_at))
     try:
-        _load(task, memory_fd, reporter, inbox)
+        _load(task, memory_fd, files_fd, reporter, inbox)
     except TeneralError as error:
         reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
     os._exit(0)
 
 
-def _load(task: Task, memory_fd: int, reporter: Reporter, inbox: _Inbox) -> None:
+def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: _Inbox) -> None:
     timeline = reporter.timeline
     with timeline.span("manifest", "open"):
         source = open_source(task.url, task.source_options)
@@ -69,6 +72,7 @@ def _load(task: Task, memory_fd: int, reporter: Reporter, inbox: _Inbox) -> None
     load = WeightLoad(source, manifest, options=options, timeline=timeline, shared_fd=memory_fd)
     load.start()
     gc.enable()
+    _tell_of_files(manifest, files_fd)
     inbox.load = load  # before the manifest is told, without which nobody can ask for a part
     reporter.send(manifest=manifest, progress=load.progress())
     _report(load, reporter)
@@ -122,6 +126,11 @@ class _Inbox:
             os._exit(1)
 
 
+def _tell_of_files(manifest: Manifest, files_fd: int) -> None:
+    with socket.socket(fileno=files_fd) as sock, suppress(OSError):  # there may be nobody who wants to know
+        sock.sendall(pickle.dumps(manifest.without_weights()))
+
+
 def _import_ahead() -> None:
     """What is needed once the manifest is there: while it is on its way."""
     time.sleep(HEAD_START_S)
@@ -129,4 +138,5 @@ def _import_ahead() -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    with suppress(*OWNER_GONE):
+        main(*map(int, sys.argv[1:]))

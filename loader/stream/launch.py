@@ -39,6 +39,7 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
     """
     if prepared is None:
         prepared = Prepared()
+        prepared.files.close()  # nobody asked
     # A few hundred bytes, which the socket takes whether or not the child is there to read them.
     prepared.process.socket.sendall(pickle.dumps(task))
     return Launched(task, prepared.process, prepared.memory_fd)

@@ -6,6 +6,7 @@ Imports less than anything else here: it is what a cold process does first of al
 from __future__ import annotations
 
 import os
+import socket
 
 from ..helper_process import HelperProcess
 
@@ -19,17 +20,24 @@ class Prepared:
         Raises `OSError` when the system refuses another process or its memory.
         """
         self.memory_fd = os.memfd_create("teneral-weights")  # what the weights will lie in
+        # Here it tells which small files there are, to whoever reads them while the owner imports: a pickled manifest.
+        self.files, theirs = socket.socketpair()
         try:
-            self.process = HelperProcess(".loader.stream.child", fds=(self.memory_fd,), fork=fork)
+            fds = (self.memory_fd, theirs.fileno())
+            self.process = HelperProcess(".loader.stream.child", fds=fds, fork=fork)
         except OSError:
             os.close(self.memory_fd)
+            self.files.close()
             raise
+        finally:
+            theirs.close()
 
     def discard(self) -> None:
         """End it."""
         self.process.kill()
         self.process.wait()
         self.process.socket.close()
+        self.files.close()
         os.close(self.memory_fd)
 
 

@@ -30,17 +30,26 @@ class LaunchedTokenizer(NamedTuple):
     lines: tuple[socket.socket, ...]  # each for one request at a time
 
 
-def launch_tokenizer(task: TokenizerTask, *, fork: bool = False) -> LaunchedTokenizer:
-    """Start it; return at once. `fork` is as `HelperProcess` has it. Raises `OSError` when the system refuses."""
+def launch_tokenizer(
+    task: TokenizerTask, *, files: socket.socket | None = None, fork: bool = False
+) -> LaunchedTokenizer:
+    """Start it; return at once. `fork` is as `HelperProcess` has it. Raises `OSError` when the system refuses.
+
+    At `files`, which is closed here, it may learn of the manifest sooner than from this process.
+    """
+    if files is None:
+        files, nobody = socket.socketpair()
+        nobody.close()
     pairs = [socket.socketpair() for _ in range(NUM_LINES)]
     try:
-        fds = [theirs.fileno() for _, theirs in pairs]
+        fds = [files.fileno(), *(theirs.fileno() for _, theirs in pairs)]
         process = HelperProcess(".runtime.text.tokenizer_child", fds=fds, fork=fork)
     except OSError:
         for ours, _ in pairs:
             ours.close()
         raise
     finally:
+        files.close()
         for _, theirs in pairs:
             theirs.close()
     process.socket.sendall(pickle.dumps(task))

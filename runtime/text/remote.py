@@ -16,7 +16,6 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from io import BufferedRWPair
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +54,7 @@ class TokenizerProcess:
         """Blocks until the child has parsed the tokenizer. The result closes this. Raises what reading it raises, and
         `ModelError`; the child has ended then.
         """
-        # The child reads small files only.
-        self._manifest = replace(manifest, blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
+        self._manifest = manifest.without_weights()
         try:
             settings = self._child.settings(self._manifest)
             chat_template = make_chat_template(settings)

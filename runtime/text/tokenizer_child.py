@@ -1,10 +1,11 @@
 """The program behind `TokenizerProcess`: reads a model's tokenizer, parses it, and serves it.
 
-    python -m teneral.runtime.text.tokenizer_child CONTROL_FD LINE_FD …
+    python -m teneral.runtime.text.tokenizer_child CONTROL_FD FILES_FD LINE_FD …
 
-Over the control socket it is told where the model is, and then the manifest; it answers with the settings, with word
-that it is ready, and with the table of pieces. Each line is served by a thread of its own: a request is the name of a
-`Backend`'s method with its arguments, the answer what the method returned or raised. It ends with its parent.
+Over the control socket it is told where the model is, and then the manifest, which the loader may tell it sooner at
+FILES_FD; it answers with the settings, with word that it is ready, and with the table of pieces. Each line is served by
+a thread of its own: a request is the name of a `Backend`'s method with its arguments, the answer what the method
+returned or raised. It ends with its parent.
 
 It imports nothing before it has the manifest: until then the loader has better use for the cores.
 """
@@ -14,12 +15,16 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from ...loader.helper_process import OWNER_GONE
 
 if TYPE_CHECKING:
     from io import BufferedRWPair
@@ -30,17 +35,20 @@ if TYPE_CHECKING:
     from .launch import TokenizerTask
     from .pieces import PieceTable
 
+TABLE_DELAY_S = (
+    1.0  # taking the vocabulary out of the tokenizer holds the GIL for 0.1 s: not while the first text comes
+)
 SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
 METHODS = frozenset(("encode", "decode", "id_to_piece", "piece_to_id"))
 
 
-def main(control_fd: int, *line_fds: int) -> None:
+def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     control = socket.socket(fileno=control_fd)
     stream = control.makefile("rwb")
     task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
-    manifest: Manifest = pickle.load(stream)  # noqa: S301
+    manifest = _first_manifest(control, stream, files_fd)
     from ...loader.errors import TeneralError
     from ...loader.timeline import Timeline
 
@@ -55,9 +63,22 @@ def main(control_fd: int, *line_fds: int) -> None:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
     _send(stream, (backend.vocab_size, special_ids, timeline.spans()))
+    time.sleep(TABLE_DELAY_S)
     _send(stream, _table(backend))
-    control.recv(1)  # the parent says nothing more: this returns when it is gone
+    while control.recv(1 << 16):
+        pass  # the manifest, which was known already: then the parent says nothing, and this ends when it is gone
     os._exit(0)
+
+
+def _first_manifest(control: socket.socket, stream: BufferedRWPair, files_fd: int) -> Manifest:
+    """From the loader or the parent, whoever is first."""
+    manifest: Manifest | None = None
+    with socket.socket(fileno=files_fd) as files, files.makefile("rb") as told:
+        ready, _, _ = select.select([files, control], [], [])
+        if files in ready:
+            with suppress(EOFError):  # the loader has ended
+                manifest = pickle.load(told)  # noqa: S301
+    return manifest or pickle.load(stream)  # noqa: S301
 
 
 def _load(
@@ -129,5 +150,5 @@ def _send(stream: BufferedRWPair, message: object) -> None:
 
 
 if __name__ == "__main__":
-    with suppress(EOFError):  # the parent is gone
+    with suppress(*OWNER_GONE):
         main(*map(int, sys.argv[1:]))

@@ -71,6 +71,7 @@ def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: 
     options = task.load_options
     load = WeightLoad(source, manifest, options=options, timeline=timeline, shared_fd=memory_fd)
     load.start()
+    gc.freeze()
     gc.enable()
     _tell_of_files(manifest, files_fd)
     inbox.load = load  # before the manifest is told, without which nobody can ask for a part

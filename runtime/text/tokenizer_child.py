@@ -58,6 +58,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     except TeneralError as error:
         _send(stream, error)
         os._exit(0)
+    gc.freeze()
     gc.enable()  # it may have been off when this was forked
     for fd in line_fds:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()

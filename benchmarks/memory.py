@@ -16,15 +16,14 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.cold_starts import serve
-from benchmarks.processes import environment
+from benchmarks.processes import Sampler, environment
 from benchmarks.report import begin, finish, median, new_parser, note, table, title
 from benchmarks.store import MODELS, StoreProcess, prepare
 
@@ -101,32 +100,22 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Watch:
+class Watch(Sampler):
     """The most memory that this process's descendants had together while it was open, by what they are."""
 
     def __init__(self, *, but: set[int], weight_bytes: int) -> None:
         """`but` are the processes that do not count."""
+        super().__init__(SAMPLE_PERIOD_S)
         self.peak: dict[str, int] = {}
         self._weight_bytes = weight_bytes
         self._but = but
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(SAMPLE_PERIOD_S):
-            now = held_bytes(descendants(os.getpid()) - self._but)
-            # Processes are looked at one after the other: pages that two of them map just then are counted twice.
-            now["shared"] = min(now.get("shared", 0), self._weight_bytes)
-            if sum(now.values()) > sum(self.peak.values()):
-                self.peak = now
+    def look(self) -> None:
+        now = held_bytes(descendants(os.getpid()) - self._but)
+        # Processes are looked at one after the other: pages that two of them map just then are counted twice.
+        now["shared"] = min(now.get("shared", 0), self._weight_bytes)
+        if sum(now.values()) > sum(self.peak.values()):
+            self.peak = now
 
 
 def descendants(pid: int) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,18 +25,17 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     return variables
 
 
-class MemoryWatch:
-    """The most memory that processes had together with all their descendants, as a context manager.
+class Sampler(ABC):
+    """Looks at something every `period_s` while it is open."""
 
-    It is the sum of their proportional set sizes (PSS), in which a page that several share counts once, sampled every
-    50 ms. Looking takes CPU time and holds up the page faults of those looked at: do not time what is watched.
-    """
-
-    def __init__(self, *roots: int) -> None:
-        self.peak_bytes = 0
-        self._roots = roots
+    def __init__(self, period_s: float) -> None:
+        self._period_s = period_s
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    @abstractmethod
+    def look(self) -> None:
+        """Called by a thread of its own."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -46,8 +46,24 @@ class MemoryWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped.wait(SAMPLE_PERIOD_S):
-            self.peak_bytes = max(self.peak_bytes, tree_bytes(self._roots))
+        while not self._stopped.wait(self._period_s):
+            self.look()
+
+
+class MemoryWatch(Sampler):
+    """The most memory that processes had together with all their descendants, as a context manager.
+
+    It is the sum of their proportional set sizes (PSS), in which a page that several share counts once, sampled every
+    50 ms. Looking takes CPU time and holds up the page faults of those looked at: do not time what is watched.
+    """
+
+    def __init__(self, *roots: int) -> None:
+        super().__init__(SAMPLE_PERIOD_S)
+        self.peak_bytes = 0
+        self._roots = roots
+
+    def look(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, tree_bytes(self._roots))
 
 
 def tree_bytes(roots: Iterable[int]) -> int:

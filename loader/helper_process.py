@@ -1,7 +1,7 @@
 """A process of our own beside this one, that serves it over a private socket and ends when it does.
 
 What must not wait for this process's GIL runs in one: the loader, the tokenizer. It is started by forking where that
-is safe (it has an interpreter and our modules already: 20 ms sooner), else as a fresh interpreter. Either way the
+is safe (it has an interpreter and our modules already), else as a fresh interpreter. Either way the
 module that it runs has a `main(socket_fd, *fds)`, called with the numbers of the open files that it is given, and is
 to end when the socket does.
 

@@ -1,7 +1,7 @@
 """`teneral standby`: keeps processes that have imported everything and hold no model.
 
-One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each waits at the
-same local socket; the one that gets an order becomes that server, and the pool forks another in its place.
+One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each waits at
+the same local socket; the one that gets an order becomes that server, and the pool forks another in its place.
 
 What makes a fork safe here: the parent has one thread, ran nothing in parallel, and made no CUDA context. So torch gets
 one thread before it computes anything, and numpy's own library none.

@@ -168,6 +168,12 @@ class ServeConfig:
         None, _text, "folder of this node to keep verified parts in, for the next container", metavar="DIR"
     )
     cache_bytes: int = _setting(20 << 30, parse_bytes, "most that is kept there", metavar="SIZE")
+    first_token: str = _setting(
+        "exact",
+        _choice("exact", "draft"),
+        "what chooses the first tokens that a client gets while weights arrive: the exact weights, or a draft of them",
+        metavar="WEIGHTS",
+    )
     # The engine
     max_context: int | None = _setting(
         None, _integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"

@@ -60,6 +60,9 @@ class EngineStatistics:
     computed_tokens_total: int  # that went through the model: preempted sequences' twice
     preemptions_total: int
     ended_total: Mapping[FinishReason, int]
+    drafted_tokens_total: int = 0  # of the output tokens: chosen by weights that were not exact yet
+    accepted_proposals_total: int = 0  # of the draft, which the exact weights confirmed
+    rejected_proposals_total: int = 0
 
 
 def _require_at_least(key: str, value: int, least: int) -> None:

@@ -22,6 +22,13 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class FirstToken(enum.StrEnum):
+    """What the weights must be that choose the first tokens that a client gets, while they are still arriving."""
+
+    EXACT = "exact"  # exact ones: whatever is sent is what the finished model says
+    DRAFT = "draft"  # those of the draft tier will do, until the exact ones are there
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. The defaults are plain sampling from the model's distribution.
@@ -66,6 +73,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    first_token: FirstToken = FirstToken.EXACT
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -98,6 +106,10 @@ class TokenLogprob:
 class GenerationEvent:
     """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a
     possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has the `error`.
+
+    `num_drafted` of its tokens were chosen by weights that were not exact yet, which the request allowed. The other two
+    count proposals of the draft that the exact weights judged in this step: those that they would have chosen, too,
+    and those behind the first that they would not.
     """
 
     text: str
@@ -105,6 +117,9 @@ class GenerationEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     error: TeneralError | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

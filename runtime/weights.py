@@ -6,7 +6,9 @@ tensors (tests, and models made in memory). Neither knows what the tensors are f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -19,13 +21,32 @@ if TYPE_CHECKING:
     from ..loader.stream.load import WeightLoad
     from ..loader.stream.process_load import ProcessLoad
 
-Gate = Callable[
-    [], None
-]  # blocks until some weights are exact; raises the load's error; costs next to nothing once open
 
-RowGate = Callable[
-    [torch.Tensor], None
-]  # the same, for the rows of a matrix that it is called with, integers
+class Gate(Protocol):
+    """What some weights hold. Costs next to nothing once they are exact, as they stay then."""
+
+    def __call__(self) -> None:
+        """Blocks until they are exact. Raises the load's error."""
+
+    def opens(self, timeout_s: float) -> bool:
+        """Whether they are exact, now or within this time. Raises the load's error."""
+
+    def using(self, tier: Tier) -> AbstractContextManager[None]:
+        """Blocks until they hold `tier`, at least. While inside, nothing about them changes. One thread at a time."""
+
+
+class RowGate(Protocol):
+    """The same, for those rows of a matrix that it is called with (integers, any shape), which come sooner for that."""
+
+    def __call__(self, rows: torch.Tensor) -> None: ...
+
+    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool: ...
+
+    def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]: ...
+
+    def want(self, rows: torch.Tensor) -> None:
+        """Have these rows sent for, all tiers of them, and return at once."""
+
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -85,11 +106,10 @@ class DictWeights:
         return iter(self._tensors)
 
     def gate(self, names: Iterable[str]) -> Gate:
-        return lambda: None
+        return _Open()
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        gate = self.gate([table, *names])
-        return lambda rows: gate()
+        return _WholeTable(self.gate([table, *names]))
 
 
 class StreamedWeights:
@@ -136,29 +156,127 @@ class StreamedWeights:
 
     def gate(self, names: Iterable[str]) -> Gate:
         by_name = self._load.manifest.by_name
-        groups = sorted({by_name[name].group for name in names if name in by_name})
-        load = self._load
-
-        def wait() -> None:
-            for group in groups:
-                load.wait(group, Tier.REFINE)
-
-        return wait
+        return _GroupGate(self._load, {by_name[name].group for name in names if name in by_name})
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        load, manifest = self._load, self._load.manifest
+        return _TableGate(self._load, table, names)
+
+
+class _Open:
+    """The gate of weights that are there."""
+
+    def __call__(self) -> None:
+        pass
+
+    def opens(self, timeout_s: float) -> bool:
+        return True
+
+    def using(self, tier: Tier) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _WholeTable:
+    """The gate of rows that come with all others."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        self._gate()
+
+    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool:
+        return self._gate.opens(timeout_s)
+
+    def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]:
+        return self._gate.using(tier)
+
+    def want(self, rows: torch.Tensor) -> None:
+        pass
+
+
+class _GroupGate:
+    """The gate of whole groups."""
+
+    def __init__(self, load: WeightLoad | ProcessLoad, groups: Iterable[int]) -> None:
+        self._load = load
+        self._groups = sorted(groups)
+
+    def __call__(self) -> None:
+        for group in self._groups:
+            self._load.wait(group)
+
+    def opens(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            for group in self._groups:
+                if not self._load.is_ready(group):
+                    self._load.wait(group, timeout_s=max(0.0, deadline_s - time.monotonic()))
+        except TimeoutError:
+            return False
+        return True
+
+    @contextmanager
+    def using(self, tier: Tier) -> Iterator[None]:
+        for group in self._groups:
+            self._load.wait(group, tier)
+        with _unchanged(self._load, self._groups):
+            yield
+
+
+class _TableGate:
+    """The gate of some rows of a table and of everything else that was named, all in whole parts."""
+
+    def __init__(self, load: WeightLoad | ProcessLoad, table: str, names: Iterable[str]) -> None:
+        self._load = load
+        manifest = load.manifest
         present = [name for name in {table, *names} if name in manifest.by_name]
-        groups = {manifest.by_name[name].group for name in present}
-        others: set[int] = set().union(*(RowParts(manifest, name).all for name in present if name != table))
-        table_parts = RowParts(manifest, table) if table in present else None
+        self._groups = sorted({manifest.by_name[name].group for name in present})
+        self._others: set[int] = set().union(
+            *(RowParts(manifest, name).all for name in present if name != table)
+        )
+        self._table = RowParts(manifest, table) if table in present else None
+        self._tiers = [part.tier for part in manifest.parts]
 
-        def wait(rows: torch.Tensor) -> None:
-            if all(load.is_ready(group) for group in groups):
-                return
-            held = table_parts.holding(rows.flatten().tolist()) if table_parts is not None else set()
-            load.wait_parts(others | held)
+    def __call__(self, rows: torch.Tensor) -> None:
+        if not self._is_open():
+            self._load.wait_parts(self._parts(rows))
 
-        return wait
+    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool:
+        if self._is_open():
+            return True
+        try:
+            self._load.wait_parts(self._parts(rows), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    @contextmanager
+    def using(self, rows: torch.Tensor, tier: Tier) -> Iterator[None]:
+        if not self._is_open():
+            self._load.wait_parts({number for number in self._parts(rows) if self._tiers[number] <= tier})
+        with _unchanged(self._load, self._groups):
+            yield
+
+    def want(self, rows: torch.Tensor) -> None:
+        if not self._is_open():
+            self._load.want_parts(self._parts(rows))
+
+    def _is_open(self) -> bool:
+        return all(self._load.is_ready(group) for group in self._groups)
+
+    def _parts(self, rows: torch.Tensor) -> set[int]:
+        held = self._table.holding(rows.flatten().tolist()) if self._table is not None else set()
+        return self._others | held
+
+
+@contextmanager
+def _unchanged(load: WeightLoad | ProcessLoad, groups: Iterable[int]) -> Iterator[None]:
+    """While inside, none of the groups is refined. Ascending, so that two who do this cannot wait for each other."""
+    with ExitStack() as stack:
+        for group in groups:
+            if not load.is_ready(group):
+                stack.enter_context(load.using(group))
+        yield
 
 
 def missing_tensor(name: str, present: Iterable[str]) -> ModelError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -16,6 +17,7 @@ from blake3 import blake3
 from ..format.manifest import Manifest, Part, Segment
 from ..timeline import Timeline
 from .blame import blame_part, wrong_digest
+from .guards import Guards
 from .plan import Step
 from .progress import Meter, Phase
 from .trace import add_part_span
@@ -39,6 +41,7 @@ class Decoder:
         meter: Meter,
         timeline: Timeline,
         settle: Callable[[Step], None],
+        guards: Guards,
         cache: PartCache | None = None,
     ) -> None:
         """`settle` takes each step whose values are in its slab; `cache` every part that was found right."""
@@ -49,6 +52,7 @@ class Decoder:
         self._meter = meter
         self._timeline = timeline
         self._settle = settle
+        self._guards = guards
         self._cache = cache
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
@@ -60,7 +64,9 @@ class Decoder:
         while (task := self._work.next_step()) is not None:
             step, stored = task
             if self._verify(step, stored):
-                self._decode(step.part, stored, scratch)
+                # What needs nothing is the first to write there: no values that somebody could be using.
+                with self._guards.refining(step.part.group) if step.needs else nullcontext():
+                    self._decode(step.part, stored, scratch)
                 if self._cache is not None and step.part.digest is not None:
                     self._cache.offer(step.part.digest, stored)
                 self._settle(step)

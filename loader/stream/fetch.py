@@ -36,11 +36,11 @@ class Fetcher:
         meter: Meter,
         timeline: Timeline,
         settle: Callable[[Step], None],
-        widen: Callable[[], None],
+        between: Callable[[], None],
         cache: PartCache | None = None,
     ) -> None:
-        """`settle` takes the steps that were read straight into their slab, and are done with that. `widen` is called
-        between two ranges, to see whether more threads should read.
+        """`settle` takes the steps that were read straight into their slab, and are done with that. `between` is called
+        after each range.
         """
         self._source = source
         self._manifest = manifest
@@ -49,14 +49,14 @@ class Fetcher:
         self._meter = meter
         self._timeline = timeline
         self._settle = settle
-        self._widen = widen
+        self._between = between
         self._cache = cache
 
     def run(self) -> None:
         """Read until nothing is left or the queue is stopped. Raises the source's errors, naming the part."""
         while (task := self._work.next_read()) is not None:
             self._read(*task)
-            self._widen()
+            self._between()
 
     def _read(self, read: Read, memory: memoryview) -> None:
         part = self._plan.steps[read.pieces[0].step].part

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -27,9 +28,12 @@ from ..timeline import Timeline
 from .arena import Arena, as_array
 from .decode import Decoder
 from .fetch import Fetcher
-from .options import LoadOptions
+from .guards import Guards
+from .link import MIN_READS
+from .options import LoadOptions, Order
 from .pace import Pace
 from .plan import Step, plan_load
+from .policy import Sizes, predict
 from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
 from .sizing import MIN_RANGE_BYTES, Budget
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..cache.part_cache import PartCache
+
+MIN_WATCHED_S = 0.2  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
@@ -90,6 +96,8 @@ class WeightLoad:
         )
         self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
         self._cache = _open_cache(self._options, manifest)
+        self._guards = Guards(len(manifest.groups), shared_fd=shared_fd)
+        self._order = self._options.order
         self._meter = Meter()
         self._readiness = Readiness(
             len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
@@ -183,6 +191,21 @@ class WeightLoad:
         array = data.view(NUMPY_DTYPES.get(tensor.dtype, "u1"))
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 
+    def using(self, group: int) -> AbstractContextManager[None]:
+        """While this is held the group's values stay as they are. For who computes with values that are not exact
+        yet, in one thread; exact ones never change.
+        """
+        return self._guards.using(group)
+
+    @property
+    def order(self) -> Order:
+        """Which tier comes first; AUTO until that is decided."""
+        return self._order
+
+    def left_s(self) -> float:
+        """How long the load will go on, as the link has been so far, seconds; infinity while that is unknown."""
+        return self.progress().left_s
+
     def progress(self) -> LoadProgress:
         """How far the load is, now. Costs microseconds."""
         return LoadProgress(
@@ -194,6 +217,8 @@ class WeightLoad:
             groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
             groups_exact=self._readiness.num_open(Tier.REFINE),
             num_groups=len(self.manifest.groups),
+            order=self._order,
+            rate_bytes_per_s=self._work.link_statistics().rate_bytes_per_s,
         )
 
     def statistics(self) -> LoadStatistics:
@@ -250,6 +275,7 @@ class WeightLoad:
         if any(thread.is_alive() for thread in self._threads):
             self._source.close()  # it failed, and reads that have not noticed would go on until they time out
         self.join()
+        self._guards.close()
 
     def __enter__(self) -> Self:
         return self
@@ -290,7 +316,7 @@ class WeightLoad:
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
-            widen=self._add_fetchers,
+            between=self._between_reads,
             cache=self._cache,
         )
         decoder = Decoder(
@@ -301,6 +327,7 @@ class WeightLoad:
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
+            guards=self._guards,
             cache=self._cache,
         )
         self._fetch = fetcher.run
@@ -320,6 +347,33 @@ class WeightLoad:
 
     def _prefault(self) -> None:
         self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
+
+    def _between_reads(self) -> None:
+        self._add_fetchers()
+        if self._order is Order.AUTO:
+            self._choose_order()
+
+    def _choose_order(self) -> None:
+        """Decide which tier comes first, once the link has shown what it gives."""
+        elapsed_s = time.monotonic() - (self._started_at_s or 0.0)
+        rate = self._work.link_statistics().rate_bytes_per_s
+        if not rate or self._meter.num_reads < MIN_READS or elapsed_s < MIN_WATCHED_S:
+            return
+        left = self._work.left_bytes()
+        prediction = predict(
+            Sizes(sum(left[:-1]), left[-1], self.manifest.weight_bytes),
+            rate,
+            elapsed_s=elapsed_s,
+            ready_s=self._options.ready_s,
+            sends_drafts=self._options.sends_drafts,
+        )
+        with self._lifecycle:
+            if self._order is not Order.AUTO:
+                return
+            self._order = prediction.order
+        if prediction.order is Order.EXACT:
+            self._work.reorder(Order.EXACT)
+        self._timeline.mark("process", f"{prediction.order}: {prediction.why}", **prediction._asdict())
 
     def _add_fetchers(self) -> None:
         """As many as should read by now. Those that there are too many of later wait for nothing."""

@@ -15,6 +15,7 @@ class Order(enum.StrEnum):
 
     EXACT = "exact"  # group by group, draft parts and then refine parts: the first exact token soonest
     DRAFT_FIRST = "draft-first"  # all draft parts, then all refine parts: the first draft token soonest
+    AUTO = "auto"  # one or the other, by what the link turns out to give (`policy.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class LoadOptions:
     range_bytes: int = 16 * MIB  # most that one request asks for
     decode_threads: int | None = None  # default: as many as this process may use CPUs
     order: Order = Order.EXACT
+    ready_s: float = 0.0  # for AUTO: when the weights can first be used, since the load began
+    sends_drafts: bool = False  # for AUTO: clients get tokens of the draft, and not only what was confirmed
     rows_on_demand: bool = (
         False  # rows of the embeddings are asked for (`wait_parts`): the rest of them comes last
     )

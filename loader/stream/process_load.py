@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
@@ -22,8 +23,9 @@ from ..format.manifest import Manifest, Tier
 from ..sources.base import SourceOptions
 from ..timeline import Timeline
 from .arena import Arena, as_array
+from .guards import Guards
 from .launch import Launched, Task, launch
-from .options import LoadOptions
+from .options import LoadOptions, Order
 from .progress import LoadProgress, LoadState, LoadStatistics
 from .readiness import Readiness
 from .report import Report
@@ -47,6 +49,8 @@ class ProcessLoad:
         self._manifest: Manifest | None = None
         self._arena: Arena | None = None
         self._readiness: Readiness | None = None
+        self._guards: Guards | None = None
+        self._progress_at_s = 0.0
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
         self._statistics: LoadStatistics | None = None
@@ -96,8 +100,19 @@ class ProcessLoad:
             _ = self.manifest
             assert self._readiness is not None
         if not self._readiness.are_there(numbers):
-            self._want(numbers)
+            self.want_parts(numbers)
             self._readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """As `WeightLoad.want_parts`; waits for nothing."""
+        with self._lock:
+            new = [number for number in numbers if number not in self._wanted]
+            self._wanted.update(new)
+            if not new:
+                return
+            # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
+            with suppress(OSError):
+                self._child.socket.sendall(pickle.dumps(new))
 
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness is not None and self._readiness.is_open(group, tier)
@@ -111,6 +126,20 @@ class ProcessLoad:
     def progress(self) -> LoadProgress:
         """What the child last told: at every gate, and a few times a second between them."""
         return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0)
+
+    def using(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.using`; for a group that holds something."""
+        assert self._guards is not None, "nothing can be used before the manifest is there"
+        return self._guards.using(group)
+
+    @property
+    def order(self) -> Order:
+        """As `WeightLoad.order`."""
+        return self.progress().order
+
+    def left_s(self) -> float:
+        """As `WeightLoad.left_s`."""
+        return max(0.0, self.progress().left_s - (time.monotonic() - self._progress_at_s))
 
     def statistics(self) -> LoadStatistics | None:
         """What the load cost; None until it has ended."""
@@ -157,13 +186,15 @@ class ProcessLoad:
                 error = LoadError(said).with_traceback(error.__traceback__)
             self._fail(error)
         finally:
+            if self._guards is not None:
+                self._guards.close()
             os.close(memory_fd)
 
     def _take(self, report: Report, memory_fd: int) -> None:
         for span in report.spans:
             self._timeline.add(span.lane, span.name, span.start_s, span.end_s, **span.attributes)
         if report.progress is not None:
-            self._progress = report.progress
+            self._progress, self._progress_at_s = report.progress, time.monotonic()
         if report.manifest is not None:
             self._open(report.manifest, memory_fd)
         if (report.gates or report.parts) and self._readiness is not None:
@@ -183,22 +214,12 @@ class ProcessLoad:
             if self._error is not None:
                 return
             self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=memory_fd)
+            self._guards = Guards(len(manifest.groups), shared_fd=memory_fd)
             self._readiness = Readiness(
                 len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
             )
             self._manifest = manifest
         self._opened.set()
-
-    def _want(self, numbers: Collection[int]) -> None:
-        """Ask the child for parts that it has not been asked for."""
-        with self._lock:
-            new = [number for number in numbers if number not in self._wanted]
-            self._wanted.update(new)
-            if not new:
-                return
-            # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
-            with suppress(OSError):
-                self._child.socket.sendall(pickle.dumps(new))
 
     def _fail(self, error: TeneralError) -> None:
         with self._lock:

@@ -6,11 +6,14 @@ Adding and reading are cheap and safe from any thread. It knows no parts, source
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
+
+from .options import Order
 
 if TYPE_CHECKING:
     from ..cache.tally import CacheStatistics
@@ -42,6 +45,16 @@ class LoadProgress(NamedTuple):
     groups_ready_draft: int
     groups_exact: int
     num_groups: int
+    order: Order = Order.EXACT  # AUTO while nothing is decided
+    rate_bytes_per_s: float = 0.0  # of all that came from the store; 0: unknown
+
+    @property
+    def left_s(self) -> float:
+        """How long what has not arrived will take, as the link has been so far; infinity while that is unknown."""
+        left_bytes = self.stored_bytes_total - self.fetched_bytes
+        if self.state is LoadState.EXACT:
+            return 0.0
+        return left_bytes / self.rate_bytes_per_s if self.rate_bytes_per_s else math.inf
 
 
 class PhaseStatistics(NamedTuple):

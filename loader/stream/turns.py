@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
+from .options import Order
 from .plan import Plan, follows
 
 MAX_RUN_STEPS = 64
@@ -19,6 +20,7 @@ class Turns:
     """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
 
     def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._steps = plan.steps
         self._upcoming = deque(range(len(plan.steps)))
         self._sooner: deque[int] = deque()
@@ -78,6 +80,10 @@ class Turns:
         wanted.difference_update(self._had, self._sooner)
         self._sooner.extend(sorted(wanted))
         self._sooner_bytes += sum(self._steps[number].part.size_bytes for number in wanted)
+
+    def reorder(self, order: Order) -> None:
+        """Give what had no turn yet its turn in another order of the plan. What was asked for sooner comes before."""
+        self._upcoming = deque(self._plan.numbers(order))
 
     def _next_queue(self) -> deque[int]:
         """The queue whose first step is next; empty at the end."""

@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..format.manifest import Tier
+from .options import Order
 from .pace import LinkStatistics, Pace
 from .plan import Plan, Step
 from .sizing import Position, cut
@@ -155,6 +157,11 @@ class WorkQueue:
             self._turns.promote(numbers)
             self._readable.notify()
 
+    def reorder(self, order: Order) -> None:
+        """Go on in another order, from the next part on that nobody has asked for."""
+        with self._lock:
+            self._turns.reorder(order)
+
     def fetch_again(self, step: Step) -> None:
         """Have a part read once more, into the same memory, before all others."""
         with self._lock:
@@ -189,6 +196,16 @@ class WorkQueue:
             self._stopped = True
             self._readable.notify_all()
             self._decodable.notify_all()
+
+    def left_bytes(self) -> list[int]:
+        """What nobody has asked for, by tier."""
+        left = [0] * len(Tier)
+        with self._lock:
+            for step in self._plan.steps:
+                begun = self._missing[step.number] < step.part.size_bytes or step.number in self._memory
+                if not begun and self._missing[step.number]:
+                    left[step.part.tier] += step.part.size_bytes
+        return left
 
     def link_statistics(self) -> LinkStatistics:
         with self._lock:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +33,21 @@ class StepBatch:
     slots: torch.Tensor  # (T,) int64, block * block_size + offset: where this step's keys and values go
     spans: tuple[SequenceSpan, ...]
     logit_rows: torch.Tensor  # (R,) int64, indices into the T rows
+
+
+def join(batches: Sequence[StepBatch]) -> StepBatch:
+    """All of them as one, their rows behind one another."""
+    spans: list[SequenceSpan] = []
+    logit_rows: list[torch.Tensor] = []
+    num_rows = 0
+    for batch in batches:
+        spans += [replace(span, start=span.start + num_rows) for span in batch.spans]
+        logit_rows.append(batch.logit_rows + num_rows)
+        num_rows += len(batch.tokens)
+    return StepBatch(
+        torch.cat([batch.tokens for batch in batches]),
+        torch.cat([batch.positions for batch in batches]),
+        torch.cat([batch.slots for batch in batches]),
+        tuple(spans),
+        torch.cat(logit_rows),
+    )

@@ -12,27 +12,22 @@ come from, nor what a request is.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from ...loader.format.manifest import Tier
 from ..engine.batch import StepBatch
 from ..kv.attention import SpanPlan, paged_attention, plan_attention
 from ..kv.storage import KVStorage
 from ..weights import Weights
 from .activations import activation
 from .config import DecoderConfig
+from .forward_pass import ForwardPass, OnLayer
 from .linear import Linear, take_linear, take_stacked
 from .norm import HeadRMSNorm, RMSNorm
 from .parameters import Parameters, check_computable
 from .rope import RopeTable, rotate_
-
-# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
-# weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
-OnLayer = Callable[[int, str, float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +54,19 @@ class Decoder:
         self.dtype = embeddings.dtype
 
         entry = Parameters(weights, root, self.dtype)
-        self._embeddings = entry.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._entry_gate = entry.row_gate("embed_tokens.weight")
+        self.embeddings = entry.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.entry_gate = entry.row_gate("embed_tokens.weight")
 
-        self._layers = [
+        self.layers = [
             DecoderLayer(config, index, Parameters(weights, f"{root}layers.{index}.", self.dtype))
             for index in range(config.num_layers)
         ]
 
         final = Parameters(weights, "", self.dtype)
-        self._norm = RMSNorm(final.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
+        self.norm = RMSNorm(final.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
         head_name = f"{root}embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        self._head = Linear(final.take(head_name, config.vocab_size, config.hidden_size))
-        self._finalgate = final.gate()
+        self.head = Linear(final.take(head_name, config.vocab_size, config.hidden_size))
+        self.head_gate = final.gate()
 
         self._rope = RopeTable(config.rope, config.max_context, self.dtype)
 
@@ -85,7 +80,7 @@ class Decoder:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=self.dtype,
-            device=self._embeddings.device,
+            device=self.embeddings.device,
         )
 
     def kv_block_bytes(self, block_size: int) -> int:
@@ -95,33 +90,36 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, kv: KVStorage, *, on_layer: OnLayer | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: StepBatch,
+        kv: KVStorage,
+        *,
+        tier: Tier = Tier.REFINE,
+        on_layer: OnLayer | None = None,
+    ) -> torch.Tensor:
         """One step: writes the rows' keys and values into `kv`; returns logits (R, vocab_size) fp32.
 
         Blocks until the weights are there, layer by layer, and raises the load's error if they will not
         be; `kv` then holds the keys and values of the layers that did run. Token ids must be below
-        vocab_size.
+        vocab_size. `tier` is the least that the weights must hold: below REFINE each layer is used as it is by then,
+        between two refinements.
         """
-        report = on_layer or _ignore
-        self._entry_gate(batch.tokens)
-        started_s = time.monotonic()
-        step = self._plan(batch, kv)
-        x = F.embedding(batch.tokens, self._embeddings)  # (T, hidden_size)
-        report(-1, "embed", started_s, time.monotonic())
+        under_way = ForwardPass(self, batch, kv, tier=tier, on_layer=on_layer)
+        while not under_way.is_done:
+            under_way.advance()
+        return under_way.logits
 
-        for layer in self._layers:
-            layer.gate()
-            started_s = time.monotonic()
-            x = layer(x, step)
-            report(layer.index, layer.name, started_s, time.monotonic())
+    def begin(self, batch: StepBatch, kv: KVStorage, *, on_layer: OnLayer | None = None) -> ForwardPass:
+        """The same step with exact weights, to be taken layer by layer as they come."""
+        return ForwardPass(self, batch, kv, on_layer=on_layer)
 
-        self._finalgate()
-        started_s = time.monotonic()
-        logits = self._head(self._norm(x[batch.logit_rows])).float()  # (R, vocab_size)
-        report(self.num_layers, "head", started_s, time.monotonic())
-        return logits
+    def want(self, tokens: torch.Tensor) -> None:
+        """Have what a forward pass over these tokens begins with sent for. Returns at once."""
+        self.entry_gate.want(tokens)
 
-    def _plan(self, batch: StepBatch, kv: KVStorage) -> Step:
+    def plan(self, batch: StepBatch, kv: KVStorage) -> Step:
+        """What the layers will share in one forward pass. Computes with no weights."""
         cos, sin = self._rope.rows(batch.positions, max(span.context_len for span in batch.spans))
         plans = {
             window: plan_attention(batch.spans, kv, num_heads=self.config.num_heads, window=window)
@@ -216,7 +214,3 @@ def _take_head_norm(config: DecoderConfig, parameters: Parameters) -> HeadRMSNor
         config.num_heads,
         config.norm_eps,
     )
-
-
-def _ignore(index: int, name: str, start_s: float, end_s: float) -> None:
-    pass

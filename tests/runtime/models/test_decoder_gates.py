@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,27 @@ from tests.support.decoding import Stepper, prompt_of
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.errors import UnavailableError
+from teneral.loader.format.manifest import Tier
 from teneral.runtime.models.build import build_model
 from teneral.runtime.weights import DictWeights, Gate
+
+
+class ArrivingGate:
+    """Open for who asks, as `wait` makes it so."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def __call__(self) -> None:
+        self._wait()
+
+    def opens(self, timeout_s: float) -> bool:
+        self._wait()
+        return True
+
+    def using(self, tier: Tier) -> AbstractContextManager[None]:
+        self._wait()
+        return nullcontext()
 
 
 class ArrivingWeights(DictWeights):
@@ -35,7 +55,7 @@ class ArrivingWeights(DictWeights):
             for name in names:
                 self.tensor(name).copy_(self._finished[name])
 
-        return wait
+        return ArrivingGate(wait)
 
 
 def arriving(family: str = "llama", *, broken: str = "", **overrides: Any) -> tuple[Any, ArrivingWeights]:

@@ -86,10 +86,10 @@ def test_each_step_waits_for_the_rows_of_its_tokens_until_the_matrix_is_whole(
         decoder = build_model(config, StreamedWeights(load))
         load.want_parts(asked)  # or all connections would wait for what is held back
         load.start()
-        embeddings = decoder._embeddings
-        decoder._entry_gate(torch.tensor(prompt))
+        embeddings = decoder.embeddings
+        decoder.entry_gate(torch.tensor(prompt))
         assert embeddings[prompt].isfinite().all()
-        decoder._entry_gate(torch.tensor([later]))
+        decoder.entry_gate(torch.tensor([later]))
         assert embeddings[later].isfinite().all()
         assert not embeddings.isfinite().all()
         rest.release()
@@ -143,7 +143,7 @@ def test_what_the_loader_puts_side_by_side_is_used_as_one_matrix(tmp_path):
     with closing(source), WeightLoad(source, manifest) as load:
         decoder = build_model(config, StreamedWeights(load))
 
-    assert len(decoder._layers) == 3
-    for layer in decoder._layers:
+    assert len(decoder.layers) == 3
+    for layer in decoder.layers:
         assert isinstance(layer.attention.qkv, Linear)
         assert isinstance(layer.mlp.gate_up, Linear)

@@ -1,0 +1,126 @@
+"""One step of a decoder under way: stage by stage, each behind the gate of its weights.
+
+It runs in one go when everything is there, and follows the weights while they arrive: whoever drives it may look
+whether the next stage's are exact, and do something else meanwhile. It does not know what a sequence is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ...loader.format.manifest import Tier
+from ..engine.batch import StepBatch, join
+from ..weights import Gate
+
+if TYPE_CHECKING:
+    from ..kv.storage import KVStorage
+    from .decoder import Decoder, Step
+
+# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
+# weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
+OnLayer = Callable[[int, str, float, float], None]
+
+
+class ForwardPass:
+    """A step under way, which can be left after any layer and taken up again: `stage` is what comes next, 0 being the
+    embeddings, 1 to num_layers the layers, and num_layers + 1 the head.
+
+    In inference mode only. Rows that attend to each other's keys and values must keep their order: who depends on
+    another pass must stay behind it (see `joined`).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        batch: StepBatch,
+        kv: KVStorage,
+        *,
+        tier: Tier = Tier.REFINE,
+        on_layer: OnLayer | None = None,
+    ) -> None:
+        self.batch = batch
+        self.stage = 0
+        self._decoder = decoder
+        self._kv = kv
+        self._tier = tier
+        self._report = on_layer or _ignore
+        self._step: Step | None = None
+        self._x: torch.Tensor | None = None  # (T, hidden_size), once stage is above 0; the logits in the end
+
+    @property
+    def is_done(self) -> bool:
+        return self.stage > self._decoder.num_layers + 1
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(R, vocab_size) fp32, of the batch's `logit_rows`, when it is done."""
+        assert self.is_done
+        assert self._x is not None
+        return self._x
+
+    def can_advance(self, timeout_s: float = 0.0) -> bool:
+        """Whether the weights of the next stage are exact, now or within this time. Raises the load's error."""
+        decoder = self._decoder
+        if self.stage == 0:
+            return decoder.entry_gate.opens(self.batch.tokens, timeout_s)
+        return self._gate().opens(timeout_s)
+
+    def advance(self) -> None:
+        """Run the next stage; blocks until its weights are there."""
+        decoder, stage = self._decoder, self.stage
+        is_exact = self._tier is Tier.REFINE
+        if stage == 0:
+            gate: Callable[[], None] = partial(decoder.entry_gate, self.batch.tokens)
+            use = nullcontext() if is_exact else decoder.entry_gate.using(self.batch.tokens, self._tier)
+        else:
+            gate = self._gate()
+            use = nullcontext() if is_exact else self._gate().using(self._tier)
+        if is_exact:
+            gate()
+        with use:
+            started_s = time.monotonic()
+            name = self._run()
+            self._report(stage - 1, name, started_s, time.monotonic())
+        self.stage += 1
+
+    def joined(self, behind: ForwardPass) -> ForwardPass:
+        """This pass and another one at the same stage, whose rows may depend on this one's, as one pass."""
+        assert (self.stage, self._tier) == (behind.stage, behind._tier)
+        assert not self.is_done
+        both = ForwardPass(
+            self._decoder, join([self.batch, behind.batch]), self._kv, tier=self._tier, on_layer=self._report
+        )
+        both.stage = self.stage
+        if self._x is not None and behind._x is not None:
+            both._x = torch.cat([self._x, behind._x])
+        return both
+
+    def _gate(self) -> Gate:
+        decoder = self._decoder
+        return decoder.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else decoder.head_gate
+
+    def _run(self) -> str:
+        decoder = self._decoder
+        if self.stage == 0:
+            self._x = F.embedding(self.batch.tokens, decoder.embeddings)
+            return "embed"
+        assert self._x is not None
+        if self.stage <= decoder.num_layers:
+            layer = decoder.layers[self.stage - 1]
+            if self._step is None:
+                self._step = decoder.plan(self.batch, self._kv)
+            self._x = layer(self._x, self._step)
+            return layer.name
+        self._x = decoder.head(decoder.norm(self._x[self.batch.logit_rows])).float()
+        return "head"
+
+
+def _ignore(index: int, name: str, start_s: float, end_s: float) -> None:
+    pass

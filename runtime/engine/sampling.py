@@ -5,19 +5,21 @@ Order, as in transformers: logit bias; repetition penalty (prompt and output), p
 smallest set of best tokens that reaches p, at least one); min-p (against the best token's probability).
 Log-probabilities are taken before the temperature.
 
-One token takes one uniform number, a hash of the sequence's seed and the index of the token. So there is no
-generator whose state could be lost or shared: what a sequence draws depends neither on its company in the
-batch, nor on having been preempted, nor on the device. Rows are never mixed; nothing is known here of text or
-scheduling.
+A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
+wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
+the token to be drawn. So there is no generator whose state could be lost or shared: what a sequence draws depends
+neither on its company in the batch, nor on having been preempted, nor on the device. And two models that nearly agree
+nearly always draw the same, which is what lets a draft be confirmed (docs/decisions/0015). Rows are never mixed;
+nothing is known here of text or scheduling.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import ModelError
@@ -39,10 +41,11 @@ def choose_tokens(logits: torch.Tensor, states: Sequence[SamplingState]) -> list
     return [_choose(row, state) for row, state in zip(logits.unbind(0), states, strict=True)]
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits. `seed` fits 64 bits, signed."""
-    digest = hashlib.blake2b(struct.pack("<qQ", seed, index), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
+    """(num,) float64 from the exponential distribution, the same for the same `seed`, which fits 64 bits, signed, and
+    `index`. In 64 bits because in 32 some of so many would be 0, and win any race.
+    """
+    return np.random.Generator(np.random.SFC64([seed % (1 << 64), index])).standard_exponential(num)
 
 
 def _choose(logits: torch.Tensor, state: SamplingState) -> Choice | ModelError:
@@ -99,10 +102,11 @@ def _draw(relative_scores: torch.Tensor, state: SamplingState) -> int:
     if params.min_p > 0.0:
         likely = _where(scores >= math.log(params.min_p))  # the best has score 0
         kept, scores = likely if kept is None else kept[likely], scores[likely]
-    cumulative = scores.exp().cumsum(0, dtype=torch.float64)
-    target = uniform(state.seed, state.num_outputs) * cumulative[-1]
-    # The first whose sum exceeds the target: a token of probability 0 never is. Rounding may reach the end.
-    index = min(int(torch.searchsorted(cumulative, target, right=True)), scores.numel() - 1)
+    numbers = exponentials(state.seed, state.num_outputs, relative_scores.numel())
+    noise = torch.from_numpy(numbers)
+    if kept is not None:
+        noise = noise[kept]
+    index = int((scores.double().exp() / noise.to(scores.device)).argmax())
     return index if kept is None else int(kept[index])
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,26 +24,23 @@ import torch
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
-from ..errors import WEIGHTS_LOST, CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
-from ..kv.blocks import BlockAllocator
+from ..errors import WEIGHTS_LOST, ContextLengthError, DrainingError, RequestError
 from ..text.detokenizer import DetokenizerSource
+from .accept import accept, as_teneral_error, error_event
 from .batch import StepBatch
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
 from .requests import FinishReason, GenerationEvent, GenerationRequest
+from .roster import Roster
 from .sampling import choose_tokens
 from .scheduler import Share, StepPlan, plan_step
-from .sequence import Choice
 from .sequence import Sequence as TokenSequence
-from .step_batch import build_batch
+from .step_batch import Rows, build_batch
 from .trace import EngineTimeline, OnLayer
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
 
 logger = logging.getLogger(__name__)
-
-NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
 
 
 class DecoderLimits(Protocol):
@@ -109,28 +105,16 @@ class Engine:
         self._kv_bytes = num_blocks * bytes_per_block
         self._kv = model.new_kv(num_blocks, block_size)
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards all that follows
-        self._allocator = BlockAllocator(num_blocks)
-        self._waiting: deque[TokenSequence] = deque()
-        self._running: list[TokenSequence] = []  # in the order of admission
-        self._refusal: TeneralError | None = None  # why nothing new is taken
-        self._is_stopping = False
-        self._some_ended_early = False  # sequences to forget, which ended outside of a step
-        self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
-        self._num_ended: Counter[FinishReason] = Counter()
+        self._roster = Roster(num_blocks, options)
         self._num_steps = 0
         self._forward_s = 0.0
-        self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
-        self._num_computed_tokens = 0
-        self._num_preemptions = 0
 
     # -- for any thread --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the thread, which sleeps while there is nothing to do."""
-        with self._changed:
-            if self._thread is not None or self._is_stopping:
+        with self._roster.changed:
+            if self._thread is not None or self._roster.is_stopping:
                 raise RuntimeError("an engine can be started once, before it is stopped")
             # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
             self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
@@ -155,14 +139,11 @@ class Engine:
         sequence = TokenSequence(
             generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
         )
-        with self._changed:
-            if self._refusal is not None:
-                # Without the traceback of the last time, to which each raise would add.
-                raise self._refusal.with_traceback(None)
+        with self._roster.changed:
             if max_new_tokens > 0:
-                self._require_place()
-                self._waiting.append(sequence)
-                self._changed.notify_all()
+                self._roster.enqueue(sequence)
+            else:
+                self._roster.require_open()
         if max_new_tokens == 0:
             generation.emit(GenerationEvent("", (), finish_reason=FinishReason.LENGTH))
         return generation
@@ -172,9 +153,10 @@ class Engine:
         has not ended in time gets its last event (ERROR, DrainingError). Does not wait for the thread: `stop`
         does.
         """
-        with self._changed:
-            self._refuse(_shutting_down())
-            finished = self._changed.wait_for(self._all_ended, timeout_s)
+        roster = self._roster
+        with roster.changed:
+            roster.refuse(_shutting_down())
+            finished = roster.changed.wait_for(roster.all_ended, timeout_s)
         self._shut_down()
         return finished
 
@@ -191,36 +173,32 @@ class Engine:
         return not self._thread.is_alive()
 
     def statistics(self) -> EngineStatistics:
-        with self._changed:
+        roster = self._roster
+        with roster.changed:
             return EngineStatistics(
-                running=len(self._running),
-                queued=len(self._waiting),
-                num_blocks=self._allocator.num_blocks,
-                free_blocks=self._allocator.free_count,
+                running=len(roster.running),
+                queued=len(roster.waiting),
+                num_blocks=roster.allocator.num_blocks,
+                free_blocks=roster.allocator.free_count,
                 block_size=self.options.block_size,
                 kv_bytes=self._kv_bytes,
                 max_context=self.max_context,
                 steps_total=self._num_steps,
                 forward_s_total=self._forward_s,
-                prompt_tokens_total=self._num_prompt_tokens,
-                output_tokens_total=self._num_output_tokens,
-                computed_tokens_total=self._num_computed_tokens,
-                preemptions_total=self._num_preemptions,
-                ended_total=dict(self._num_ended),
+                prompt_tokens_total=roster.num_prompt_tokens,
+                output_tokens_total=roster.num_output_tokens,
+                computed_tokens_total=roster.num_computed_tokens,
+                preemptions_total=roster.num_preemptions,
+                ended_total=dict(roster.num_ended),
+                drafted_tokens_total=roster.num_drafted_tokens,
+                accepted_proposals_total=roster.num_accepted_proposals,
+                rejected_proposals_total=roster.num_rejected_proposals,
             )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless sequences and block pool agree. For tests; waits for no step."""
-        with self._changed:
-            self._allocator.check_integrity()
-            holders = Counter(block for sequence in self._running for block in sequence.blocks)
-            for block in range(self._allocator.num_blocks):
-                assert self._allocator.reference_count(block) == holders[block], f"block {block} leaked"
-            for sequence in self._running:
-                assert sequence.num_computed <= sequence.num_blocks * self.options.block_size
-                assert sequence.num_computed <= sequence.num_tokens <= self.max_context
-            assert not any(sequence.blocks or sequence.num_computed for sequence in self._waiting)
-            assert len(self._running) <= self.options.max_running
+        with self._roster.changed:
+            self._roster.check_integrity(self.max_context)
 
     # -- the engine's thread ---------------------------------------------------------------------------------
 
@@ -234,68 +212,49 @@ class Engine:
                     self._execute(plan.shares)
                 except Exception as error:  # a bug of ours: nobody may be left waiting for ever
                     logger.exception("the engine failed")
-                    self._fail_all(_as_teneral_error(error))
+                    self._fail_all(as_teneral_error(error))
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
         """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
-        with self._changed:
+        roster = self._roster
+        with roster.changed:
             while True:
-                if self._some_ended_early:
-                    self._forget_ended()
-                if self._is_stopping:
+                if roster.some_ended_early:
+                    roster.forget_ended()
+                if roster.is_stopping:
                     # Whoever stops the engine gives these their last events, maybe after this thread has gone.
-                    for sequence in (*self._running, *self._waiting):
-                        self._forget(sequence)
+                    roster.forget_all()
                     return None
-                if self._running or self._waiting:
+                if roster.running or roster.waiting:
                     break
-                self._changed.wait()
-            plan = plan_step(self._running, self._waiting, self._allocator.free_count, self._limits)
+                roster.changed.wait()
+            plan = plan_step(roster.running, roster.waiting, roster.allocator.free_count, self._limits)
             assert plan.shares, "the oldest sequence can always go on"
-            self._apply(plan)
+            roster.apply(plan)
             return plan
-
-    def _apply(self, plan: StepPlan[TokenSequence]) -> None:
-        for sequence in plan.preempted:
-            self._running.remove(sequence)
-            self._allocator.release(sequence.forget_computed())
-            self._waiting.appendleft(sequence)
-        self._num_preemptions += len(plan.preempted)
-        for sequence in plan.admitted:
-            self._waiting.remove(sequence)
-            self._running.append(sequence)
-            if sequence.generation.mark_started():
-                self._num_prompt_tokens += sequence.num_prompt_tokens
-        for share in plan.shares:
-            if share.num_new_blocks:
-                held = share.sequence.blocks
-                new = self._allocator.allocate(share.num_new_blocks, after=held[-1] if held else None)
-                share.sequence.blocks = (*held, *new)
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
         try:
-            logits = self._forward(build_batch(shares, self.options.block_size))
+            logits = self._forward(build_batch([Rows.of(share) for share in shares], self.options.block_size))
             choices = choose_tokens(logits, [sequence.sampling for sequence in choosing])
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            self._fail_step(_as_teneral_error(error), [share.sequence for share in shares])
+            self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
             return
         for share in shares:
-            share.sequence.num_computed += share.num_tokens
+            share.sequence.exact.num_computed += share.num_tokens
         events = [
-            (sequence, _accept(sequence, choice))
+            (sequence, accept(sequence, choice))
             for sequence, choice in zip(choosing, choices, strict=True)
             if not sequence.generation.ended
         ]
-        with self._changed:
-            self._num_computed_tokens += sum(share.num_tokens for share in shares)
+        roster = self._roster
+        with roster.changed:
+            roster.num_computed_tokens += sum(share.num_tokens for share in shares)
             if len(events) < len(choosing):
                 # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
-                self._some_ended_early = True
-            for sequence, event in events:
-                self._num_output_tokens += len(event.tokens)
-                if event.finish_reason is not None:
-                    self._forget(sequence)
+                roster.some_ended_early = True
+            roster.note_events(events)
         for sequence, event in events:
             sequence.generation.emit(event)
 
@@ -316,53 +275,18 @@ class Engine:
             self._fail_all(failure)
             return
         logger.error("a step failed: %s", failure.message, exc_info=failure)
-        with self._changed:
+        with self._roster.changed:
             for sequence in sequences:
-                self._forget(sequence)
+                self._roster.forget(sequence)
         for sequence in sequences:
-            sequence.generation.emit(_error_event(failure))
+            sequence.generation.emit(error_event(failure))
 
     def _fail_all(self, failure: TeneralError) -> None:
-        with self._changed:
-            self._refuse(failure)
-            sequences = [*self._running, *self._waiting]
-            for sequence in sequences:
-                self._forget(sequence)
+        with self._roster.changed:
+            self._roster.refuse(failure)
+            sequences = self._roster.forget_all()
         for sequence in sequences:
-            sequence.generation.emit(_error_event(failure))
-
-    # -- under the lock --------------------------------------------------------------------------------------
-
-    def _forget(self, sequence: TokenSequence) -> None:
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._allocator.release(sequence.forget_computed())
-
-    def _forget_ended(self) -> None:
-        self._some_ended_early = False
-        for sequence in (*self._running, *self._waiting):
-            if sequence.generation.ended:
-                self._forget(sequence)
-
-    def _all_ended(self) -> bool:
-        return all(sequence.generation.ended for sequence in (*self._running, *self._waiting))
-
-    def _refuse(self, refusal: TeneralError) -> None:
-        self._refusal = self._refusal or refusal
-
-    def _require_place(self) -> None:
-        num_taken = len(self._waiting) + len(self._running)
-        if num_taken < self.options.max_queued + self.options.max_running:
-            return
-        ends_s = self._recent_ends_s
-        between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else 0.0
-        raise CapacityError(
-            f"{num_taken} requests are running or waiting: that is all that this instance takes",
-            retry_after_s=min(max(between_ends_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
-            hint="Try again later, or run more instances.",
-        )
+            sequence.generation.emit(error_event(failure))
 
     # -- whatever the thread ---------------------------------------------------------------------------------
 
@@ -388,49 +312,19 @@ class Engine:
                 )
 
     def _on_end(self, generation: Generation, reason: FinishReason) -> None:
-        """A generation's last event is about to be seen; called by the thread that ends it."""
-        with self._changed:
-            self._num_ended[reason] += 1
-            self._recent_ends_s.append(time.monotonic())
-            # Its place in the queue is free at once; blocks may be in use by the step that is running.
-            waiting = next((each for each in self._waiting if each.generation is generation), None)
-            if waiting is not None:
-                self._waiting.remove(waiting)
-            self._some_ended_early = True
-            self._changed.notify_all()
+        self._roster.note_end(generation, reason)
         self._timeline.add_request(generation, reason)
 
     def _shut_down(self) -> None:
-        with self._changed:
-            self._refuse(_shutting_down())
-            self._is_stopping = True
-            sequences = [*self._running, *self._waiting]
-            self._changed.notify_all()
+        roster = self._roster
+        with roster.changed:
+            roster.refuse(_shutting_down())
+            roster.is_stopping = True
+            sequences = roster.everybody()
+            roster.changed.notify_all()
         for sequence in sequences:
-            sequence.generation.emit(_error_event(_shutting_down()))
-
-
-def _accept(sequence: TokenSequence, choice: Choice | ModelError) -> GenerationEvent:
-    if isinstance(choice, ModelError):
-        return _error_event(choice)
-    try:
-        return sequence.accept(choice)
-    except Exception as error:  # of the tokenizer's decoder: it must not end the other sequences
-        logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
-        return _error_event(_as_teneral_error(error))
-
-
-def _error_event(error: TeneralError) -> GenerationEvent:
-    return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
+            sequence.generation.emit(error_event(_shutting_down()))
 
 
 def _shutting_down() -> DrainingError:
     return DrainingError("the instance is shutting down", hint="Ask another instance.")
-
-
-def _as_teneral_error(error: Exception) -> TeneralError:
-    if isinstance(error, TeneralError):
-        return error
-    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

@@ -41,6 +41,9 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     timings: RequestTimings
+    num_drafted: int = 0  # as `GenerationEvent` has them
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 class Generation:
@@ -123,6 +126,9 @@ class Generation:
             logprobs=tuple(logprob for event in events for logprob in event.logprobs),
             finish_reason=last.finish_reason,
             timings=self.timings,
+            num_drafted=sum(event.num_drafted for event in events),
+            num_accepted=sum(event.num_accepted for event in events),
+            num_rejected=sum(event.num_rejected for event in events),
         )
 
     def mark_started(self) -> bool:

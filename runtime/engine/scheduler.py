@@ -31,7 +31,9 @@ class Schedulable(Protocol):
     def num_blocks(self) -> int:
         """Blocks held."""
 
-    num_computed: int  # tokens whose keys and values are in those blocks
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in those blocks."""
 
 
 SequenceT = TypeVar("SequenceT", bound=Schedulable)

@@ -1,16 +1,18 @@
 """One sequence inside the engine: its tokens, its place in the KV pool, and what each new token means for its
 text.
 
-Invariants: `num_computed` < len(tokens); keys and values of the first `num_computed` tokens lie in `blocks`,
-in order. A preempted sequence has none of either and keeps its tokens, so computing them again loses nothing.
+Invariants: `num_computed` < len(tokens). A preempted sequence has nothing computed and no blocks, and keeps its tokens,
+so computing them again loses nothing. What the draft made lies in a lane of its own, whose tokens may go beyond.
 Nothing is known here of tensors, scheduling or threads.
 """
 
 from __future__ import annotations
 
+import copy
 import secrets
 from dataclasses import dataclass
 
+from ..kv.blocks import Epoch
 from ..text.detokenizer import Detokenizer, DetokenizerSource
 from ..text.stop import StopStrings
 from .generation import Generation
@@ -49,6 +51,13 @@ class SamplingState:
             and request.num_top_logprobs is None
         )
 
+    def for_draft(self) -> SamplingState:
+        """The same choices from the same logits, so far; nobody asks for the draft's logprobs."""
+        other = copy.copy(self)
+        other.num_top_logprobs = None
+        other.output_counts, other.seen = dict(self.output_counts), dict(self.seen)
+        return other
+
     def add(self, token: int) -> None:
         self.num_outputs += 1
         self.output_counts[token] = self.output_counts.get(token, 0) + 1
@@ -64,17 +73,36 @@ class Choice:
     logprob: TokenLogprob | None = None
 
 
+class Lane:
+    """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order."""
+
+    __slots__ = ("blocks", "epoch", "num_computed", "sampling", "tokens")
+
+    def __init__(self, epoch: Epoch, tokens: list[int], sampling: SamplingState) -> None:
+        """The tokens and the state are not copied."""
+        self.epoch = epoch
+        self.tokens = tokens  # what is to be computed
+        self.sampling = sampling  # for the token after these
+        self.blocks: tuple[int, ...] = ()
+        self.num_computed = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Known tokens that are not computed."""
+        return len(self.tokens) - self.num_computed
+
+
 class Sequence:
     """Mutable; only the engine's thread writes to it once it is running."""
 
     __slots__ = (
         "_detokenizer",
         "_stop_strings",
-        "blocks",
+        "draft",
         "end_tokens",
+        "exact",
         "generation",
         "max_new_tokens",
-        "num_computed",
         "num_prompt_tokens",
         "sampling",
         "tokens",
@@ -96,11 +124,23 @@ class Sequence:
         self.end_tokens = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
-        self.num_computed = 0
-        self.blocks: tuple[int, ...] = ()
         self.sampling = SamplingState(request)
+        self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling)
+        self.draft: Lane | None = None  # while the weights arrive
         self._detokenizer = Detokenizer(source, request.prompt_tokens)
         self._stop_strings = StopStrings(request.stop)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return (self.exact,) if self.draft is None else (self.exact, self.draft)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self.exact.blocks
+
+    @property
+    def num_computed(self) -> int:
+        return self.exact.num_computed
 
     @property
     def num_tokens(self) -> int:
@@ -108,7 +148,7 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.blocks)
+        return len(self.exact.blocks)
 
     def accept(self, choice: Choice) -> GenerationEvent:
         """Appends the token and gives the event that tells of it, the last one if the sequence ends with it.
@@ -132,8 +172,9 @@ class Sequence:
         return self._event(choice, text, finish)
 
     def forget_computed(self) -> tuple[int, ...]:
-        """Preempts: gives up the blocks, which are the caller's to release, and keeps the tokens."""
-        blocks, self.blocks, self.num_computed = self.blocks, (), 0
+        """Preempts: gives up the blocks of all lanes, which are the caller's to release, and keeps the tokens."""
+        blocks = tuple(block for lane in self.lanes for block in lane.blocks)
+        self.exact.blocks, self.exact.num_computed, self.draft = (), 0, None
         return blocks
 
     def _event(self, choice: Choice, text: str, finish: FinishReason | None) -> GenerationEvent:

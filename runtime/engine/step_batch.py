@@ -1,43 +1,60 @@
-"""From the scheduler's shares to the tensors of a step. Runs once a step, beside the model: it must cost
-little.
-"""
+"""From rows of sequences to the tensors of a step. Runs once a step, beside the model: it must cost little."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from .batch import SequenceSpan, StepBatch
 from .scheduler import Share
+from .sequence import Lane
 from .sequence import Sequence as TokenSequence
 
 
-def build_batch(shares: Sequence[Share[TokenSequence]], block_size: int) -> StepBatch:
-    """The batch for these shares, whose sequences hold the blocks that they need, on the CPU.
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens [first, end) of one sequence, whose keys and values go to a lane that holds the blocks for them.
 
-    `logit_rows` has one row for each share that is the last of its sequence, in this order.
+    Logits are wanted of the last `num_logits` of them.
     """
+
+    lane: Lane
+    tokens: Sequence[int]  # from the sequence's first on
+    first: int
+    end: int
+    num_logits: int
+
+    @classmethod
+    def of(cls, share: Share[TokenSequence]) -> Rows:
+        """What the scheduler gave to a sequence."""
+        lane = share.sequence.exact
+        end = lane.num_computed + share.num_tokens
+        return cls(lane, lane.tokens, lane.num_computed, end, int(share.is_last))
+
+
+def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
+    """The batch for these rows, on the CPU; all lanes must be of one epoch. `logit_rows` are in this order."""
+    assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     logit_rows: list[int] = []
     spans: list[SequenceSpan] = []
-    for share in shares:
-        sequence, first = share.sequence, share.sequence.num_computed
-        end = first + share.num_tokens
-        spans.append(SequenceSpan(len(tokens), share.num_tokens, end, sequence.blocks))
-        tokens += sequence.tokens[first:end]
-        positions += range(first, end)
-        position = first
-        while position < end:  # block by block: a prompt has many tokens
+    for part in parts:
+        blocks = part.lane.blocks
+        spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
+        tokens += part.tokens[part.first : part.end]
+        positions += range(part.first, part.end)
+        position = part.first
+        while position < part.end:  # block by block: a prompt has many tokens
             block, offset = divmod(position, block_size)
-            num_in_block = min(block_size - offset, end - position)
-            slot = sequence.blocks[block] * block_size + offset
+            num_in_block = min(block_size - offset, part.end - position)
+            slot = blocks[block] * block_size + offset
             slots += range(slot, slot + num_in_block)
             position += num_in_block
-        if share.is_last:
-            logit_rows.append(len(tokens) - 1)
+        logit_rows += range(len(tokens) - part.num_logits, len(tokens))
     # One tensor and views of it: making a tensor from a list costs more than anything else here.
     num_tokens = len(tokens)
     all_numbers = torch.tensor(tokens + positions + slots + logit_rows, dtype=torch.int64)

@@ -8,9 +8,17 @@ tokens, tensors or threads; the caller serialises access.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+
+class Epoch(enum.IntEnum):
+    """Which weights made the keys and values in a block: what one kind has made, the other must never use."""
+
+    DRAFT = 0  # some of them were not exact
+    EXACT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,7 @@ class BlockAllocator:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
+        self._epochs = [Epoch.EXACT] * num_blocks  # of blocks in use
         self._num_free = num_blocks
         # Free runs, half-open. There is at most one more of them than there are runs in use, so searching
         # them all for the largest costs less than keeping them ordered.
@@ -49,8 +58,12 @@ class BlockAllocator:
     def reference_count(self, block: int) -> int:
         return self._references[block]
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
-        """`count` blocks with one reference each, ascending within each run.
+    def epoch(self, block: int) -> Epoch:
+        """Of a block in use."""
+        return self._epochs[block]
+
+    def allocate(self, count: int, *, after: int | None = None, epoch: Epoch = Epoch.EXACT) -> list[int]:
+        """`count` blocks with one reference each, ascending within each run, for keys and values of one epoch.
 
         `after` is the last block of the sequence that grows: what follows it is taken first. Otherwise a run
         begins in the largest free one, where there is most room to grow.
@@ -67,6 +80,8 @@ class BlockAllocator:
             # What stands before this run may want to grow too, so the spare room is split between both.
             first = start if start == 0 or spare <= 0 else start + spare // 2
             blocks += self._take(start, first, missing)
+        for block in blocks:
+            self._epochs[block] = epoch
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

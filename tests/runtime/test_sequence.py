@@ -81,7 +81,7 @@ def test_a_token_brings_its_logprob():
 def test_a_preempted_sequence_keeps_its_tokens_and_gives_up_its_blocks():
     sequence = make()
     feed(sequence, C)
-    sequence.blocks, sequence.num_computed = (4, 5), 2
+    sequence.exact.blocks, sequence.exact.num_computed = (4, 5), 2
     assert sequence.forget_computed() == (4, 5)
     assert (sequence.blocks, sequence.num_computed) == ((), 0)
     assert sequence.tokens == [A, B, C]

@@ -1,0 +1,37 @@
+"""From a chosen token to the event that tells of it, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import logging
+
+from ...loader.errors import TeneralError
+from ..errors import ModelError
+from .requests import FinishReason, GenerationEvent
+from .sequence import Choice, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+def accept(sequence: Sequence, choice: Choice | ModelError) -> GenerationEvent:
+    """Appends the token to the sequence; an error in its place, or on the way to text, ends that sequence only."""
+    if isinstance(choice, ModelError):
+        return error_event(choice)
+    try:
+        return sequence.accept(choice)
+    except Exception as error:  # of the tokenizer's decoder: it must not end the other sequences
+        logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
+        return error_event(as_teneral_error(error))
+
+
+def error_event(error: TeneralError) -> GenerationEvent:
+    """The last event of a sequence that failed."""
+    return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
+
+
+def as_teneral_error(error: Exception) -> TeneralError:
+    """The error itself, or a `ModelError` about it."""
+    if isinstance(error, TeneralError):
+        return error
+    failure = ModelError(f"the model failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,8 +1,8 @@
 """A handler that generates text: `teneral serve MODEL --handler teneral.handlers.generate:handler`.
 
 An event is `{"prompt": "Once upon a time"}` or `{"messages": [{"role": "user", "content": "Hello"}]}`, with
-any option of `context.model.generate` beside it: max_tokens, temperature, top_p, stop, seed and so on. With
-`"stream": true` the text comes in pieces. It is an ordinary handler, made of nothing but the public API: copy
+any option of `context.model.generate` beside it: max_tokens, temperature, stop, seed, first_token and so on.
+With `"stream": true` the text comes in pieces. It is an ordinary handler, made of nothing but the public API: copy
 it and change it.
 """
 

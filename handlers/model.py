@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from ..runtime.engine.requests import GenerationRequest
+from ..runtime.engine.requests import FirstToken, GenerationRequest
 from ..runtime.errors import RequestError
 from .lifetime import Lifetime, refuse_to_block_a_loop
 from .options import GenerateOptions, ParsedOptions, parse_options
@@ -22,6 +22,7 @@ from .streams import AsyncTextStream, Completion, TextStream
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..runtime.config import ServeConfig
     from ..runtime.engine.embedder import Embedder
     from ..runtime.engine.engine import Engine
     from ..runtime.text.tokenizer import TextTokenizer
@@ -38,6 +39,8 @@ class ModelHost(Protocol):
 
     @property
     def model_name(self) -> str: ...
+    @property
+    def config(self) -> ServeConfig: ...
     @property
     def tokenizer(self) -> Future[TextTokenizer]: ...
     @property
@@ -146,6 +149,7 @@ class Model:
             sampling=options.sampling,
             stop=options.stop,
             ignore_eos=options.ignore_eos,
+            first_token=options.first_token or FirstToken(self._host.config.first_token),
         )
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
-from ..runtime.engine.requests import SamplingParams
+from ..runtime.engine.requests import FirstToken, SamplingParams
 from ..runtime.errors import RequestError
 
 MAX_LOGIT_BIASES = 1_024
@@ -33,6 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    first_token: Literal["exact", "draft"] | None  # None: as the instance is set
     tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
     template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
 
@@ -45,6 +46,7 @@ class ParsedOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    first_token: FirstToken | None = None
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
 
@@ -82,6 +84,14 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, "true or false", value)
     return value
+
+
+def _first_token(name: str, value: Any) -> FirstToken:
+    try:
+        return FirstToken(value)
+    except ValueError:
+        shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
+        raise RequestError(f"{name} must be 'exact' or 'draft', not {shown}", param=name) from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -133,6 +143,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "seed": _integer,
     "stop": _texts,
     "ignore_eos": _flag,
+    "first_token": _first_token,
     "tools": _mappings,
     "template": _mapping,
 }

@@ -29,6 +29,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0  # of the completion's: chosen by weights that were not exact yet
 
     @property
     def total_tokens(self) -> int:
@@ -44,8 +45,11 @@ class Completion:
     usage: Usage
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready value, as handlers return it."""
-        return {"text": self.text, "finish_reason": str(self.finish_reason), "usage": asdict(self.usage)}
+        """A JSON-ready value, as handlers return it. Its usage has `drafted_tokens` where there are any."""
+        usage = asdict(self.usage)
+        if not self.usage.drafted_tokens:
+            del usage["drafted_tokens"]
+        return {"text": self.text, "finish_reason": str(self.finish_reason), "usage": usage}
 
 
 class _Generated:
@@ -55,6 +59,7 @@ class _Generated:
         self._lifetime = lifetime
         self._num_prompt_tokens = len(request.prompt_tokens)
         self._num_tokens = 0
+        self._num_drafted = 0
         self._pieces: list[str] = []
         self._completion: Completion | None = None
         self._ended = False
@@ -67,6 +72,11 @@ class _Generated:
         if self._completion is None:
             raise HandlerError("the stream has not been read to its end", hint="Read it, or call `read()`.")
         return self._completion
+
+    @property
+    def drafted_tokens(self) -> int:
+        """How many of the tokens read so far were chosen by weights that were not exact yet."""
+        return self._num_drafted
 
     def _start(
         self, submit: Submit, request: GenerationRequest, on_event: Callable[[GenerationEvent], None]
@@ -85,6 +95,7 @@ class _Generated:
     def _take(self, event: GenerationEvent) -> str:
         """Add an event and return its text. On the last one, keep the completion or raise what ended it."""
         self._num_tokens += len(event.tokens)
+        self._num_drafted += event.num_drafted
         if event.finish_reason is not None:
             self._ended = True
             self._forget()
@@ -96,7 +107,7 @@ class _Generated:
             raise CancelledError("the generation was cancelled")
         self._pieces.append(event.text)
         if event.finish_reason is not None:
-            usage = Usage(self._num_prompt_tokens, self._num_tokens)
+            usage = Usage(self._num_prompt_tokens, self._num_tokens, self._num_drafted)
             self._completion = Completion("".join(self._pieces), event.finish_reason, usage)
         return event.text
 

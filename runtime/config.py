@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..loader.errors import UsageError
 from ..loader.sources.base import SourceOptions
-from ..loader.stream.options import LoadOptions
+from ..loader.stream.options import LoadOptions, Order
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
+READY_S = (
+    1.5  # from a process's start until it can compute, most of which is importing torch; 0.1 from a standby
+)
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -232,6 +235,9 @@ class ServeConfig:
             connections=self.connections,
             staging_bytes=self.staging_bytes,
             reserved_bytes=self.kv_bytes or 0,
+            order=Order.AUTO,
+            ready_s=READY_S,
+            sends_drafts=self.first_token == "draft",  # noqa: S105 - not that kind of token
             rows_on_demand=True,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,

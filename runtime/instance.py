@@ -264,6 +264,7 @@ class Instance:
 
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
         from ..loader.memory import available_bytes
+        from .engine.arrival import LoadArrival
         from .engine.engine import Engine, EngineOptions  # they import torch
 
         refuse = ModelError(
@@ -280,8 +281,14 @@ class Instance:
                 kv_bytes=self.config.kv_bytes or default_kv_bytes(manifest.weight_bytes, available_bytes()),
             )
         tokenizer = self.tokenizer.result()
+        assert self._load is not None
         engine = Engine(
-            model, tokenizer, options=options, timeline=self.timeline, eos_token_ids=tokenizer.eos_token_ids
+            model,
+            tokenizer,
+            options=options,
+            timeline=self.timeline,
+            eos_token_ids=tokenizer.eos_token_ids,
+            arrival=LoadArrival(self._load),
         )
         engine.start()
         _resolve(self.engine, engine)

@@ -166,6 +166,11 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
     yield state
     counters: dict[str, CounterMetricFamily] = {}
     for path, value in numbers_in(statistics):
+        if path in _DRAFT_COUNTERS:
+            name, told, labels = _DRAFT_COUNTERS[path]
+            family = counters.setdefault(name, CounterMetricFamily(name, told, labels=tuple(labels)))
+            family.add_metric(tuple(labels.values()), value)
+            continue
         depth = next((depth for depth, name in enumerate(path, 1) if name.endswith("_total")), None)
         name = re.sub(r"\W", "_", "_".join(("teneral", *path[:depth])))
         told = f"Statistics of the instance: {'.'.join(path[:depth])}."
@@ -177,6 +182,19 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
             counters[name] = CounterMetricFamily(name, told, labels=("kind",) * len(kinds))
         counters[name].add_metric(kinds, value)
     yield from counters.values()
+
+
+_PROPOSALS = ("teneral_proposals", "Tokens that the draft proposed, by what the exact weights said of them.")
+# Path in the statistics → name, help, labels. These are for people's dashboards: outcomes side by side, under one name.
+_DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
+    ("engine", "drafted_tokens_total"): (
+        "teneral_drafted_tokens",
+        "Tokens given out that weights chose which were not exact yet.",
+        {},
+    ),
+    ("engine", "accepted_proposals_total"): (*_PROPOSALS, {"outcome": "accepted"}),
+    ("engine", "rejected_proposals_total"): (*_PROPOSALS, {"outcome": "rejected"}),
+}
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, UnsetType
 
-from ...runtime.engine.requests import GenerationEvent, GenerationRequest
+from ...runtime.engine.requests import FirstToken, GenerationEvent, GenerationRequest
 from ...runtime.errors import RequestError
+from .drafts import Untold
 from .logprobs import chat_logprobs
-from .parameters import check_stream, check_top_logprobs, num_choices, sequences
+from .parameters import check_stream, check_top_logprobs, num_choices, sequences, wanted_first_token
 from .respond import respond
 from .responses import (
     ChatChoice,
@@ -23,6 +25,7 @@ from .responses import (
     ChatCompletion,
     ChatDelta,
     ChatMessage,
+    ChunkExtras,
     Usage,
     encode,
 )
@@ -46,7 +49,10 @@ class ChatRoute:
             body = self._decoder.decode(data)
             service.check_model(body.model)
             fmt = ChatFormat(
-                body, model=service.instance.model_name, max_sequences=service.limits.max_sequences
+                body,
+                model=service.instance.model_name,
+                max_sequences=service.limits.max_sequences,
+                first_token=service.first_token,
             )
             return await respond(service, request, fmt, body_bytes=len(data))
 
@@ -56,10 +62,11 @@ class ChatFormat:
     meant.
     """
 
-    def __init__(self, body: ChatBody, *, model: str, max_sequences: int) -> None:
+    def __init__(self, body: ChatBody, *, model: str, max_sequences: int, first_token: FirstToken) -> None:
         check_stream(body)
         _refuse_unsupported(body)
         self.body = body
+        self.first_token = wanted_first_token(body, default=first_token)
         self.prepare_may_block = True  # another process renders the template
         self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
         self.num_prompt_tokens = 0
@@ -69,6 +76,7 @@ class ChatFormat:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices whose role was sent
+        self._untold = Untold()
 
     def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
         tools = self.body.tools if self.body.tool_choice != "none" else None
@@ -84,10 +92,12 @@ class ChatFormat:
             n=self.num_sequences,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             num_top_logprobs=self._num_top_logprobs,
+            first_token=self.first_token,
         )
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
+        self._untold.add(index, event)
         chunks = []
         if index not in self._begun:
             self._begun.add(index)
@@ -95,11 +105,10 @@ class ChatFormat:
                 self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None)))
             )
         if event.text or event.logprobs:
-            chunks.append(self._chunk(self._text_choice(index, event)))
+            chunks.append(self._chunk(self._text_choice(index, event), self._untold.take(index)))
         if event.finish_reason is not None:
-            chunks.append(
-                self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=str(event.finish_reason)))
-            )
+            last = ChatChunkChoice(index, ChatDelta(), finish_reason=str(event.finish_reason))
+            chunks.append(self._chunk(last, self._untold.take(index)))
         return chunks
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -125,9 +134,9 @@ class ChatFormat:
         logprobs = chat_logprobs(event.logprobs, self._bytes_of) if event.logprobs else None
         return ChatChunkChoice(index, ChatDelta(content=event.text), logprobs=logprobs)
 
-    def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        usage = None if self.body.includes_usage else msgspec.UNSET
-        return encode(ChatChunk(self._id, self._created, self._model, [choice], usage=usage))
+    def _chunk(self, choice: ChatChunkChoice, teneral: ChunkExtras | UnsetType = UNSET) -> bytes:
+        usage = None if self.body.includes_usage else UNSET
+        return encode(ChatChunk(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
 
 
 def template_message(message: Message, index: int) -> dict[str, Any]:

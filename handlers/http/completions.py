@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from ...runtime.engine.requests import GenerationRequest, TokenLogprob
+from ...runtime.engine.requests import FirstToken, GenerationRequest, TokenLogprob
 from ...runtime.errors import RequestError
+from .drafts import Untold
 from .logprobs import completion_logprobs
-from .parameters import check_stream, check_top_logprobs, num_choices, sequences
+from .parameters import check_stream, check_top_logprobs, num_choices, sequences, wanted_first_token
 from .prompts import split_prompt, tokens_of
 from .respond import respond
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage, encode
@@ -40,7 +41,10 @@ class CompletionRoute:
             body = self._decoder.decode(data)
             service.check_model(body.model)
             fmt = CompletionFormat(
-                body, model=service.instance.model_name, max_sequences=service.limits.max_sequences
+                body,
+                model=service.instance.model_name,
+                max_sequences=service.limits.max_sequences,
+                first_token=service.first_token,
             )
             return await respond(service, request, fmt, body_bytes=len(data))
 
@@ -50,10 +54,13 @@ class CompletionFormat:
     be meant.
     """
 
-    def __init__(self, body: CompletionBody, *, model: str, max_sequences: int) -> None:
+    def __init__(
+        self, body: CompletionBody, *, model: str, max_sequences: int, first_token: FirstToken
+    ) -> None:
         check_stream(body)
         _refuse_unsupported(body)
         self.body = body
+        self.first_token = wanted_first_token(body, default=first_token)
         self.prepare_may_block = False
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
@@ -65,6 +72,7 @@ class CompletionFormat:
         self._num_chars: dict[
             int, int
         ] = {}  # of each choice that has begun, its tokens' text given out so far
+        self._untold = Untold()
 
     def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
         body = self.body
@@ -79,11 +87,13 @@ class CompletionFormat:
             n=self._n,
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             num_top_logprobs=body.logprobs,
+            first_token=self.first_token,
         )
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
         text = event.text
+        self._untold.add(index, event)
         if index not in self._num_chars:
             self._num_chars[index] = 0
             text = self._echo(index) + text
@@ -96,7 +106,10 @@ class CompletionFormat:
             logprobs=self._logprobs(event.logprobs, index) if event.logprobs else None,
         )
         usage = None if self.body.includes_usage else msgspec.UNSET
-        return [encode(Completion(self._id, self._created, self._model, [choice], usage=usage))]
+        teneral = self._untold.take(index)
+        return [
+            encode(Completion(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
+        ]
 
     def usage_chunk(self, usage: Usage) -> bytes:
         return encode(Completion(self._id, self._created, self._model, [], usage=usage))

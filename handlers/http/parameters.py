@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ...runtime.engine.requests import MAX_TOP_LOGPROBS, GenerationRequest, SamplingParams
+from ...runtime.engine.requests import MAX_TOP_LOGPROBS, FirstToken, GenerationRequest, SamplingParams
 from ...runtime.errors import RequestError
 from .schemas import GenerationBody
 
@@ -39,6 +39,12 @@ def num_choices(body: GenerationBody, *, num_prompts: int, max_sequences: int) -
 def check_stream(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams: set stream to true", param="stream_options")
+
+
+def wanted_first_token(body: GenerationBody, *, default: FirstToken) -> FirstToken:
+    """What the request says, or else the server's own."""
+    asked = None if body.teneral is None else body.teneral.first_token
+    return default if asked is None else asked
 
 
 def sampling(body: GenerationBody) -> SamplingParams:
@@ -86,6 +92,7 @@ def sequences(
     n: int,
     max_tokens: int | None,
     num_top_logprobs: int | None,
+    first_token: FirstToken,
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
     params = sampling(body)
@@ -101,6 +108,7 @@ def sequences(
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
             num_top_logprobs=num_top_logprobs,
+            first_token=first_token,
         )
         for prompt_number, prompt in enumerate(prompts)
         for choice in range(n)

@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
+from msgspec import UNSET
 
-from ...runtime.engine.requests import GenerationRequest
+from ...runtime.engine.requests import FirstToken, GenerationRequest
+from .drafts import DRAFTED_TOKENS_HEADER
 from .responses import Usage
 from .schemas import GenerationBody
 from .sequences import Outcome, Sequences, Step
@@ -29,6 +31,7 @@ class Format(Protocol):
 
     num_sequences: int
     prepare_may_block: bool
+    first_token: FirstToken  # what its sequences ask for
 
     @property
     def body(self) -> GenerationBody: ...
@@ -65,8 +68,13 @@ async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> 
         while steps := await sequences.next_steps():
             for index, event in steps:
                 outcomes[index].add(event)
-    usage = Usage.of(fmt.num_prompt_tokens, sum(len(outcome.tokens) for outcome in outcomes))
-    return web.Response(body=fmt.whole(outcomes, usage), content_type="application/json")
+    usage = sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)
+    details = usage.completion_tokens_details
+    return web.Response(
+        body=fmt.whole(outcomes, usage),
+        content_type="application/json",
+        headers={} if details is UNSET else {DRAFTED_TOKENS_HEADER: str(details.drafted_tokens)},
+    )
 
 
 async def _stream(service: Service, request: web.Request, fmt: Format, body_bytes: int) -> web.StreamResponse:
@@ -78,16 +86,14 @@ async def _stream(service: Service, request: web.Request, fmt: Format, body_byte
 async def _send_steps(
     stream: EventStream, service: Service, call: Call, fmt: Format, body_bytes: int
 ) -> None:
-    num_generated = 0
     bound = service.limits.max_pending_events
     with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
         await _submit(service, call, fmt, sequences, body_bytes)
         while steps := await sequences.next_steps():
-            num_generated += sum(len(event.tokens) for _, event in steps)
             if items := [item for step in steps for item in fmt.chunks(step)]:
                 await stream.send(*items)
     if fmt.body.includes_usage:
-        await stream.send(fmt.usage_chunk(Usage.of(fmt.num_prompt_tokens, num_generated)))
+        await stream.send(fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)))
 
 
 async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:

@@ -18,15 +18,26 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """`drafted_tokens` is our own; the other two are OpenAI's names for what a prediction came to, whoever made it."""
+
+    drafted_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
-    @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
-        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+class ChunkExtras(msgspec.Struct, frozen=True):
+    """Teneral's own fields of a chunk."""
+
+    drafted_tokens: int  # of the tokens since the choice's last chunk
 
 
 # -- /v1/chat/completions
@@ -95,6 +106,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     system_fingerprint: str = SYSTEM_FINGERPRINT
+    teneral: ChunkExtras | UnsetType = UNSET
 
 
 # -- /v1/completions
@@ -127,6 +139,7 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str = SYSTEM_FINGERPRINT
+    teneral: ChunkExtras | UnsetType = UNSET  # in chunks only
 
 
 # -- /v1/embeddings

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
+from ...runtime.engine.requests import FirstToken
 from ...runtime.errors import RequestError
 
 MAX_MESSAGE_CHARS = 300  # of an error: it may quote what the client sent
@@ -26,9 +27,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Teneral's own fields. `precision`: which weights may choose the tokens."""
+    """Teneral's own fields of a generation."""
 
-    precision: Literal["exact"] | None = None
+    first_token: FirstToken | None = None  # None: as the server is set
+
+
+class NoExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where there are none: vectors are always those of the exact weights."""
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -113,7 +118,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, frozen=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    teneral: Extras | None = None
+    teneral: NoExtras | None = None
 
 
 T = TypeVar("T")

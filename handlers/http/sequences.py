@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from ...loader.errors import TeneralError
 from ...runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from ...runtime.errors import CancelledError, ModelError
+from .drafts import Tally
 from .mailbox import Mailbox
 from .service import Call, Service
 
@@ -29,7 +30,6 @@ class Outcome:
     """All of one sequence, as it adds up."""
 
     texts: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -39,7 +39,6 @@ class Outcome:
 
     def add(self, event: GenerationEvent) -> None:
         self.texts.append(event.text)
-        self.tokens.extend(event.tokens)
         self.logprobs.extend(event.logprobs)
         self.finish_reason = event.finish_reason
 
@@ -58,6 +57,7 @@ class Sequences:
         """`on_overflow` is called once when the reader is so many events behind; the sequences are cancelled
         then.
         """
+        self.tally = Tally()  # of what `next_steps` has given
         self._metrics = service.metrics
         self._call = call
         self._generations: list[Generation] = []
@@ -114,6 +114,7 @@ class Sequences:
         self._post((index, event))  # in the engine's thread
 
     def _count(self, index: int, event: GenerationEvent) -> None:
+        self.tally.add(event)
         if event.finish_reason is not None:
             self._num_open -= 1
         if event.tokens:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from ...loader.errors import TeneralError
+from ...runtime.engine.requests import FirstToken
 from ...runtime.errors import ModelError, RequestError
 from ...runtime.state import State
 from .admission import Admission
@@ -94,6 +95,11 @@ class Service:
         """The instance's, except that the instance of a server which drains still works."""
         state = self.instance.state
         return State.DRAINING if self.in_flight.draining and state is not State.FAILED else state
+
+    @property
+    def first_token(self) -> FirstToken:
+        """For requests that do not say it."""
+        return FirstToken(self.instance.config.first_token)
 
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)

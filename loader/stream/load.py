@@ -121,7 +121,7 @@ class WeightLoad:
             self._mark_ready(
                 (group.index, tier)
                 for group in self.manifest.groups
-                for tier in Tier
+                for tier in (Tier.DRAFT, Tier.REFINE)
                 if self._readiness.is_open(group.index, tier)
             )
             if not self._plan.steps:
@@ -196,6 +196,11 @@ class WeightLoad:
         yet, in one thread; exact ones never change.
         """
         return self._guards.using(group)
+
+    @property
+    def refine_wait_s(self) -> float:
+        """How long `using` has waited for groups that were just being refined."""
+        return self._guards.waited_s
 
     @property
     def order(self) -> Order:
@@ -415,7 +420,7 @@ class WeightLoad:
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
         for group, tier in gates:
             name = self.manifest.groups[group].name
-            reached = "exact" if tier is Tier.REFINE else "draft"
+            reached = "exact" if tier is Tier.REFINE else tier.name.lower()
             self._timeline.mark("ready", f"{name} {reached}", group=name, tier=reached)
 
     def _fail(self, error: TeneralError) -> bool:

@@ -133,6 +133,11 @@ class ProcessLoad:
         return self._guards.using(group)
 
     @property
+    def refine_wait_s(self) -> float:
+        """As `WeightLoad.refine_wait_s`."""
+        return 0.0 if self._guards is None else self._guards.waited_s
+
+    @property
     def order(self) -> Order:
         """As `WeightLoad.order`."""
         return self.progress().order

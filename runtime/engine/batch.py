@@ -51,3 +51,25 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
         tuple(spans),
         torch.cat(logit_rows),
     )
+
+
+def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, torch.Tensor]:
+    """Only these spans of it, by number, ascending; and which of its rows they are, int64."""
+    kept = [batch.spans[number] for number in numbers]
+    rows = [row for span in kept for row in range(span.start, span.start + span.length)]
+    place = {row: index for index, row in enumerate(rows)}
+    spans: list[SequenceSpan] = []
+    start = 0
+    for span in kept:
+        spans.append(replace(span, start=start))
+        start += span.length
+    logit_rows = [place[row] for row in batch.logit_rows.tolist() if row in place]
+    index = batch.tokens.new_tensor(rows)
+    chosen = StepBatch(
+        batch.tokens[index],
+        batch.positions[index],
+        batch.slots[index],
+        tuple(spans),
+        batch.logit_rows.new_tensor(logit_rows),
+    )
+    return chosen, index

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -27,7 +27,9 @@ from ...loader.timeline import Timeline
 from ..errors import WEIGHTS_LOST, ContextLengthError, DrainingError, RequestError
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
+from .arrival import Arrival
 from .batch import StepBatch
+from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
 from .requests import FinishReason, GenerationEvent, GenerationRequest
@@ -80,8 +82,12 @@ class Engine:
         options: EngineOptions,
         timeline: Timeline | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        arrival: Arrival | None = None,
     ) -> None:
-        """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens."""
+        """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
+
+        With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is made use of (`early.py`).
+        """
         self.options = options
         self._model = model
         self._tokenizer = tokenizer
@@ -106,8 +112,10 @@ class Engine:
         self._kv = model.new_kv(num_blocks, block_size)
         self._thread: threading.Thread | None = None
         self._roster = Roster(num_blocks, options)
-        self._num_steps = 0
-        self._forward_s = 0.0
+        self._early: EarlyPhase | None = None
+        if arrival is not None:
+            tiered = cast("TieredDecoder", model)
+            self._early = EarlyPhase(tiered, self._kv, self._roster, arrival, timeline=self._timeline)
 
     # -- for any thread --------------------------------------------------------------------------------------
 
@@ -183,8 +191,8 @@ class Engine:
                 block_size=self.options.block_size,
                 kv_bytes=self._kv_bytes,
                 max_context=self.max_context,
-                steps_total=self._num_steps,
-                forward_s_total=self._forward_s,
+                steps_total=roster.num_steps,
+                forward_s_total=roster.forward_s,
                 prompt_tokens_total=roster.num_prompt_tokens,
                 output_tokens_total=roster.num_output_tokens,
                 computed_tokens_total=roster.num_computed_tokens,
@@ -206,6 +214,8 @@ class Engine:
         with torch.inference_mode():
             while True:
                 try:
+                    if self._early is not None:
+                        self._run_early(self._early)
                     plan = self._next_plan()
                     if plan is None:
                         return
@@ -213,6 +223,16 @@ class Engine:
                 except Exception as error:  # a bug of ours: nobody may be left waiting for ever
                     logger.exception("the engine failed")
                     self._fail_all(as_teneral_error(error))
+
+    def _run_early(self, early: EarlyPhase) -> None:
+        """All that goes on before the weights are exact, where there is a draft of them."""
+        try:
+            early.run()
+            self._early = None
+        except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
+            members = early.members
+            early.reset()
+            self._fail_step(as_teneral_error(error), members)
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
         """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
@@ -250,7 +270,6 @@ class Engine:
         ]
         roster = self._roster
         with roster.changed:
-            roster.num_computed_tokens += sum(share.num_tokens for share in shares)
             if len(events) < len(choosing):
                 # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
                 roster.some_ended_early = True
@@ -259,14 +278,14 @@ class Engine:
             sequence.generation.emit(event)
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
-        step = self._num_steps
+        step = self._roster.num_steps
         start_s = time.monotonic()
         try:
             return self._model.forward(batch, self._kv, on_layer=self._timeline.on_layer(step))
         finally:
             end_s = time.monotonic()
-            self._num_steps += 1
-            self._forward_s += end_s - start_s
+            with self._roster.changed:
+                self._roster.note_step(len(batch.tokens), end_s - start_s)
             self._timeline.add_step(step, batch, start_s, end_s)
 
     def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:

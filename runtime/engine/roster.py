@@ -41,6 +41,8 @@ class Roster:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_computed_tokens = 0
+        self.num_steps = 0
+        self.forward_s = 0.0
         self.num_preemptions = 0
         self.num_drafted_tokens = 0
         self.num_accepted_proposals = 0
@@ -146,6 +148,12 @@ class Roster:
 
     def all_ended(self) -> bool:
         return all(sequence.generation.ended for sequence in self.everybody())
+
+    def note_step(self, num_tokens: int, took_s: float) -> None:
+        """Count a forward pass, or a piece of one."""
+        self.num_steps += 1
+        self.forward_s += took_s
+        self.num_computed_tokens += num_tokens
 
     def note_events(self, events: Iterable[tuple[Sequence, GenerationEvent]]) -> None:
         """Count what is about to be handed out, and free what ends with it."""

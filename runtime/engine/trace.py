@@ -8,6 +8,7 @@ nothing is written. Thread-safe.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from ...loader.timeline import Timeline
@@ -16,6 +17,7 @@ from .generation import Generation
 from .requests import FinishReason
 
 NUM_STEPS = 8
+NUM_DRAFT_STEPS = 200
 NUM_REQUESTS = 1_000
 
 OnLayer = Callable[[int, str, float, float], None]  # index, name; start and end on `time.monotonic()`'s clock
@@ -27,17 +29,22 @@ class EngineTimeline:
     def __init__(self, timeline: Timeline | None) -> None:
         self._timeline = timeline
         self._num_requests = 0
+        self._num_drafts = 0
+        self._has_followed = False
         self._lock = threading.Lock()
 
     def on_layer(self, step: int) -> OnLayer | None:
         """What the model calls after each layer of this step, the first being 0; None: it need not."""
+        return self._on_layer("execute") if step == 0 else None
+
+    def _on_layer(self, lane: str) -> OnLayer | None:
         timeline = self._timeline
-        if timeline is None or step > 0:
+        if timeline is None:
             return None
 
         def write(index: int, name: str, start_s: float, end_s: float) -> None:
             origin_s = timeline.started_at
-            timeline.add("execute", name, start_s - origin_s, end_s - origin_s, layer=index)
+            timeline.add(lane, name, start_s - origin_s, end_s - origin_s, layer=index)
 
         return write
 
@@ -51,6 +58,28 @@ class EngineTimeline:
                 tokens=batch.tokens.numel(),
                 sequences=len(batch.spans),
             )
+
+    def on_exact_layer(self) -> OnLayer | None:
+        """The same for the first pass that follows the weights as they become exact."""
+        self._has_followed, is_first = True, not self._has_followed
+        return self._on_layer("execute") if is_first else None
+
+    def on_draft_layer(self) -> OnLayer | None:
+        """The same for the first pass over the draft."""
+        self._num_drafts += 1
+        return self._on_layer("draft") if self._num_drafts == 1 else None
+
+    def add_draft(self, batch: StepBatch, start_s: float, end_s: float) -> None:
+        """A pass over the draft, which `on_draft_layer` was asked about."""
+        if self._num_drafts <= NUM_DRAFT_STEPS:
+            tokens, sequences = batch.tokens.numel(), len(batch.spans)
+            name = f"draft step {self._num_drafts - 1}"
+            self._add("draft", name, start_s, end_s, tokens=tokens, sequences=sequences)
+
+    def add_outcome(self, **figures: object) -> None:
+        """What came of drafting ahead, beside what the loader had predicted."""
+        now_s = time.monotonic()
+        self._add("draft", "exact from here on", now_s, now_s, **figures)
 
     def add_request(self, generation: Generation, reason: FinishReason) -> None:
         """The spans of a sequence that has ended: queued, prefill (until its first token), decode."""

@@ -7,7 +7,7 @@ whether the next stage's are exact, and do something else meanwhile. It does not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ...loader.format.manifest import Tier
-from ..engine.batch import StepBatch, join
+from ..engine.batch import StepBatch, join, select
 from ..weights import Gate
 
 if TYPE_CHECKING:
@@ -101,6 +101,17 @@ class ForwardPass:
         if self._x is not None and behind._x is not None:
             both._x = torch.cat([self._x, behind._x])
         return both
+
+    def without(self, numbers: Collection[int]) -> ForwardPass:
+        """This pass without these of its batch's spans, by number. Some must be left."""
+        batch, rows = select(
+            self.batch, [number for number in range(len(self.batch.spans)) if number not in numbers]
+        )
+        less = ForwardPass(self._decoder, batch, self._kv, tier=self._tier, on_layer=self._report)
+        less.stage = self.stage
+        if self._x is not None:
+            less._x = self._x[rows]
+        return less
 
     def _gate(self) -> Gate:
         decoder = self._decoder

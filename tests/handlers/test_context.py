@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from tests.support.drafting import tell_of_drafts
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.context import Context
@@ -112,6 +113,24 @@ def test_a_stream_gives_the_same_text_in_pieces_and_then_the_whole(context):
     assert len(pieces) > 3
     assert all(pieces)
     assert "".join(pieces) == stream.completion.text == SENTENCE
+
+
+def test_a_stream_says_how_many_of_the_tokens_read_so_far_were_drafted(host, context):
+    tell_of_drafts(host.real_engine, drafted=2)
+    with context.model.stream("x", temperature=0, first_token="draft") as stream:
+        assert stream.drafted_tokens == 0
+        counts = [stream.drafted_tokens for _ in stream]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert counts[-1] == stream.completion.usage.drafted_tokens == 2
+
+
+def test_by_default_no_token_is_drafted(host, context):
+    requests = tell_of_drafts(host.real_engine, drafted=2)
+    completion = context.model.generate("x", temperature=0)
+    assert [request.first_token for request in requests] == ["exact"]
+    assert completion.usage.drafted_tokens == 0
+    assert "drafted_tokens" not in completion.to_dict()["usage"]
 
 
 def test_what_was_read_before_is_part_of_the_whole(context):

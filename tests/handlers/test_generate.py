@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.drafting import tell_of_drafts
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.function import load_handler, run
@@ -38,6 +39,14 @@ async def test_a_stream_ends_with_what_it_took(generate):
     assert last["usage"]["completion_tokens"] >= len(pieces)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_usage_says_how_many_tokens_were_drafted(host, generate, stream):
+    tell_of_drafts(host.real_engine, drafted=2)
+    event = {"prompt": "x", "temperature": 0, "stream": stream}
+    assert "drafted_tokens" not in (await generate(event))[-1]["usage"]
+    assert (await generate({**event, "first_token": "draft"}))[-1]["usage"]["drafted_tokens"] == 2
+
+
 @pytest.mark.parametrize(
     ("event", "param"),
     [
@@ -51,6 +60,8 @@ async def test_a_stream_ends_with_what_it_took(generate):
         ({"messages": "x"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "x", "first_token": "sketch"}, "first_token"),
+        ({"prompt": "x", "first_token": ["draft"]}, "first_token"),
     ],
 )
 async def test_an_event_that_cannot_be_meant_is_refused_by_its_field(generate, event, param):

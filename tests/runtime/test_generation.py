@@ -34,6 +34,15 @@ def test_the_result_is_all_events_together():
     assert (result.text, result.tokens, result.finish_reason) == ("123", (1, 2, 3), FinishReason.LENGTH)
 
 
+def test_the_result_says_how_many_tokens_were_drafted_and_what_became_of_proposals():
+    generation = Generation(REQUEST)
+    generation.emit(GenerationEvent("ab", (1, 2), num_drafted=2))
+    generation.emit(GenerationEvent("cd", (3, 4), num_drafted=1, num_accepted=3, num_rejected=1))
+    generation.emit(GenerationEvent("", (5,), num_accepted=1, finish_reason=FinishReason.STOP))
+    result = generation.result()
+    assert (result.num_drafted, result.num_accepted, result.num_rejected) == (3, 4, 1)
+
+
 def test_only_the_first_end_counts():
     ends = []
     generation = Generation(REQUEST, on_end=lambda _, reason: ends.append(reason))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.text.backend import LocalBackend
@@ -87,6 +88,7 @@ class SmallHost:
     model_name = "small"
 
     def __init__(self) -> None:
+        self.config = ServeConfig(model="unused")
         backend = small_backend()
         end = backend.token_to_id(END)
         settings = TextSettings({"bos_token": BEGIN, "eos_token": END}, {}, frozenset())

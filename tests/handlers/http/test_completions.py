@@ -207,9 +207,9 @@ async def test_logprobs_of_an_echo_are_refused_rather_than_wrong(server: Any) ->
 async def test_unknown_fields_are_ignored_but_not_among_our_own(server: Any) -> None:
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "some_new_field": {"a": [1]}}
     assert (await server.post("/v1/completions", body)).status == 200
-    assert (await server.post("/v1/completions", {**body, "teneral": {"precision": "exact"}})).status == 200
-    refused = await server.post("/v1/completions", {**body, "teneral": {"precison": "exact"}})
-    assert (refused.status, refused.error["param"]) == (400, "teneral.precison")
+    assert (await server.post("/v1/completions", {**body, "teneral": {"first_token": "exact"}})).status == 200
+    refused = await server.post("/v1/completions", {**body, "teneral": {"frist_token": "exact"}})
+    assert (refused.status, refused.error["param"]) == (400, "teneral.frist_token")
 
 
 async def test_null_is_the_default(server: Any) -> None:

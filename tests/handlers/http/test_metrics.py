@@ -10,6 +10,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from teneral.runtime.engine.options import EngineStatistics
 from teneral.runtime.metrics import Histogram, Metrics, numbers_in
 
 
@@ -57,6 +58,16 @@ def test_statistics_become_gauges_and_totals_counters() -> None:
     assert found["teneral_pool_ended_total", "length"] == 5
     assert found["teneral_steps_total", ""] == 6
     assert found["teneral_state", "ready"] == 1
+
+
+def test_what_the_engine_counts_of_drafts_has_names_of_its_own_and_only_those() -> None:
+    counts = {"drafted_tokens_total": 7, "accepted_proposals_total": 5, "rejected_proposals_total": 2}
+    others = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
+    found = samples(Metrics(), {"engine": EngineStatistics(**{**others, "ended_total": {}, **counts})})
+    assert found["teneral_drafted_tokens_total", ""] == 7
+    assert found["teneral_proposals_total", "accepted"] == 5
+    assert found["teneral_proposals_total", "rejected"] == 2
+    assert not any(f"teneral_engine_{name}" == sample for name in counts for sample, _ in found)
 
 
 def test_tokens_of_one_step_share_its_time() -> None:

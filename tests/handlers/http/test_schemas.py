@@ -14,7 +14,7 @@ from teneral.handlers.http.completions import CompletionFormat
 from teneral.handlers.http.parameters import for_choice, sampling
 from teneral.handlers.http.prompts import split_prompt
 from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder, EmbeddingBody
-from teneral.runtime.engine.requests import SamplingParams
+from teneral.runtime.engine.requests import FirstToken, SamplingParams
 from teneral.runtime.errors import RequestError
 
 JSON = st.recursive(
@@ -50,6 +50,8 @@ def refusal(kind: type, body: Any) -> RequestError:
             "stream_options.include_usage",
         ),
         (CompletionBody, {"prompt": "x", "teneral": {"x": 1}}, "teneral.x"),
+        (CompletionBody, {"prompt": "x", "teneral": {"first_token": "best"}}, "teneral.first_token"),
+        (EmbeddingBody, {"input": "x", "teneral": {"first_token": "exact"}}, "teneral.first_token"),
         (ChatBody, {"messages": [{"role": "user", "content": "x"}, {"role": 1}]}, "messages[1].role"),
         (ChatBody, {"messages": [{"content": "x"}]}, "messages[0].role"),
         (EmbeddingBody, {"input": {}}, "input"),
@@ -82,7 +84,7 @@ def test_any_json_is_either_a_request_or_refused(fields: dict[str, Any], value: 
         for body in ({**required, **fields}, fields, value):
             try:
                 decoded = Decoder(kind).decode(msgspec.json.encode(body))
-                made = fmt(decoded, model="m", max_sequences=8)
+                made = fmt(decoded, model="m", max_sequences=8, first_token=FirstToken.EXACT)
             except RequestError:
                 continue
             assert 1 <= made.num_sequences <= 8

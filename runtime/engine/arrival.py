@@ -1,0 +1,47 @@
+"""What an engine is told about weights that are still arriving."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ...loader.stream.options import Order
+
+if TYPE_CHECKING:
+    from ...loader.stream.load import WeightLoad
+    from ...loader.stream.process_load import ProcessLoad
+
+
+class Arrival(Protocol):
+    """Cheap to ask, from any thread."""
+
+    def is_exact(self) -> bool:
+        """Whether all weights are."""
+
+    def is_draft_first(self) -> bool:
+        """Whether all of the draft comes before what makes it exact. May change while nothing is decided."""
+
+    def left_s(self) -> float:
+        """How long it will take until all weights are exact, by what was measured; infinity if nothing was."""
+
+    def refine_wait_s(self) -> float:
+        """How long computing has waited so far for weights that were just being refined."""
+
+
+class LoadArrival:
+    """The arrival of a load's weights."""
+
+    def __init__(self, load: WeightLoad | ProcessLoad) -> None:
+        self._load = load
+
+    def is_exact(self) -> bool:
+        progress = self._load.progress()
+        return progress.num_groups > 0 and progress.groups_exact == progress.num_groups
+
+    def is_draft_first(self) -> bool:
+        return self._load.order is Order.DRAFT_FIRST
+
+    def left_s(self) -> float:
+        return self._load.left_s()
+
+    def refine_wait_s(self) -> float:
+        return self._load.refine_wait_s

@@ -1,0 +1,493 @@
+"""The engine while its weights arrive, the draft of all of them first: it drafts ahead, and confirms as they get exact.
+
+Each sequence has two lanes of keys and values, which never mix. In the *draft* lane its tokens are computed with the
+weights as they are, as soon as all of the draft is there. In the *exact* lane the same tokens follow the weights that
+get exact, layer by layer: the prompt's at once, what was drafted in time to catch up. When the last layer is exact the
+logits of all these positions come out of that pass. Then a sequence that asked for exact tokens gets those that the
+exact weights choose, for as long as they choose what was drafted, and one more; one that was content with drafted
+tokens, and has been given them, goes on exactly. Either way its exact lane is complete, and the draft's is forgotten.
+
+Choices depend on the logits and the sequence's own numbers alone (`sampling.py`), so what an exact sequence gets is,
+token for token, what it would have got with no draft.
+
+Runs in the engine's thread, between draft steps and single layers; whoever joins or leaves in between is heeded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ...loader.format.manifest import Tier
+from ..errors import ModelError
+from ..kv.blocks import Epoch
+from .accept import accept
+from .arrival import Arrival
+from .batch import StepBatch
+from .requests import FirstToken, GenerationEvent
+from .roster import Roster
+from .sampling import choose_tokens
+from .sequence import Choice, Lane
+from .sequence import Sequence as TokenSequence
+from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
+from .step_batch import Rows, build_batch
+from .trace import EngineTimeline, OnLayer
+
+WAIT_S = 0.01  # for weights, between two looks at who has come or gone
+FIRST_STEP_S = 0.05  # what a draft step is taken to cost before one was measured
+
+Events = list[tuple[TokenSequence, GenerationEvent]]
+
+
+class PassLike(Protocol):
+    """As `ForwardPass`."""
+
+    stage: int
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+    def can_advance(self, timeout_s: float = 0.0) -> bool: ...
+
+    def advance(self) -> None: ...
+
+    def joined(self, behind: Any) -> Any: ...
+
+    def without(self, numbers: Collection[int]) -> Any: ...
+
+
+class TieredDecoder(Protocol):
+    """A model that can be computed with before its weights are exact."""
+
+    def forward(
+        self, batch: StepBatch, kv: Any, *, tier: Tier, on_layer: OnLayer | None = None
+    ) -> torch.Tensor: ...
+
+    def begin(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> PassLike: ...
+
+    def want(self, tokens: torch.Tensor) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """A sequence that takes part."""
+
+    sequence: TokenSequence
+    sends_drafts: bool
+    num_planned: int = 0  # tokens that are in some exact pass, or were
+    can_draft: bool = True
+
+    @property
+    def draft(self) -> Lane | None:
+        return self.sequence.draft
+
+    @property
+    def num_known(self) -> int:
+        """Tokens, proposals included."""
+        return self.sequence.num_tokens if self.draft is None else len(self.draft.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that no exact pass has taken up."""
+        return self.num_known - self.num_planned
+
+
+@dataclass(slots=True)
+class _Following:
+    """An exact pass, and what its spans are."""
+
+    under_way: PassLike
+    parts: list[tuple[_Member, Rows]]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows.end - rows.first for _, rows in self.parts)
+
+
+class EarlyPhase:
+    """Made once. Its books are its sequences' lanes; everything else about them is the roster's."""
+
+    def __init__(
+        self,
+        model: TieredDecoder,
+        kv: Any,
+        roster: Roster,
+        arrival: Arrival,
+        *,
+        timeline: EngineTimeline,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._roster = roster
+        self._arrival = arrival
+        self._timeline = timeline
+        self._block_size = roster.options.block_size
+        self._max_rows = roster.options.max_step_tokens
+        self._members: list[_Member] = []
+        self._following: list[_Following] = []  # each behind the one before it
+        self._acceptance = Acceptance()
+        self._step_s = FIRST_STEP_S  # of a draft step
+        self._num_draft_steps = 0
+        self._exact_is_next = True
+
+    def run(self) -> None:
+        """Serve until every weight is exact and all passes that followed them are done, or the engine stops.
+
+        Sequences that go on are left running, with what is computed of them. Raises what the model raises; then
+        `members` were concerned, and `reset` makes it ready to be called again.
+        """
+        while self._take_stock():
+            if self._members:
+                self._act()
+        if self._num_draft_steps:
+            self._timeline.add_outcome(
+                num_draft_steps=self._num_draft_steps,
+                step_s=round(self._step_s, 4),
+                num_judged=self._acceptance.num_judged,
+                num_accepted=self._acceptance.num_accepted,
+                refine_wait_s=round(self._arrival.refine_wait_s(), 4),
+            )
+
+    @property
+    def members(self) -> list[TokenSequence]:
+        return [member.sequence for member in self._members]
+
+    def reset(self) -> None:
+        """Forget all passes, and who takes part. Their blocks are the roster's business."""
+        self._members, self._following = [], []
+
+    # -- who takes part --------------------------------------------------------------------------------------
+
+    def _take_stock(self) -> bool:
+        """Whether to go on. Lets go who has ended, takes in who has come; sleeps a little when there is nobody."""
+        roster = self._roster
+        with roster.changed:
+            if roster.some_ended_early:
+                self._leave(roster.forget_ended())
+            if roster.is_stopping:
+                return False
+            if self._arrival.is_exact() or not self._arrival.is_draft_first():
+                return bool(self._members)
+            new = self._admit()
+            if not self._members:
+                roster.changed.wait(WAIT_S)
+        for member in new:
+            self._model.want(torch.tensor(member.sequence.tokens))
+        return True
+
+    def _admit(self) -> list[_Member]:
+        """Take in who waits, first come first served, as long as there is room for them in both lanes, or in one."""
+        roster = self._roster
+        new: list[_Member] = []
+        for sequence in list(roster.waiting):
+            num_blocks = roster.num_missing_blocks(sequence.exact, sequence.num_tokens + 1)
+            if len(roster.running) >= roster.options.max_running or num_blocks > roster.allocator.free_count:
+                break
+            roster.admit(sequence)
+            roster.grow(sequence.exact, num_blocks)
+            member = _Member(sequence, sequence.generation.request.first_token is FirstToken.DRAFT)
+            # A draft that is overtaken while it still computes the prompt is worth nothing.
+            has_time = self._arrival.left_s() > 2 * catch_up_s(sequence.num_tokens, self._step_s)
+            if has_time and num_blocks <= roster.allocator.free_count:
+                sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
+                roster.grow(sequence.draft, num_blocks)
+            new.append(member)
+        self._members += new
+        return new
+
+    def _leave(self, sequences: Collection[TokenSequence]) -> None:
+        """These take part no longer; nothing of theirs is computed any more."""
+        if not sequences:
+            return
+        self._members = [member for member in self._members if member.sequence not in sequences]
+        remaining: list[_Following] = []
+        for following in self._following:
+            gone = {
+                number for number, (member, _) in enumerate(following.parts) if member.sequence in sequences
+            }
+            if len(gone) == len(following.parts):
+                continue
+            if gone:
+                following.under_way = following.under_way.without(gone)
+                following.parts = [part for number, part in enumerate(following.parts) if number not in gone]
+            remaining.append(following)
+        self._following = remaining
+
+    def _graduate(self, members: Collection[_Member]) -> None:
+        """These go on as any other sequence does. Under the lock."""
+        self._leave([member.sequence for member in members])
+        for member in members:
+            sequence = member.sequence
+            if sequence in self._roster.running:
+                self._roster.drop_draft(sequence)
+                self._roster.shrink(sequence.exact, sequence.num_tokens)
+
+    # -- what is done next -----------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """One draft step, one layer, or a short wait."""
+        fresh = [
+            member for member in self._members if member.draft is not None and member.draft.num_missing > 1
+        ]
+        if fresh:
+            self._draft(fresh)  # a prompt: follows the draft as it arrives
+            return
+        self._plan_passes(is_time=False)
+        drafting = self._who_drafts()
+        if not drafting:
+            self._plan_passes(is_time=True)
+        can_follow = self._can_follow()
+        # Who gets drafted tokens should not have to wait for a whole prompt to pass through the exact layers.
+        is_drafts_turn = not self._exact_is_next and any(member.sends_drafts for member in drafting)
+        self._exact_is_next = is_drafts_turn or not can_follow
+        if can_follow and not is_drafts_turn:
+            self._follow()
+        elif drafting:
+            self._draft(drafting)
+        elif self._following:
+            self._following[0].under_way.can_advance(WAIT_S)
+        else:
+            with self._roster.changed:
+                self._roster.changed.wait(WAIT_S)
+
+    def _who_drafts(self) -> list[_Member]:
+        """Those whose draft goes on now; with room for one more token in both lanes."""
+        num_pending = sum(member.num_pending for member in self._members)
+        if not may_draft(num_pending, self._arrival.left_s(), self._step_s):
+            return []
+        limit = max_proposals(self._acceptance.rate)
+        chosen: list[_Member] = []
+        with self._roster.changed:
+            for member in self._members:
+                sequence, lane = member.sequence, member.draft
+                if lane is None or not member.can_draft:
+                    continue
+                num_proposals = len(lane.tokens) - sequence.num_tokens
+                if num_proposals >= limit or not self._make_room(sequence, lane):
+                    continue
+                if lane.sampling.num_outputs < sequence.max_new_tokens:
+                    chosen.append(member)
+        return chosen
+
+    def _make_room(self, sequence: TokenSequence, lane: Lane) -> bool:
+        """Blocks for the lane's tokens, and for these and one more in the exact lane, if the pool has them."""
+        roster = self._roster
+        missing = [(lane, len(lane.tokens)), (sequence.exact, len(lane.tokens) + 1)]
+        needed = [(each, max(0, roster.num_missing_blocks(each, num))) for each, num in missing]
+        if sum(num for _, num in needed) > roster.allocator.free_count:
+            return False
+        for each, num in needed:
+            if num:
+                roster.grow(each, num)
+        return True
+
+    def _plan_passes(self, *, is_time: bool) -> None:
+        """Send tokens through the exact layers that none were sent through: prompts at once, and what was drafted when
+        it `is_time`, so that as much as possible goes together.
+        """
+        parts: list[tuple[_Member, Rows]] = []
+        num_rows = 0
+        for member in self._members:
+            if not member.num_pending or (member.num_planned and not is_time):
+                continue
+            end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
+            if end == member.num_planned:
+                break
+            parts.append((member, _exact_rows(member, end)))
+            num_rows += end - member.num_planned
+            member.num_planned = end
+        if parts:
+            batch = build_batch([rows for _, rows in parts], self._block_size)
+            on_layer = None if self._following else self._timeline.on_exact_layer()
+            self._following.append(_Following(self._model.begin(batch, self._kv, on_layer=on_layer), parts))
+
+    # -- the draft -------------------------------------------------------------------------------------------
+
+    def _draft(self, members: Sequence[_Member]) -> None:
+        """One pass over what the draft lanes of these have not computed, and a token for each that has then computed
+        all.
+        """
+        parts: list[Rows] = []
+        takers: list[_Member] = []
+        num_rows = 0
+        for member in members:
+            lane = member.draft
+            assert lane is not None
+            end = min(len(lane.tokens), lane.num_computed + self._max_rows - num_rows)
+            if end == lane.num_computed:
+                break
+            parts.append(Rows(lane, lane.tokens, lane.num_computed, end, int(end == len(lane.tokens))))
+            takers += [member] if end == len(lane.tokens) else []
+            num_rows += end - lane.num_computed
+        start_s = time.monotonic()
+        batch = build_batch(parts, self._block_size)
+        logits = self._model.forward(
+            batch, self._kv, tier=Tier.DRAFT, on_layer=self._timeline.on_draft_layer()
+        )
+        choices = choose_tokens(logits, [_lane_of(member).sampling for member in takers])
+        end_s = time.monotonic()
+        for part in parts:
+            part.lane.num_computed = part.end
+        if num_rows == len(parts):
+            self._step_s += 0.3 * (end_s - start_s - self._step_s)
+        self._num_draft_steps += 1
+        self._timeline.add_draft(batch, start_s, end_s)
+        self._take_drafted(takers, choices, num_rows, end_s - start_s)
+
+    def _take_drafted(
+        self, members: Sequence[_Member], choices: Sequence[Choice | ModelError], num_rows: int, took_s: float
+    ) -> None:
+        """Tokens of the draft: given out where they may be, else proposals."""
+        events: Events = []
+        proposed: list[int] = []
+        for member, choice in zip(members, choices, strict=True):
+            sequence, lane = member.sequence, _lane_of(member)
+            if isinstance(choice, ModelError):
+                member.can_draft = (
+                    False  # a weight that only the missing bits make finite: the exact ones decide
+                )
+            elif member.sends_drafts:
+                if not sequence.generation.ended:
+                    events.append((sequence, _drafted(accept(sequence, choice))))
+            else:
+                lane.tokens.append(choice.token)
+                lane.sampling.add(choice.token)
+                proposed.append(choice.token)
+                member.can_draft = choice.token not in sequence.end_tokens
+        wanted = proposed + [token for _, event in events for token in event.tokens]
+        if wanted:
+            self._model.want(torch.tensor(wanted))
+        self._hand_out(events, num_rows, took_s)
+
+    # -- the exact weights -----------------------------------------------------------------------------------
+
+    def _can_follow(self) -> bool:
+        return any(self._may_advance(number) for number in range(len(self._following)))
+
+    def _may_advance(self, number: int) -> bool:
+        """Whether that pass can take its next layer: it is exact, and the pass before has been there."""
+        under_way = self._following[number].under_way
+        is_behind = number == 0 or under_way.stage < self._following[number - 1].under_way.stage
+        return is_behind and under_way.can_advance()
+
+    def _follow(self) -> None:
+        """One layer, of the first pass that can take one."""
+        number = next(number for number in range(len(self._following)) if self._may_advance(number))
+        following = self._following[number]
+        start_s = time.monotonic()
+        following.under_way.advance()
+        took_s = time.monotonic() - start_s
+        if following.under_way.is_done:
+            del self._following[number]
+            self._judge(following, took_s)
+            return
+        with self._roster.changed:
+            self._roster.note_step(0, took_s)
+        self._join(number)
+
+    def _join(self, number: int) -> None:
+        """Make one pass of this one and the one that it has caught up with, so that they read the weights once."""
+        if number == 0:
+            return
+        ahead, behind = self._following[number - 1], self._following[number]
+        if (
+            ahead.under_way.stage == behind.under_way.stage
+            and ahead.num_rows + behind.num_rows <= self._max_rows
+        ):
+            ahead.under_way = ahead.under_way.joined(behind.under_way)
+            ahead.parts += behind.parts
+            del self._following[number]
+
+    def _judge(self, following: _Following, took_s: float) -> None:
+        """An exact pass is through: what does it say about the tokens after its rows?"""
+        logits = following.under_way.logits
+        events: Events = []
+        settled: list[_Member] = []
+        first = 0
+        for member, rows in following.parts:
+            own = logits[first : first + rows.num_logits]
+            first += rows.num_logits
+            if member in settled or member.sequence.generation.ended:
+                continue
+            chosen, is_settled = self._confirm(member, rows, own)
+            events += [(member.sequence, event) for event in chosen]
+            sequence = member.sequence
+            sequence.exact.num_computed = min(rows.end, sequence.num_tokens - 1)
+            if is_settled:
+                settled.append(member)
+        with self._roster.changed:
+            self._graduate(settled)
+        self._hand_out(events, following.num_rows, took_s)
+
+    def _confirm(
+        self, member: _Member, rows: Rows, logits: torch.Tensor
+    ) -> tuple[list[GenerationEvent], bool]:
+        """The tokens that follow from these logits, and whether that settles what was drafted of the sequence."""
+        sequence = member.sequence
+        known = sequence.tokens if member.draft is None else member.draft.tokens
+        events: list[GenerationEvent] = []
+        for number in range(rows.num_logits):
+            position = rows.end - rows.num_logits + number
+            if position != sequence.num_tokens - 1:
+                continue  # more was given out since
+            num_proposals = len(known) - sequence.num_tokens
+            (choice,) = choose_tokens(logits[number : number + 1], [sequence.sampling])
+            event = accept(sequence, choice)
+            if member.sends_drafts or not num_proposals:
+                return [*events, event], True
+            is_right = event.error is None and event.tokens == (known[position + 1],)
+            ends = event.finish_reason is not None
+            events.append(_judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
+            if ends or not is_right:
+                self._acceptance.add(len(events) - (not is_right), all_accepted=is_right)
+                return events, True
+        return events, False
+
+    # -- handing out -----------------------------------------------------------------------------------------
+
+    def _hand_out(self, events: Events, num_rows: int, took_s: float) -> None:
+        with self._roster.changed:
+            self._roster.note_step(num_rows, took_s)
+            ended = [sequence for sequence, event in events if event.finish_reason is not None]
+            self._leave(ended)
+            self._roster.note_events(events)
+        for sequence, event in events:
+            sequence.generation.emit(event)
+
+
+def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
+    """What is drafted is either said at once, or a copy of the sequence runs ahead."""
+    if shares_tokens:
+        return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling)
+    return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft())
+
+
+def _lane_of(member: _Member) -> Lane:
+    assert member.draft is not None
+    return member.draft
+
+
+def _exact_rows(member: _Member, end: int) -> Rows:
+    """The member's next tokens up to `end`; logits of those after which a token is to be chosen."""
+    sequence = member.sequence
+    first = member.num_planned
+    tokens = sequence.tokens if member.draft is None else member.draft.tokens
+    num_logits = max(0, end - max(first, sequence.num_tokens - 1))
+    return Rows(sequence.exact, tokens, first, end, num_logits)
+
+
+def _drafted(event: GenerationEvent) -> GenerationEvent:
+    return replace(event, num_drafted=len(event.tokens))
+
+
+def _judged(event: GenerationEvent, *, is_right: bool, num_proposals: int, ends: bool) -> GenerationEvent:
+    """With the proposal that the event's token judges, and those behind it that are lost with it."""
+    num_lost = num_proposals - is_right if ends or not is_right else 0
+    return replace(event, num_accepted=int(is_right), num_rejected=num_lost)

@@ -1,0 +1,37 @@
+"""What an engine tells of drafts, written over what a real one says: for tests of what stands in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from teneral.runtime.engine.engine import Engine
+from teneral.runtime.engine.requests import FirstToken, GenerationEvent, GenerationRequest
+
+
+def tell_of_drafts(
+    engine: Engine, *, drafted: int = 0, accepted: int = 0, rejected: int = 0
+) -> list[GenerationRequest]:
+    """From now on, the first `drafted` tokens of each sequence that allows it are said to be the draft's, and the first
+    event of each sequence tells of so many proposals. Returns the requests that the engine gets; the list grows.
+    """
+    requests: list[GenerationRequest] = []
+    submit = engine.submit
+
+    def submit_telling(request: GenerationRequest, on_event: Callable[[GenerationEvent], None]) -> Any:
+        requests.append(request)
+        num_left = drafted if request.first_token is FirstToken.DRAFT else 0
+        judged = (accepted, rejected)
+
+        def tell(event: GenerationEvent) -> None:
+            nonlocal num_left, judged
+            num_drafted = min(num_left, len(event.tokens))
+            num_left -= num_drafted
+            on_event(replace(event, num_drafted=num_drafted, num_accepted=judged[0], num_rejected=judged[1]))
+            judged = (0, 0)
+
+        return submit(request, tell)
+
+    engine.submit = submit_telling  # type: ignore[method-assign, assignment]
+    return requests

@@ -445,8 +445,8 @@ class EarlyPhase:
             is_right = event.error is None and event.tokens == (known[position + 1],)
             ends = event.finish_reason is not None
             events.append(_judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
+            self._acceptance.add(is_right)
             if ends or not is_right:
-                self._acceptance.add(len(events) - (not is_right), all_accepted=is_right)
                 return events, True
         return events, False
 

@@ -25,10 +25,10 @@ class Acceptance:
     num_judged: int = 0
     num_accepted: int = 0
 
-    def add(self, num_accepted: int, *, all_accepted: bool) -> None:
-        """Count the proposals of one sequence."""
-        self.num_accepted += num_accepted
-        self.num_judged += num_accepted + (not all_accepted)
+    def add(self, is_right: bool) -> None:
+        """Count one proposal."""
+        self.num_judged += 1
+        self.num_accepted += is_right
 
     @property
     def rate(self) -> float:

@@ -69,3 +69,183 @@ def test_exact_tokens_are_those_of_the_exact_model_however_much_was_drafted(arti
         assert statistics.accepted_proposals_total + statistics.rejected_proposals_total >= 4 * 8
         assert statistics.accepted_proposals_total > 0
         assert statistics.drafted_tokens_total == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_pass_that_stops_at_every_layer_changes_no_token(artifact, expected, sampling):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        first = rig.submit(PROMPTS[1], sampling=sampling)
+        wait_until(lambda: num_proposed(rig) >= 3)
+        rig.refine(0)
+        late = rig.submit(PROMPTS[2], sampling=sampling)  # joins when the other's pass is on its way
+        for group in rig.groups[1:]:
+            wanted = num_proposed(rig) + 2
+            wait_until(lambda wanted=wanted: num_proposed(rig) >= wanted)
+            rig.arrival.has_time = group % 2 == 0  # now and then what was drafted has to catch up
+            rig.refine(group)
+            rig.load.wait(group, timeout_s=TIMEOUT_S)
+            rig.arrival.has_time = True
+        assert first.result(TIMEOUT_S).tokens == expected[PROMPTS[1], sampling]
+        assert late.result(TIMEOUT_S).tokens == expected[PROMPTS[2], sampling]
+
+
+def test_no_exact_token_uses_a_block_that_the_draft_has_written(artifact, expected):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generations = [rig.submit(prompt) for prompt in PROMPTS]
+        wait_until(lambda: num_proposed(rig) >= 4 * 8)
+        rig.arrival.has_time = False  # nothing is drafted any more
+        allocator = rig.engine._roster.allocator
+        wait_until(lambda: not rig.engine._early._who_drafts())
+        with rig.engine._roster.changed:
+            lanes = [each.draft for each in rig.engine._roster.running]
+            drafted = [block for lane in lanes for block in lane.blocks]
+            assert drafted
+            assert all(allocator.epoch(block) is Epoch.DRAFT for block in drafted)
+        kv = rig.engine._kv
+        by_block = kv.data.view(*kv.data.shape[:3], kv.num_blocks, kv.block_size, -1)
+        by_block[:, :, :, drafted] = torch.nan
+        rig.refine()
+        for prompt, generation in zip(PROMPTS, generations, strict=True):
+            assert generation.result(TIMEOUT_S).tokens == expected[prompt, GREEDY]
+
+
+def test_drafted_tokens_are_sent_at_once_and_what_follows_is_exact(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT, max_tokens=40)
+        stream = generation.events(TIMEOUT_S)
+        drafted = [next(stream) for _ in range(10)]
+        assert all(event.num_drafted == len(event.tokens) == 1 for event in drafted)
+        rig.refine()
+        rest = list(stream)
+        num_drafted = sum(event.num_drafted for event in (*drafted, *rest))
+        assert [event.num_drafted for event in rest][-5:] == [0] * 5
+        tokens = [token for event in (*drafted, *rest) for token in event.tokens]
+        assert len(tokens) == 40
+        assert rig.engine.statistics().drafted_tokens_total == num_drafted
+    # Given what was said, the exact model says just this.
+    engine = exact_engine()
+    request = GenerationRequest("r", (*PROMPTS[1], *tokens[:num_drafted]), 40 - num_drafted, sampling=GREEDY)
+    assert list(engine.submit(request).result(TIMEOUT_S).tokens) == tokens[num_drafted:]
+    engine.stop()
+
+
+def test_a_sequence_may_end_before_any_weight_is_exact(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        result = rig.submit(first_token=FirstToken.DRAFT, max_tokens=7).result(TIMEOUT_S)
+        assert (len(result.tokens), result.num_drafted) == (7, 7)
+        wait_until(lambda: rig.engine.statistics().free_blocks == rig.engine.statistics().num_blocks)
+
+
+def test_both_kinds_go_on_side_by_side(artifact, expected):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        exact = rig.submit(PROMPTS[2])
+        draft = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT, max_tokens=60)
+        stream = draft.events(TIMEOUT_S)
+        for _ in range(12):
+            assert next(stream).num_drafted == 1
+        assert not exact._events
+        rig.refine()
+        assert exact.result(TIMEOUT_S).tokens == expected[PROMPTS[2], GREEDY]
+        assert len(draft.result(TIMEOUT_S).tokens) == 60
+
+
+def test_who_leaves_while_the_weights_arrive_frees_everything_within_a_step(artifact, expected):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        stays, leaves = rig.submit(PROMPTS[1]), rig.submit(PROMPTS[2])
+        wait_until(lambda: num_proposed(rig) >= 6)
+        rig.refine(0, 1)
+        leaves.cancel()
+        wait_until(lambda: rig.engine.statistics().running == 1)
+        rig.engine.check_integrity()
+        rig.refine()
+        assert stays.result(TIMEOUT_S).tokens == expected[PROMPTS[1], GREEDY]
+
+
+def test_a_pool_with_no_room_for_a_draft_lane_still_answers_exactly(artifact, expected):
+    with EarlyRig(artifact, num_blocks=20) as rig:
+        rig.start()
+        generations = [rig.submit(prompt) for prompt in PROMPTS]
+        rig.refine()
+        for prompt, generation in zip(PROMPTS, generations, strict=True):
+            assert generation.result(TIMEOUT_S).tokens == expected[prompt, GREEDY]
+
+
+@pytest.mark.parametrize("num_blocks", [24, 33, 47])
+def test_a_pool_that_fills_up_stops_the_draft_and_changes_no_token(artifact, expected, num_blocks):
+    with EarlyRig(artifact, num_blocks=num_blocks, max_step_tokens=16, max_running=4) as rig:
+        rig.start()
+        generations = [rig.submit(prompt) for prompt in PROMPTS]
+        time.sleep(0.2)
+        rig.engine.check_integrity()
+        rig.refine()
+        for prompt, generation in zip(PROMPTS, generations, strict=True):
+            assert generation.result(TIMEOUT_S).tokens == expected[prompt, GREEDY]
+
+
+def test_without_time_for_a_draft_nothing_is_drafted(artifact, expected):
+    with EarlyRig(artifact) as rig:
+        rig.arrival.has_time = False
+        rig.start()
+        generation = rig.submit(PROMPTS[1])
+        time.sleep(0.05)
+        rig.refine()
+        assert generation.result(TIMEOUT_S).tokens == expected[PROMPTS[1], GREEDY]
+        statistics = rig.engine.statistics()
+        assert (statistics.accepted_proposals_total, statistics.rejected_proposals_total) == (0, 0)
+
+
+def test_a_load_that_fails_ends_who_drafts_with_its_error(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generations = [
+            rig.submit(PROMPTS[1]),
+            rig.submit(PROMPTS[2], first_token=FirstToken.DRAFT, max_tokens=500),
+        ]
+        wait_until(lambda: num_proposed(rig) >= 3)
+        rig.load.cancel()
+        for generation in generations:
+            with pytest.raises(Exception, match="cancelled"):
+                generation.result(TIMEOUT_S)
+
+
+def test_stopping_ends_who_drafts(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1])
+        wait_until(lambda: num_proposed(rig) >= 3)
+        assert rig.engine.stop(TIMEOUT_S)
+        assert generation.finish_reason is FinishReason.ERROR
+
+
+def test_an_end_token_of_the_draft_is_only_a_proposal(artifact, expected):
+    tokens = expected[PROMPTS[1], GREEDY]
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1], stop_token_ids=frozenset({tokens[6]}))
+        first = tokens.index(tokens[6]) + 1
+        wait_until(lambda: num_proposed(rig) >= min(first, 3))
+        rig.refine()
+        result = generation.result(TIMEOUT_S)
+        assert result.tokens == tokens[:first]
+        assert result.finish_reason is FinishReason.STOP
+
+
+def test_the_timeline_has_the_draft_beside_what_followed(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1])
+        wait_until(lambda: num_proposed(rig) >= 3)
+        rig.refine()
+        generation.result(TIMEOUT_S)
+        wait_until(lambda: any(span.name == "exact from here on" for span in rig.timeline.spans()))
+        drafted = [span for span in rig.timeline.spans() if span.lane == "draft"]
+        outcome = next(span for span in drafted if span.name == "exact from here on")
+        assert outcome.attributes["num_draft_steps"] >= 3
+        assert outcome.attributes["num_judged"] >= 1
+        assert [span.name for span in drafted][:3] == ["embed", "layers.0", "layers.1"]

@@ -177,6 +177,11 @@ class ServeConfig:
         "what chooses the first tokens that a client gets while weights arrive: the exact weights, or a draft of them",
         metavar="WEIGHTS",
     )
+    draft_ahead: bool = _setting(
+        True,
+        _flag,
+        "compute with the draft tier while the exact weights arrive, where there is time for it",
+    )
     # The engine
     max_context: int | None = _setting(
         None, _integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"
@@ -235,7 +240,7 @@ class ServeConfig:
             connections=self.connections,
             staging_bytes=self.staging_bytes,
             reserved_bytes=self.kv_bytes or 0,
-            order=Order.AUTO,
+            order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
             sends_drafts=self.first_token == "draft",  # noqa: S105 - not that kind of token
             rows_on_demand=True,

@@ -40,6 +40,19 @@ def _pack(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--force", action="store_true", help="replace the artifact that is there, atomically"
     )
+    tiers = command.add_argument_group(
+        "tiers", "mantissa bits: more make a better draft, which is there later"
+    )
+    for flag, help_text in (
+        ("--draft-bits", "in the draft, 0 to 7 (default: 3, of fp32 7)"),
+        ("--embed-bits", "in the draft of the embeddings (default: as all)"),
+        ("--head-bits", "in the draft of the head (default: as all)"),
+        (
+            "--sketch-bits",
+            "in a sketch, a tier before the draft, 0 to 6; 1 is 29 %% of bf16 (default: no sketch)",
+        ),
+    ):
+        tiers.add_argument(flag, type=_natural, default=None, metavar="N", help=help_text)
     _add_work_flags(command)
 
 
@@ -61,6 +74,22 @@ def _inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
     command.add_argument("--json", action="store_true", help="for machines")
     _add_source_flags(command)
+
+
+def _eval_draft(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT")
+    command.add_argument(
+        "--text", metavar="FILE", help="text like your own, UTF-8 (default: a small one in here)"
+    )
+    command.add_argument(
+        "--max-tokens",
+        type=_natural,
+        default=2048,
+        metavar="N",
+        help="how much of the text to use (default: 2048)",
+    )
+    command.add_argument("--json", action="store_true", help="for machines")
+    _add_work_flags(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
@@ -151,7 +180,7 @@ def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False)
             continue
         flag = f"--{name.replace('_', '-')}"
         help_text = setting.metadata["help"].replace("%", "%%")
-        if setting.default is False:
+        if isinstance(setting.default, bool):
             command.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
             )
@@ -170,6 +199,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "unpack": ("turn an artifact back into safetensors, bit for bit", _unpack),
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
+    "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),

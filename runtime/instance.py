@@ -22,6 +22,7 @@ from ..loader.errors import TeneralError
 from ..loader.host import available_cores
 from ..loader.pin import split_pin
 from ..loader.sources.open import open_source
+from ..loader.stream.options import Order
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
@@ -303,6 +304,8 @@ class Instance:
         )
         self.engine.set_exception(refuse)
         _resolve(self.kind, "encoder")
+        assert self._load is not None
+        self._load.reorder(Order.EXACT)  # nobody is served by the draft of an embedding
         embedder = Embedder(model, max_queued=self.config.max_queued, timeline=self.timeline)
         embedder.start()
         _resolve(self.embedder, embedder)

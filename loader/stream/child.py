@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..format.manifest import Manifest
     from .launch import Task
     from .load import WeightLoad
+    from .options import Order
 
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
@@ -110,7 +111,9 @@ def _report(load: WeightLoad, reporter: Reporter) -> None:
 
 
 class _Inbox:
-    """What the parent says after its task: which parts it waits for. Silence is for ever; the end is ours, too."""
+    """What the parent says after its task: which parts it waits for, or which order it wants. Silence is for ever; the
+    end is ours, too.
+    """
 
     def __init__(self, stream: BufferedRWPair) -> None:
         self._stream = stream
@@ -120,9 +123,13 @@ class _Inbox:
         """The body of a thread. Ends the process with the parent."""
         try:
             while True:
-                numbers: list[int] = pickle.load(self._stream)  # noqa: S301 - as with the task
-                if self.load is not None:
-                    self.load.want_parts(numbers)
+                wish: list[int] | Order = pickle.load(self._stream)  # noqa: S301 - as with the task
+                if self.load is None:
+                    continue
+                if isinstance(wish, list):
+                    self.load.want_parts(wish)
+                else:
+                    self.load.reorder(wish)
         except (EOFError, OSError):
             os._exit(1)
 

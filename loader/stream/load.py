@@ -207,6 +207,12 @@ class WeightLoad:
         """Which tier comes first; AUTO until that is decided."""
         return self._order
 
+    def reorder(self, order: Order) -> None:
+        """Go on in this order, whatever was decided; not AUTO."""
+        with self._lifecycle:
+            self._order = order
+        self._work.reorder(order)
+
     def left_s(self) -> float:
         """How long the load will go on, as the link has been so far, seconds; infinity while that is unknown."""
         return self.progress().left_s

@@ -1,19 +1,20 @@
 """In which order a load takes its parts: a value made from the manifest alone.
 
-Invariant: a step comes after every step that it needs. A refine part replaces the low bits of elements that a
-draft part wrote, so it needs every draft part that holds one of these elements, however the two tiers were
-cut. Pure: nothing here does I/O, waits, or knows where memory lies; how the parts are cut into ranges is decided
-while they are read (`sizing.py`).
+Invariant: a step comes after every step that it needs. A part of a later tier replaces the low bits of elements
+that parts of the tier before it wrote, so it needs each of those that holds one of these elements, however the two
+tiers were cut, and what these need in turn. Pure: nothing here does I/O, waits, or knows where memory lies; how the
+parts are cut into ranges is decided while they are read (`sizing.py`).
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Encoding, Manifest, Part, Tier
+from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Manifest, Part, Segment, Tier
 from .options import Order
 
 FIRST_GROUP = 0
@@ -22,7 +23,7 @@ FIRST_GROUP = 0
 class Step(NamedTuple):
     """One part's turn.
 
-    `needs` are the numbers of the earlier steps that must be decoded before this one. `slab_offset_bytes` is
+    `needs` are the numbers of all earlier steps that must be decoded before this one. `slab_offset_bytes` is
     where in its group's slab the part may be read as it is; None when it goes through staging because it has
     a digest to be verified or planes to be decoded.
     """
@@ -34,13 +35,22 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps in the order in which they are fetched unless somebody asks for one of them sooner."""
+    """Steps in the order in which they are fetched unless somebody asks for one of them sooner.
+
+    `late` are the numbers of the parts that come last in their tiers.
+    """
 
     steps: tuple[Step, ...]
+    late: frozenset[int] = frozenset()
 
     @property
     def stored_bytes(self) -> int:
         return sum(step.part.size_bytes for step in self.steps)
+
+    def numbers(self, order: Order) -> list[int]:
+        """The numbers of all steps in another order, in which each comes after those that it needs, too."""
+        steps = sorted(self.steps, key=lambda step: _rank(step.part, order, step.part.index in self.late))
+        return [step.number for step in steps]
 
 
 def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False) -> Plan:
@@ -50,25 +60,20 @@ def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False) ->
     a matrix of the first group that several parts share. A forward pass begins with a few of its rows, which it
     asks for; where embeddings are tied to the head, the whole of it is what comes last.
     """
-    late = _table_parts(manifest) if tables_last else set()
+    needed = _needed_parts(manifest)
+    late = frozenset(_table_parts(manifest, needed) if tables_last else ())
     parts = sorted(manifest.parts, key=lambda part: _rank(part, order, part.index in late))
-    drafted: dict[int, list[tuple[int, int]]] = defaultdict(list)  # first element and step, by tensor
-    for number, part in enumerate(parts):
-        if part.tier is Tier.DRAFT:
-            for segment in part.segments:
-                drafted[segment.tensor].append((segment.start, number))
-    for stretches in drafted.values():
-        stretches.sort()
+    numbers = {part.index: number for number, part in enumerate(parts)}
     steps = (
         Step(
             number,
             part,
-            _needed_steps(part, drafted) if part.tier is Tier.REFINE else (),
+            tuple(sorted(numbers[index] for index in needed.get(part.index, ()))),
             _direct_offset(manifest, part),
         )
         for number, part in enumerate(parts)
     )
-    return Plan(tuple(steps))
+    return Plan(tuple(steps), late)
 
 
 def follows(before: Step, step: Step) -> bool:
@@ -87,37 +92,60 @@ def follows(before: Step, step: Step) -> bool:
 
 
 def _rank(part: Part, order: Order, is_late: bool) -> tuple[int, int, int, int]:
-    if order is Order.DRAFT_FIRST:
+    if order is not Order.EXACT:  # what is not decided begins with the first tier, which costs nothing
         return part.tier, is_late, part.group, part.index
     return is_late, part.group, part.tier, part.index
 
 
-def _table_parts(manifest: Manifest) -> set[int]:
-    """Numbers of the draft parts that hold nothing but tables, and of the refine parts that hold some of one."""
+def _table_parts(manifest: Manifest, needed: Mapping[int, frozenset[int]]) -> set[int]:
+    """Numbers of the parts that begin nothing but tables, and of those of later tiers that hold some of one, or
+    need such a part.
+    """
     candidates = [part for part in manifest.parts if part.group == FIRST_GROUP]
     num_parts = Counter(
-        segment.tensor for part in candidates if part.tier is Tier.DRAFT for segment in part.segments
+        segment.tensor for part in candidates if part.index not in needed for segment in part.segments
     )
     tables = {
         tensor for tensor, num in num_parts.items() if num > 1 and len(manifest.tensors[tensor].shape) == 2
     }
     late: set[int] = set()
-    for part in candidates:
+    for part in sorted(candidates, key=lambda part: part.tier):
         of_tables = (segment.tensor in tables for segment in part.segments)
-        # A refine part may need late draft parts as soon as one segment is a table's: then it is late itself.
-        if all(of_tables) if part.tier is Tier.DRAFT else any(of_tables):
+        before = needed.get(part.index)
+        # A later tier's part may need late parts as soon as one segment is a table's: then it is late itself.
+        if all(of_tables) if before is None else any(of_tables) or not late.isdisjoint(before):
             late.add(part.index)
     return late
 
 
-def _needed_steps(part: Part, drafted: dict[int, list[tuple[int, int]]]) -> tuple[int, ...]:
-    needed: set[int] = set()
-    for segment in part.segments:
-        stretches = drafted[segment.tensor]  # they cover the tensor, in order
-        first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
-        last = bisect_left(stretches, (segment.start + segment.count, -1))
-        needed.update(number for _, number in stretches[max(first, 0) : last])
-    return tuple(sorted(needed))
+def _needed_parts(manifest: Manifest) -> dict[int, frozenset[int]]:
+    """For each part that needs others, by its number, the numbers of all that must be decoded before it."""
+    needed: dict[int, frozenset[int]] = {}
+    before: dict[
+        int, list[tuple[int, int]]
+    ] = {}  # by tensor: the last tier's stretches, first element and part
+    for tier in Tier:
+        written: dict[int, list[tuple[int, int]]] = {}
+        for part in manifest.parts:
+            if part.tier is not tier:
+                continue
+            found: set[int] = set()
+            for segment in part.segments:
+                found.update(_holding(before.get(segment.tensor, ()), segment))
+                written.setdefault(segment.tensor, []).append((segment.start, part.index))
+            if found:
+                needed[part.index] = frozenset(found.union(*(needed.get(index, ()) for index in found)))
+        for stretches in written.values():
+            stretches.sort()
+        before |= written
+    return needed
+
+
+def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterator[int]:
+    """The parts that hold some of the segment's elements; the stretches cover the tensor, in order."""
+    first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
+    last = bisect_left(stretches, (segment.start + segment.count, -1))
+    return (index for _, index in stretches[max(first, 0) : last])
 
 
 def _direct_offset(manifest: Manifest, part: Part) -> int | None:
@@ -128,7 +156,7 @@ def _direct_offset(manifest: Manifest, part: Part) -> int | None:
     covered_bytes = 0
     for segment in part.segments:
         tensor = manifest.tensors[segment.tensor]
-        if tensor.encoding is not Encoding.WHOLE or len(segment.planes) != 1:
+        if not tensor.encoding.is_whole or len(segment.planes) != 1:
             return None
         plane = segment.planes[0]
         offset = tensor.offset_bytes + segment.start * tensor.element_bytes - plane.offset_bytes

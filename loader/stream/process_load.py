@@ -110,9 +110,7 @@ class ProcessLoad:
             self._wanted.update(new)
             if not new:
                 return
-            # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
-            with suppress(OSError):
-                self._child.socket.sendall(pickle.dumps(new))
+        self._tell(new)
 
     def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
         return self._readiness is not None and self._readiness.is_open(group, tier)
@@ -141,6 +139,10 @@ class ProcessLoad:
     def order(self) -> Order:
         """As `WeightLoad.order`."""
         return self.progress().order
+
+    def reorder(self, order: Order) -> None:
+        """As `WeightLoad.reorder`; takes effect in the child, a moment later."""
+        self._tell(order)
 
     def left_s(self) -> float:
         """As `WeightLoad.left_s`."""
@@ -225,6 +227,11 @@ class ProcessLoad:
             )
             self._manifest = manifest
         self._opened.set()
+
+    def _tell(self, wish: list[int] | Order) -> None:
+        # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
+        with self._lock, suppress(OSError):
+            self._child.socket.sendall(pickle.dumps(wish))
 
     def _fail(self, error: TeneralError) -> None:
         with self._lock:

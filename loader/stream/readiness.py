@@ -1,8 +1,10 @@
 """What a load has done: a gate for each group and tier, and a flag for each part, that open once and stay open.
 
 Invariant: a gate opens only when every part that it stands for was settled, and a load that failed opens none
-of the others but wakes everybody who waits at them with its error. An exact gate stands for the group's draft
-parts too. It does not know what settles a part, nor what a group is for.
+of the others but wakes everybody who waits at them with its error. A gate stands for the parts of its tier and of
+all tiers below; the exact gate, REFINE's, so for all parts of the group. Where a group has no parts of a tier, nor
+of one below, that gate opens with the next one: there is no sketch before a draft that begins with nothing. It does
+not know what settles a part, nor what a group is for.
 """
 
 from __future__ import annotations
@@ -23,18 +25,17 @@ class Readiness:
     def __init__(self, num_groups: int, parts: Sequence[Gate]) -> None:
         """`parts` are the group and tier of every part that is going to be settled, by its number."""
         self._parts = parts
-        self._unsettled = [[0, 0] for _ in range(num_groups)]  # by group and tier
+        self._unsettled = [[0] * len(Tier) for _ in range(num_groups)]  # by group and tier
         for group, tier in parts:
             self._unsettled[group][tier] += 1
         self._num_unsettled = len(parts)
-        self._open: tuple[list[bool], list[bool]] = ([False] * num_groups, [False] * num_groups)
+        self._open = [[False] * num_groups for _ in Tier]
         self._is_there = [False] * len(parts)
         self._watched: set[int] = set()  # parts that somebody waits for by their numbers
         self._error: TeneralError | None = None
         self._changed = threading.Condition()
         self._num_changes = 0
-        for group in range(num_groups):
-            self.open(self._completed(group, Tier.DRAFT))
+        self.open([(group, Tier.REFINE) for group in range(num_groups) if not any(self._unsettled[group])])
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
         """Return when the gate is open, at once when it is. Raises the load's error, or `TimeoutError`."""
@@ -73,7 +74,7 @@ class Readiness:
             for number in parts:
                 self._is_there[number] = True
             for group, tier in gates:
-                for reached in range(tier + 1):  # exact values satisfy who waits for the draft's
+                for reached in range(tier + 1):  # exact values satisfy who waits for coarser ones
                     self._open[reached][group] = True
             if gates or not self._watched.isdisjoint(parts):
                 self._announce()
@@ -128,7 +129,6 @@ class Readiness:
                 raise copy.copy(self._error) from self._error.__cause__
 
     def _completed(self, group: int, tier: Tier) -> list[Gate]:
-        """The gates that have no unsettled part left now that the group's last part of `tier` is settled."""
-        draft, refine = self._unsettled[group]
-        gates = [(group, Tier.DRAFT)] if tier is Tier.DRAFT and draft == 0 else []
-        return [*gates, (group, Tier.REFINE)] if draft == refine == 0 else gates
+        """The gates that have no unsettled part left now that a part of `tier` is settled, coarser ones first."""
+        unsettled = self._unsettled[group]
+        return [(group, reached) for reached in Tier if reached >= tier and not any(unsettled[: reached + 1])]

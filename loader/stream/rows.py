@@ -12,7 +12,7 @@ from ..format.manifest import Manifest, Tier
 
 
 class RowParts:
-    """The parts of one tensor, in both tiers. Takes every name, aliases included; raises `KeyError` for others."""
+    """The parts of one tensor, in all tiers. Takes every name, aliases included; raises `KeyError` for others."""
 
     def __init__(self, manifest: Manifest, name: str) -> None:
         tensor = manifest.by_name[name]

@@ -1,8 +1,8 @@
-"""One cold start, from starting a process to its first token.
+"""One cold start, from starting a process to its first token, or to the last of several.
 
-Of Teneral, the token comes over HTTP, from a request that is sent as soon as the port is open: as the one that woke the
-container would be. Of the peers it is printed by the process that made it (`peers/first_token.py`), which spares them a
-server. What happened before the process was started (packing, a standby pool) is not part of it.
+Of Teneral, tokens come over HTTP, from a request that is sent as soon as the port is open: as the one that woke the
+container would be. Of the peers they are printed by the process that made them (`peers/first_token.py`), which spares
+them a server. What happened before the process was started (packing, a standby pool) is not part of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any, Self
 
+from benchmarks import answers
+from benchmarks.answers import Answer
 from benchmarks.peer_environment import PROGRAMS, PeerEnvironment
 from benchmarks.processes import MemoryWatch, RunError, environment
 
@@ -30,15 +32,29 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then " * 3
 RUN_TIMEOUT_S = 180.0
 POOL_TIMEOUT_S = 60.0
 PORT_POLL_S = 0.002
+LOAD_POLL_S = 0.1
+ALL_EXACT = "all weights exact"  # the mark in a timeline
+
+Counter = Callable[[], int]  # bytes that the store has sent so far
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """`peak_rss_bytes` is of the process that was started; `peak_pss_bytes` of all that belong to it, if watched."""
+    """`peak_rss_bytes` is of the process that was started; `peak_pss_bytes` of all that belong to it, if watched.
 
-    first_token_s: float
+    `sent_bytes` is what the store had sent when the first token came, if it was asked; `timeline` the server's once all
+    weights are exact, if it was wanted.
+    """
+
+    answer: Answer
     peak_rss_bytes: int
     peak_pss_bytes: int | None
+    sent_bytes: int | None = None
+    timeline: dict[str, Any] | None = None
+
+    @property
+    def first_token_s(self) -> float:
+        return self.answer.token_times_s[0]
 
 
 def serve(
@@ -48,41 +64,49 @@ def serve(
     watch: bool = False,
     pool: StandbyPool | None = None,
     settle_s: float = 0.0,
+    num_tokens: int = 1,
+    counter: Counter | None = None,
+    wants_timeline: bool = False,
 ) -> ColdStart:
-    """`teneral serve MODEL`, and one request; it ends `settle_s` after the answer. With `pool`, a process of it serves.
-    Raises `RunError`.
+    """`teneral serve MODEL`, and one request; it ends `settle_s` after the answer, or after its timeline is complete.
+    With `pool`, a process of it serves. Raises `RunError`.
     """
     port = _free_port()
     command = [sys.executable, "-m", "teneral", "serve", model, *flags]
     command += ["--host", "127.0.0.1", "--port", str(port), "--name", "model", "--log-level", "error"]
     command += ["--standby-socket", pool.path] if pool else []
     roots = [pool.process_id] if pool else []
-    with _started(command, variables, roots, watch=watch) as run:
+    with _started(command, variables, roots, watch=watch, counter=counter) as run:
         connection = _connect(port, run.process)
-        connection.request("POST", "/v1/completions", json.dumps(_request()), _JSON)
+        connection.request("POST", "/v1/completions", json.dumps(_request(num_tokens)), _JSON)
         response = connection.getresponse()
-        for line in response:
-            if line.startswith(b"data: "):
-                break
-        else:
-            raise RunError(f"{model}: {response.status} without a token")
-        run.first_token_s = run.elapsed_s()
+        if response.status != http.HTTPStatus.OK:
+            raise RunError(f"{model}: {response.status} {response.read(500)!r}")
+        run.answer = answers.of_stream(response, run.elapsed_s, run.note_sent)
         response.read()
+        if wants_timeline:
+            run.timeline = _complete_timeline(connection)
         time.sleep(settle_s)
         run.process.terminate()
     return run.result()
 
 
 def peer(
-    way: str, model: str, *, peers: PeerEnvironment, variables: Mapping[str, str], watch: bool = False
+    way: str,
+    model: str,
+    *,
+    peers: PeerEnvironment,
+    variables: Mapping[str, str],
+    watch: bool = False,
+    num_tokens: int = 1,
+    counter: Counter | None = None,
 ) -> ColdStart:
     """A peer's way, as `peers/first_token.py` names it. Raises `RunError`."""
     command = [str(peers.python), str(PROGRAMS / "first_token.py"), way, model, PROMPT]
-    with _started(command, variables, [], watch=watch) as run:
+    command += ["--tokens", str(num_tokens)]
+    with _started(command, variables, [], watch=watch, counter=counter) as run:
         assert run.process.stdout is not None
-        if not any(line.startswith(b"TOKEN") for line in run.process.stdout):
-            raise RunError(f"{way} ended without a token")
-        run.first_token_s = run.elapsed_s()
+        run.answer = answers.of_program(run.process.stdout, run.elapsed_s, run.note_sent)
     return run.result()
 
 
@@ -112,34 +136,54 @@ class _Run:
     """A process from its start to its end."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], started_s: float, memory: MemoryWatch | None
+        self,
+        process: subprocess.Popen[bytes],
+        started_s: float,
+        memory: MemoryWatch | None,
+        counter: Counter | None,
+        sent_before_bytes: int,
     ) -> None:
         self.process = process
-        self.first_token_s: float | None = None
+        self.answer: Answer | None = None
+        self.timeline: dict[str, Any] | None = None
         self.peak_rss_bytes = 0
         self._started_s = started_s
         self._memory = memory
+        self._counter = counter
+        self._sent_before_bytes = sent_before_bytes
+        self._sent_bytes: int | None = None
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
 
+    def note_sent(self) -> None:
+        """The first token came."""
+        if self._counter is not None:
+            self._sent_bytes = self._counter() - self._sent_before_bytes
+
     def result(self) -> ColdStart:
-        if self.first_token_s is None:
+        if self.answer is None:
             raise RunError("ended without a token")
         watched = self._memory.peak_bytes if self._memory else None
-        return ColdStart(self.first_token_s, self.peak_rss_bytes, watched)
+        return ColdStart(self.answer, self.peak_rss_bytes, watched, self._sent_bytes, self.timeline)
 
 
 @contextmanager
 def _started(
-    command: Sequence[str], variables: Mapping[str, str], roots: Sequence[int], *, watch: bool
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    roots: Sequence[int],
+    *,
+    watch: bool,
+    counter: Counter | None,
 ) -> Iterator[_Run]:
     """The process, which has ended when this does. `RunError`s get its last words."""
     with tempfile.TemporaryFile() as said:
+        sent_before_bytes = counter() if counter else 0
         started_s = time.monotonic()
         process = subprocess.Popen(command, env=environment(variables), stdout=subprocess.PIPE, stderr=said)
         memory = MemoryWatch(process.pid, *roots) if watch else None
-        run = _Run(process, started_s, memory)
+        run = _Run(process, started_s, memory, counter, sent_before_bytes)
         try:
             with _killed_after(RUN_TIMEOUT_S, process), memory or nullcontext():
                 yield run
@@ -186,15 +230,27 @@ def _connect(port: int, process: subprocess.Popen[bytes]) -> http.client.HTTPCon
 _JSON = {"content-type": "application/json"}
 
 
-def _request() -> dict[str, object]:
+def _request(num_tokens: int) -> dict[str, object]:
     return {
         "model": "model",
         "prompt": PROMPT,
-        "max_tokens": 1,
+        "max_tokens": num_tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "logprobs": 0,  # of the chosen tokens alone: by them they are counted
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
+
+
+def _complete_timeline(connection: http.client.HTTPConnection) -> dict[str, Any]:
+    """Once all weights are exact. Whoever calls sees to it that this ends (`_killed_after`)."""
+    while True:
+        connection.request("GET", "/timeline")
+        timeline: dict[str, Any] = json.loads(connection.getresponse().read())
+        if any(span["name"] == ALL_EXACT for span in timeline["spans"]):
+            return timeline
+        time.sleep(LOAD_POLL_S)
 
 
 def _free_port() -> int:

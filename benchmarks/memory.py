@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def main() -> None:
     root = options.work / options.like / "store"
     prepare(options.like, root)
     report = begin("memory", model=options.like, rounds=options.rounds, kv_mib=KV_BYTES // MIB)
-    weight_bytes = _weight_bytes(str(root / "models" / "packed"))
+    weight_bytes = weight_bytes_of(str(root / "models" / "packed"))
     report["weights_mib"] = weight_bytes / MIB
     report["without_model_mib"] = _bytes_without_model() / MIB
     report["runs"] = []
@@ -141,11 +141,20 @@ def held_bytes(pids: Iterable[int]) -> dict[str, int]:
     return dict(held)
 
 
-def _peak_mib(model: str, store: StoreProcess, weight_bytes: int) -> float:
+def peak_parts(run: Callable[[], object], *, weight_bytes: int) -> dict[str, int]:
+    """The bytes that the processes which `run` starts held together at their most, by what they are."""
     with Watch(but=descendants(os.getpid()), weight_bytes=weight_bytes) as watch:
+        run()
+    return watch.peak
+
+
+def _peak_mib(model: str, store: StoreProcess, weight_bytes: int) -> float:
+    def run() -> None:
         serve(f"s3://models/{model}", "--kv-bytes", str(KV_BYTES), variables=store.environment())
-    peak_mib = sum(watch.peak.values()) / MIB
-    parts = ", ".join(f"{name} {size_bytes / MIB:,.0f}" for name, size_bytes in sorted(watch.peak.items()))
+
+    peak = peak_parts(run, weight_bytes=weight_bytes)
+    peak_mib = sum(peak.values()) / MIB
+    parts = ", ".join(f"{name} {size_bytes / MIB:,.0f}" for name, size_bytes in sorted(peak.items()))
     note(f"{model}: {peak_mib:,.0f} MiB at most: {parts}")
     return peak_mib
 
@@ -165,7 +174,7 @@ def _bytes_without_model() -> int:
     return size_bytes
 
 
-def _weight_bytes(folder: str) -> int:
+def weight_bytes_of(folder: str) -> int:
     from teneral.loader.artifact import open_artifact
     from teneral.loader.sources.open import open_source
 

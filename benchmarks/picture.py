@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from benchmarks import svg
 from benchmarks.cold_start import BASE, PACKED, PLAIN, STANDBY, TRIMMED
 from benchmarks.report import newest
 
@@ -34,15 +35,6 @@ COLOURS = {  # each readable on white and on near-black
     "tensorizer": "#7c8798",
     WIRE: "#8a8a8a",
 }
-STYLE = """
-  text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f; }
-  .small { font-size: 12px; fill: #57606a; }
-  .title { font-size: 15px; font-weight: 600; }
-  .grid { stroke: #d0d7de; stroke-width: 1; }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; } .small { fill: #9198a1; } .grid { stroke: #3d444d; }
-  }
-"""
 
 
 def main() -> None:
@@ -90,19 +82,15 @@ def draw(report: dict[str, Any]) -> str:
     across = Axis(links[0]["rate_mb_s"], links[-1]["rate_mb_s"], LEFT, WIDTH - RIGHT)
     upward = Axis(min(times) / 1.15, max(times) * 1.15, HEIGHT - BOTTOM, TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(_title(report))}">',
-        f"<style>{STYLE}</style>",
-        _text(LEFT - 46, 24, _title(report), "title"),
-        _text(LEFT - 46, 44, "exec → first token, seconds", "small"),
+        svg.text(LEFT - 46, 24, _title(report), "title"),
+        svg.text(LEFT - 46, 44, "exec → first token, seconds", "small"),
         *_axes(across, upward, [link["rate_mb_s"] for link in links]),
         *(_line(line, across, upward) for line in lines),
         *_labels(lines, across, upward),
-        _text(LEFT - 46, HEIGHT - 26, _source(report), "small"),
-        _text(LEFT - 46, HEIGHT - 9, _cut(report["command"]), "small"),
-        "</svg>",
+        svg.text(LEFT - 46, HEIGHT - 26, svg.source(report), "small"),
+        svg.text(LEFT - 46, HEIGHT - 9, svg.cut(report["command"]), "small"),
     ]
-    return "\n".join(parts) + "\n"
+    return svg.document(WIDTH, HEIGHT, _title(report), parts)
 
 
 def lines_of(links: Sequence[dict[str, Any]]) -> list[Line]:
@@ -117,41 +105,18 @@ def lines_of(links: Sequence[dict[str, Any]]) -> list[Line]:
     return [*lines, Line(WIRE, wire, [])]
 
 
-def spread_out(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places, moved as little as need be for each to be `gap` from the next and all within [low, high].
-
-    In the order in which they came. There is room for all of them, or they go on beyond `high`.
-    """
-    order = sorted(range(len(places)), key=places.__getitem__)
-    result = list(places)
-    top = low - gap
-    for index in order:
-        top = result[index] = max(result[index], top + gap)
-    bottom = max(high, low + gap * (len(places) - 1)) + gap
-    for index in reversed(order):
-        bottom = result[index] = min(result[index], bottom - gap)
-    return result
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """The numbers 1, 2 and 5 times a power of ten within [low, high]."""
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
-    return [value for value in values if low <= value <= high]
-
-
 def _axes(across: Axis, upward: Axis, rates: Sequence[float]) -> list[str]:
     parts = []
-    for value in ticks(upward.low, upward.high):
+    for value in svg.ticks(upward.low, upward.high):
         y = upward.place(value)
-        parts.append(_rule(LEFT, y, WIDTH - RIGHT, y))
-        parts.append(_text(LEFT - 8, y + 4, f"{value:g}", "small", "end"))
+        parts.append(svg.rule(LEFT, y, WIDTH - RIGHT, y))
+        parts.append(svg.text(LEFT - 8, y + 4, f"{value:g}", "small", "end"))
     for rate in rates:
         x = across.place(rate)
-        parts.append(_rule(x, HEIGHT - BOTTOM, x, HEIGHT - BOTTOM + 5))
-        parts.append(_text(x, HEIGHT - BOTTOM + 19, f"{rate:g}", "small", "middle"))
+        parts.append(svg.rule(x, HEIGHT - BOTTOM, x, HEIGHT - BOTTOM + 5))
+        parts.append(svg.text(x, HEIGHT - BOTTOM + 19, f"{rate:g}", "small", "middle"))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(_text(middle, HEIGHT - BOTTOM + 36, "link, MB/s", "small", "middle"))
+    parts.append(svg.text(middle, HEIGHT - BOTTOM + 36, "link, MB/s", "small", "middle"))
     return parts
 
 
@@ -174,7 +139,7 @@ def _labels(lines: Sequence[Line], across: Axis, upward: Axis) -> list[str]:
     """Each line's name beside its end, in its colour."""
     ends = [upward.place(line.points[-1][1]) for line in lines]
     parts = []
-    for line, end, y in zip(lines, ends, spread_out(ends, LABEL_GAP, TOP, HEIGHT - BOTTOM), strict=True):
+    for line, end, y in zip(lines, ends, svg.spread_out(ends, LABEL_GAP, TOP, HEIGHT - BOTTOM), strict=True):
         x, colour = across.place(line.points[-1][0]), COLOURS[line.name]
         leader = f'points="{x + 6:.1f},{end:.1f} {x + 22:.1f},{y:.1f} {x + 28:.1f},{y:.1f}"'
         parts.append(f'<polyline {leader} fill="none" stroke="{colour}" stroke-opacity=".6"/>')
@@ -185,24 +150,6 @@ def _labels(lines: Sequence[Line], across: Axis, upward: Axis) -> list[str]:
 
 def _title(report: dict[str, Any]) -> str:
     return f"Cold start of a model of {report['model']}'s shape, by the link's rate"
-
-
-def _source(report: dict[str, Any]) -> str:
-    rounds = f"medians of {report['rounds']} rounds" if report["rounds"] > 1 else "one round"
-    machine = report["machine"]
-    return f"{machine['name']} ({machine['cpu']}), {report['date'][:10]}, {rounds}:"
-
-
-def _cut(text: str, max_characters: int = 120) -> str:
-    return text if len(text) <= max_characters else f"{text[: max_characters - 1]}…"
-
-
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="grid" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, style: str, anchor: str = "start") -> str:
-    return f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

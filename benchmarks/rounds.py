@@ -25,18 +25,24 @@ class Turns:
 
     def time(self, rounds: int, label: str = "") -> dict[str, dict[str, Any]]:
         """Medians of so many rounds, in turns."""
-        samples: dict[str, list[float]] = {name: [] for name in self.systems}
+        return {
+            name: {
+                "first_token_s": statistics.median(sample.first_token_s for sample in samples),
+                "all_s": [round(sample.first_token_s, 3) for sample in samples],
+            }
+            for name, samples in self.run(rounds, label).items()
+        }
+
+    def run(self, rounds: int, label: str = "") -> dict[str, list[ColdStart]]:
+        """So many rounds, in turns. Without the systems that failed in one of them."""
+        samples: dict[str, list[ColdStart]] = {name: [] for name in self.systems}
         for number in range(rounds):
             for name in self.systems:
                 sample = self._run(name, watch=False)
                 if sample is not None:
-                    samples[name].append(sample.first_token_s)
+                    samples[name].append(sample)
                     note(f"{label}round {number + 1}: {name:32} {sample.first_token_s:6.2f} s")
-        return {
-            name: {"first_token_s": statistics.median(times), "all_s": [round(time, 3) for time in times]}
-            for name, times in samples.items()
-            if name not in self.failed
-        }
+        return {name: rows for name, rows in samples.items() if name not in self.failed}
 
     def weigh(self) -> dict[str, dict[str, float]]:
         """The peaks of one more run each, which is not timed: looking would slow it down."""

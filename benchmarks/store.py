@@ -6,6 +6,8 @@ Model files are read once beforehand, so that they come from the page cache.
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +27,10 @@ class StoreProcess:
         secret = write_certificate(root.parent / "store.pem") if tls else None
         self.certificate = _without_key(secret) if secret else None
         command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
-        command += ["--latency-ms", str(latency_ms)]
+        command += ["--latency-ms", str(latency_ms), "--tell-sent"]
         command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
         command += ["--tls-certificate", str(secret)] if secret else []
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         if not self.url:
@@ -39,12 +41,20 @@ class StoreProcess:
         names = ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "CURL_CA_BUNDLE") if self.certificate else ()
         return store_variables(self.url) | dict.fromkeys(names, str(self.certificate))
 
+    def sent_bytes(self) -> int:
+        """What it has given to the network so far, of answers under way too. Takes a millisecond or so."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait()
+        self._process.communicate()
 
 
 def store_variables(url: str) -> dict[str, str]:
@@ -72,6 +82,36 @@ def prepare(like: str, root: Path) -> None:
     read_once(root)
 
 
+def prepare_own(model: Path, root: Path) -> None:
+    """The same with a model of one's own: a folder of safetensors, which is packed here, or an artifact in a folder, of
+    which there is no plain form then. Raises SystemExit for what is neither.
+    """
+    is_artifact = (model / "manifest.json").is_file()
+    if not is_artifact and not (model / "config.json").is_file():
+        raise SystemExit(f"{model} is neither an artifact nor a model directory")
+    _link(model, root / "models" / ("packed" if is_artifact else "plain"))
+    packed = root / "models" / "packed"
+    if not (packed / "manifest.json").exists():
+        _teneral("pack", str(model), str(packed), "--force")
+    read_once(root)
+
+
+def folder_of(model: Path, work: Path) -> Path:
+    """Where such a model is kept below `work`: two models that have one name have two."""
+    path = model.resolve()
+    return work / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _link(source: Path, target: Path) -> None:
+    """Links to the files, in folders of its own: listing a bucket does not go into folders that are links."""
+    shutil.rmtree(target, ignore_errors=True)
+    for path in source.rglob("*"):
+        if path.is_file():
+            link = target / path.relative_to(source)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
+
+
 def read_once(folder: Path) -> None:
     """Bring all files into the page cache."""
     for path in folder.rglob("*"):
@@ -87,6 +127,17 @@ def stored_bytes(root: Path) -> dict[str, int]:
         model: sum(path.stat().st_size for path in (root / "models" / model).rglob("*") if path.is_file())
         for model in MODELS
     }
+
+
+def draft_bytes(root: Path) -> int:
+    """What has to come of the packed model before all of its draft is there: all but the last tier's parts."""
+    from teneral.loader.artifact import open_artifact
+    from teneral.loader.format.manifest import Tier
+    from teneral.loader.sources.open import open_source
+
+    manifest = open_artifact(open_source(str(root / "models" / "packed")))
+    refine_bytes = sum(part.size_bytes for part in manifest.parts if part.tier is Tier.REFINE)
+    return stored_bytes(root)["packed"] - refine_bytes
 
 
 def _without_key(path: Path) -> Path:

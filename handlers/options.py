@@ -33,7 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
-    first_token: Literal["exact", "draft"] | None  # None: as the instance is set
+    first_token: Literal["exact", "draft", "sketch"] | None  # None: as the instance is set
     tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
     template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
 

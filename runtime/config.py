@@ -173,8 +173,8 @@ class ServeConfig:
     cache_bytes: int = _setting(20 << 30, parse_bytes, "most that is kept there", metavar="SIZE")
     first_token: str = _setting(
         "exact",
-        _choice("exact", "draft"),
-        "what chooses the first tokens that a client gets while weights arrive: the exact weights, or a draft of them",
+        _choice("exact", "draft", "sketch"),
+        "what chooses the first tokens while weights arrive: the exact weights, or their draft or sketch",
         metavar="WEIGHTS",
     )
     draft_ahead: bool = _setting(
@@ -242,7 +242,7 @@ class ServeConfig:
             reserved_bytes=self.kv_bytes or 0,
             order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
-            sends_drafts=self.first_token == "draft",  # noqa: S105 - not that kind of token
+            sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token
             rows_on_demand=True,
             cache_dir=self.cache_dir,
             cache_bytes=self.cache_bytes,

@@ -35,7 +35,7 @@ class Tally:
         """With the details where the request allowed drafts, so that a 0 says that there were none, and where there is
         something to tell; else as OpenAI's servers have it.
         """
-        told = first_token is FirstToken.DRAFT or self.num_drafted or self.num_accepted or self.num_rejected
+        told = first_token.sends_drafts or self.num_drafted or self.num_accepted or self.num_rejected
         details = CompletionTokensDetails(self.num_drafted, self.num_accepted, self.num_rejected)
         return Usage(
             num_prompt_tokens,

@@ -142,7 +142,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
     """
     groups, tensors = arrange_tensors(
         {name: (stored.entry.dtype, stored.entry.shape) for name, stored in checkpoint.tensors.items()},
-        lambda dtype, shape: Encoding.WHOLE,
+        lambda name, dtype, shape: Encoding.WHOLE,
     )
     places = [checkpoint.tensors[tensor.name] for tensor in tensors]
     parts: list[Part] = []

@@ -5,20 +5,20 @@ Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Decodes
 few, since each one gives the GIL up and has to get it back. It does not know parts, blobs, digests or whose
 memory it writes to.
 
-bf16.3 cuts a bf16 `s eeeeeeee mmmmmmm` into E, the exponent byte; N1, `s` and the top 3 mantissa bits; and
-N2, the low 4. `share` below is the number of elements that share one byte of a plane (`plane_shares`): 2 for nibbles.
+How floats are cut into bits is in `float_planes.py` and `bit_planes.py`. `share` below is the number of elements that
+share one byte of a plane (`plane_shares`): 2 for nibbles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import IntegrityError
-from . import zstd
+from . import bit_planes, float_planes, zstd
 from .manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -28,47 +28,56 @@ from .manifest import (
     Segment,
     Tensor,
     Tier,
-    frame_counts,
     plane_shares,
 )
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .encoding import FloatFormat
+
     Bytes = NDArray[np.uint8]
-    Words = NDArray[np.uint16]
     CodedPlane = tuple[Codec, bytes | memoryview]
 
 MIN_PLANE_GAIN = 0.03  # below it a plane stays raw: decoding would cost more than the bytes that it saves
-MIN_SPLIT_ELEMENTS = 1024  # smaller bf16 matrices stay whole
+MIN_SPLIT_ELEMENTS = 1024  # smaller matrices of floats stay whole
+# Mantissa bits of the draft that suit a dtype. That of fp32 is what bf16 has, truncated.
+DEFAULT_DRAFT_BITS = {"BF16": 3, "F16": 3, "F32": 7}
 
 _WORD = np.dtype("<u2")
-_SIGN_AND_TOP_BITS = np.uint16(0x8070)  # of a bf16: what N1 holds
-_LOW_BITS = np.uint16(0x000F)  # what N2 holds
-_MIDPOINT = np.uint16(0b1000)  # what the low bits are worth on average, while only the draft is there
 _MAX_BATCH_FRAMES = 8  # more of them gain little, and leave the cache; elements of 8 bytes need 8
 _MAX_SAMPLE_FRAMES = 4
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
 
 class Scratch:
-    """Working memory of one thread, 1.75 MiB, used again for every batch. Not to be shared."""
+    """Working memory of one thread, 3 MiB, used again for every batch. Not to be shared."""
 
-    __slots__ = ("planes", "words")
+    __slots__ = ("planes", "room")
 
     def __init__(self) -> None:
         elements = _MAX_BATCH_FRAMES * FRAME_ELEMENTS
-        self.planes: Bytes = np.empty(elements * 3 // 2, np.uint8)  # decompressed; bf16.3's draft fills it
-        self.words: Words = np.empty(elements, _WORD)
+        self.planes: Bytes = np.empty(2 * elements, np.uint8)  # decompressed
+        self.room = float_planes.Room(
+            np.empty(2 * elements, np.uint8), np.empty(elements, np.uint8), np.empty(elements, np.uint8)
+        )
 
 
-def choose_encoding(dtype: str, shape: tuple[int, ...]) -> Encoding:
-    """How a tensor is best stored. Vectors stay whole: they are small, and a draft model needs them exact."""
-    if len(shape) < 2:
-        return Encoding.WHOLE
-    if dtype == "BF16":
-        return Encoding.BF16_3 if math.prod(shape) >= MIN_SPLIT_ELEMENTS else Encoding.WHOLE
-    return Encoding.BYTES
+def choose_encoding(
+    dtype: str, shape: tuple[int, ...], *, draft_bits: int | None = None, sketch_bits: int | None = None
+) -> Encoding:
+    """How a tensor is best stored: floats with so many mantissa bits in the draft, or what suits their dtype.
+
+    What has no tiers is in the first one that the artifact has. Vectors stay whole: they are small, and a model needs
+    them exact from the beginning.
+    """
+    is_matrix = len(shape) >= 2
+    if dtype in DEFAULT_DRAFT_BITS and is_matrix and math.prod(shape) >= MIN_SPLIT_ELEMENTS:
+        bits = DEFAULT_DRAFT_BITS[dtype] if draft_bits is None else draft_bits
+        return Encoding.of_float(dtype, bits, sketch_bits)
+    if is_matrix and dtype not in DEFAULT_DRAFT_BITS:
+        return Encoding.BYTES if sketch_bits is None else Encoding.BYTES_SKETCH
+    return Encoding.WHOLE if sketch_bits is None else Encoding.WHOLE_SKETCH
 
 
 # Elements → planes
@@ -79,18 +88,15 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
 
     `data` is the segment's bytes, contiguous. Takes up to twice their size in memory besides.
     """
-    if encoding is Encoding.WHOLE:
-        return {Tier.DRAFT: [(Codec.RAW, data.data)]}
-    if encoding is Encoding.BYTES:
+    if encoding.is_whole:
+        return {encoding.tiers[0]: [(Codec.RAW, data.data)]}
+    if encoding.float_format is None:
         element_bytes = max(1, DTYPE_BITS[dtype] // 8)
         columns = data.reshape(-1, element_bytes)
         planes = (np.ascontiguousarray(columns[:, place]) for place in range(element_bytes))
-        return {Tier.DRAFT: [_code_plane(plane, share=1) for plane in planes]}
-    exponents, top_nibbles, low_nibbles = _split_bf16(data.view(_WORD))
-    return {
-        Tier.DRAFT: [_code_plane(exponents, share=1), _code_plane(top_nibbles, share=2)],
-        Tier.REFINE: [_code_plane(low_nibbles, share=2)],
-    }
+        return {encoding.tiers[0]: [_code_plane(plane, share=1) for plane in planes]}
+    words = data.view(float_planes.word_type(encoding.float_format))
+    return {tier: _split_float(words, encoding, tier) for tier in encoding.tiers}
 
 
 def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
@@ -115,46 +121,20 @@ def _sample(plane: Bytes, frame_bytes: int) -> Bytes:
     return np.concatenate([plane[start : start + frame_bytes] for start in starts])
 
 
-def _split_bf16(words: Words) -> tuple[Bytes, Bytes, Bytes]:
-    """E, N1 and N2 of n bf16 bit patterns: n, ceil(n/2) and ceil(n/2) bytes."""
-    exponents = np.empty(words.size, np.uint8)
-    top_nibbles = np.empty(-(-words.size // 2), np.uint8)
-    low_nibbles = np.empty(-(-words.size // 2), np.uint8)
-    scratch = np.empty(FRAME_ELEMENTS, _WORD)
-    start = 0
-    for count in frame_counts(words.size):
-        frame = words[start : start + count]
-        np.right_shift(frame, np.uint16(7), out=scratch[:count])
-        np.copyto(exponents[start : start + count], scratch[:count], casting="unsafe")
-        half = -(-count // 2)
-        low, high = frame[:half], frame[half:]
-        place = slice(start // 2, start // 2 + half)
-        _pack_top_nibbles(low, high, scratch, out=top_nibbles[place])
-        _pack_low_nibbles(low, high, scratch, out=low_nibbles[place])
-        start += count
-    return exponents, top_nibbles, low_nibbles
-
-
-def _pack_top_nibbles(low: Words, high: Words, scratch: Words, *, out: Bytes) -> None:
-    """N1 of one frame; `low` are the elements of the low nibbles, and may be one more than `high`."""
-    packed, other = scratch[: low.size], scratch[low.size : 2 * low.size]
-    np.bitwise_and(low, _SIGN_AND_TOP_BITS, out=packed)
-    np.right_shift(packed, np.uint16(4), out=packed)
-    np.bitwise_and(high, _SIGN_AND_TOP_BITS, out=other[: high.size])
-    np.bitwise_or(packed[: high.size], other[: high.size], out=packed[: high.size])
-    # Bits 0–2 and 11 are the low element's now, 4–6 and 15 the high one's: move both signs down by 8.
-    np.right_shift(packed, np.uint16(8), out=other)
-    np.bitwise_or(packed, other, out=packed)
-    np.copyto(out, packed, casting="unsafe")
-
-
-def _pack_low_nibbles(low: Words, high: Words, scratch: Words, *, out: Bytes) -> None:
-    """N2 of one frame."""
-    packed, other = scratch[: low.size], scratch[low.size : low.size + high.size]
-    np.bitwise_and(low, _LOW_BITS, out=packed)
-    np.left_shift(high, np.uint16(4), out=other)
-    np.bitwise_or(packed[: high.size], other, out=packed[: high.size])
-    np.copyto(out, packed, casting="unsafe")  # drops all but the low byte
+def _split_float(words: NDArray[Any], encoding: Encoding, tier: Tier) -> list[CodedPlane]:
+    """One tier's planes of n bit patterns."""
+    shares = plane_shares(encoding, tier, words.itemsize)
+    planes = [np.empty(-(-words.size // share), np.uint8) for share in shares]
+    begin = 0
+    for count in _batch_counts(words.size, _MAX_BATCH_FRAMES):
+        end = begin + count
+        # All batches but the last are whole frames, so each plane's bytes are cut between two of them.
+        pieces = [
+            plane[begin // share : -(-end // share)] for plane, share in zip(planes, shares, strict=True)
+        ]
+        float_planes.split(words[begin:end], encoding, tier, pieces)
+        begin = end
+    return [_code_plane(plane, share=share) for plane, share in zip(planes, shares, strict=True)]
 
 
 # Planes → elements
@@ -170,30 +150,42 @@ def decode_planes(
 ) -> None:
     """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
 
-    `stored` is its whole part, already verified. The draft of bf16.3 makes usable weights, their 4 missing
-    bits at the midpoint; the refine tier replaces these bits, so it needs the draft there, and may be
-    repeated. Raises `IntegrityError` when a plane does not decode to its exact size; `out` is then undefined.
+    `stored` is its whole part, already verified. The first tier that an encoding has makes usable weights, their
+    missing bits at the midpoint; a later one replaces these bits, so it needs the tiers before it there. Each may be
+    repeated until the next one was decoded. Raises `IntegrityError` when a plane does not decode to its exact size,
+    or has bits that mean nothing; `out` is then undefined.
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
     elements = np.frombuffer(out, np.uint8)
-    if tensor.encoding is Encoding.WHOLE:
+    encoding = tensor.encoding
+    if encoding.is_whole:
         np.copyto(elements, _raw_plane(stored, segment.planes[0], elements.size, where))
         return
-    shares = plane_shares(tensor.encoding, tier, tensor.element_bytes)
-    max_frames = _MAX_BATCH_FRAMES // max(1, shares.count(1))
+    shares = plane_shares(encoding, tier, tensor.element_bytes)
+    max_frames = _max_batch_frames(encoding, tier, tensor.element_bytes)
     counts = _batch_counts(segment.count, max_frames)
     rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
     planes = [
         _plane_pieces(stored, plane, counts, share, room, where)
         for plane, share, room in zip(segment.planes, shares, rooms, strict=True)
     ]
-    merge = _merge_for(tensor, tier)
     begin = 0
     for count, *pieces in zip(counts, *planes, strict=True):  # strictly, so that planes check their own end
-        _check_unused_nibbles(count, pieces, shares, where)
+        _check_unused_bits(count, pieces, shares, where)
         end = begin + count * tensor.element_bytes
-        merge(elements[begin:end], pieces, scratch)
+        if encoding.float_format is None:
+            _merge_bytes(elements[begin:end], pieces)
+        else:
+            if tier is encoding.tiers[0]:
+                _check_exponents(pieces[0], encoding.float_format, where)
+            float_planes.merge(elements[begin:end], pieces, encoding, tier, scratch.room)
         begin = end
+
+
+def _max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
+    """So many frames' planes, and words, fit in the scratch."""
+    byte_planes = plane_shares(encoding, tier, element_bytes).count(1)
+    return _MAX_BATCH_FRAMES // max(1, byte_planes, element_bytes // 2)
 
 
 def _batch_counts(count: int, max_frames: int) -> list[int]:
@@ -239,66 +231,33 @@ def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) ->
     return np.frombuffer(view, np.uint8)
 
 
-def _check_unused_nibbles(count: int, pieces: list[Bytes], shares: tuple[int, ...], where: str) -> None:
+def _check_unused_bits(count: int, pieces: list[Bytes], shares: tuple[int, ...], where: str) -> None:
     for piece, share in zip(pieces, shares, strict=True):
-        if count % share and piece[-1] >> 4:
-            raise IntegrityError(f"{where}: the unused nibble behind the last element is not 0", where=where)
+        if count % share and bit_planes.has_unused_bits(piece, 8 // share, count):
+            raise IntegrityError(f"{where}: the unused bits behind the last element are not 0", where=where)
+
+
+def _check_exponents(piece: Bytes, float_format: FloatFormat, where: str) -> None:
+    bits = float_format.exponent_bits
+    if bits < 8 and int(piece.max()) >> bits:
+        raise IntegrityError(f"{where}: an exponent has more than {bits} bits", where=where)
 
 
 # Pieces of planes → elements. `out` holds one batch: whole frames, or a single shorter one.
 
 
-def _merge_for(tensor: Tensor, tier: Tier) -> Callable[[Bytes, list[Bytes], Scratch], None]:
-    if tensor.encoding is Encoding.BF16_3:
-        return _merge_draft if tier is Tier.DRAFT else _merge_refine
-    return _merge_byte_pairs if tensor.element_bytes == 2 else _merge_bytes
+def _merge_bytes(out: Bytes, pieces: list[Bytes]) -> None:
+    if len(pieces) == 2:
+        _merge_byte_pairs(out, pieces)
+        return
+    columns = out.reshape(-1, len(pieces))
+    for place, piece in enumerate(pieces):
+        np.copyto(columns[:, place], piece)
 
 
-def _merge_draft(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
-    words, (exponents, packed) = out.view(_WORD), pieces
-    low, high = _widen_nibbles(packed, scratch)
-    # A multiplication puts a copy of the byte where its nibble's sign belongs and one where its mantissa
-    # bits do; they do not overlap, so nothing is carried.
-    np.multiply(high, np.uint16(0x1010), out=low)
-    np.multiply(high, np.uint16(0x0101), out=high)
-    bits = scratch.words[: words.size]
-    np.bitwise_and(bits, _SIGN_AND_TOP_BITS, out=bits)
-    np.bitwise_or(bits, _MIDPOINT, out=bits)
-    np.copyto(words, exponents)
-    np.multiply(words, np.uint16(1 << 7), out=words)  # numpy multiplies faster than it shifts left
-    np.bitwise_or(words, bits, out=words)
-
-
-def _merge_refine(out: Bytes, pieces: list[Bytes], scratch: Scratch) -> None:
-    words, (packed,) = out.view(_WORD), pieces
-    low, high = _widen_nibbles(packed, scratch)
-    np.bitwise_and(high, _LOW_BITS, out=low)
-    np.right_shift(high, np.uint16(4), out=high)
-    # Assigned under a mask, never XORed: a part that is decoded twice must give the same weights.
-    np.bitwise_and(words, ~_LOW_BITS, out=words)
-    np.bitwise_or(words, scratch.words[: words.size], out=words)
-
-
-def _widen_nibbles(packed: Bytes, scratch: Scratch) -> tuple[Words, Words]:
-    """Room for the elements of the low and of the high nibbles, (frames, half) each; the bytes stand in the latter.
-
-    Together they are the front of `scratch.words`, frame by frame: of an odd count, the unused nibble is last.
-    """
-    half = min(packed.size, FRAME_ELEMENTS // 2)
-    room = scratch.words[: 2 * packed.size].reshape(-1, 2, half)
-    np.copyto(room[:, 1], packed.reshape(-1, half))
-    return room[:, 0], room[:, 1]
-
-
-def _merge_byte_pairs(out: Bytes, pieces: list[Bytes], _: Scratch) -> None:
-    """Twice as fast as `_merge_bytes`; for wider elements the same trick gains nothing."""
+def _merge_byte_pairs(out: Bytes, pieces: list[Bytes]) -> None:
+    """Twice as fast as column by column; for wider elements the same trick gains nothing."""
     words, (low, high) = out.view(_WORD), pieces
     np.copyto(words, high)
     np.multiply(words, np.uint16(1 << 8), out=words)
     np.bitwise_or(words, low, out=words)
-
-
-def _merge_bytes(out: Bytes, pieces: list[Bytes], _: Scratch) -> None:
-    columns = out.reshape(-1, len(pieces))
-    for place, piece in enumerate(pieces):
-        np.copyto(columns[:, place], piece)

@@ -90,6 +90,14 @@ class JsonObject:
             refuse(f"{text[:40]!r} is not one of {', '.join(names)}", self._place(key), hint=NEWER)
         return names[text]
 
+    def found(self, key: str, find: Callable[[str], T | None]) -> T:
+        """What a text stands for. One that `find` knows nothing of may be a newer version's."""
+        text = self.text(key)
+        value = find(text)
+        if value is None:
+            refuse(f"{text[:40]!r} is not known here", self._place(key), hint=NEWER)
+        return value
+
     def object_name(self, key: str) -> str:
         """A text that is safe as the relative name of a stored object."""
         try:

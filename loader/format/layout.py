@@ -47,9 +47,12 @@ class Stretch:
 
 
 def arrange_tensors(
-    tensors: Mapping[str, DtypeAndShape], encoding_of: Callable[[str, tuple[int, ...]], Encoding]
+    tensors: Mapping[str, DtypeAndShape], encoding_of: Callable[[str, str, tuple[int, ...]], Encoding]
 ) -> tuple[tuple[Group, ...], tuple[Tensor, ...]]:
-    """Groups in forward order, and all tensors, numbered group by group in slab order."""
+    """Groups in forward order, and all tensors, numbered group by group in slab order.
+
+    `encoding_of` takes a tensor's name, dtype and shape.
+    """
     groups: list[Group] = []
     placed: list[Tensor] = []
     for group_index, (group_name, names) in enumerate(
@@ -59,7 +62,7 @@ def arrange_tensors(
         first = len(placed)
         for name, offset in zip(names, offsets, strict=True):
             dtype, shape = tensors[name]
-            encoding = encoding_of(dtype, shape)
+            encoding = encoding_of(name, dtype, shape)
             placed.append(Tensor(len(placed), name, dtype, shape, group_index, encoding, offset))
         groups.append(Group(group_index, group_name, tuple(range(first, len(placed))), slab_bytes))
     return tuple(groups), tuple(placed)

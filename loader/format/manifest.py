@@ -18,6 +18,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from .encoding import Encoding as Encoding  # noqa: PLC0414 - all values of a manifest are found here
+from .encoding import Tier as Tier  # noqa: PLC0414 - as above
+
 FORMAT_VERSION = 1
 FRAME_ELEMENTS = 65_536
 MAX_PART_ELEMENTS = 16 * 1024 * 1024
@@ -35,21 +38,6 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-
-
-class Tier(enum.IntEnum):
-    """Which of a weight's bits: the draft's (a model of fp8 quality), or the rest that make it exact."""
-
-    DRAFT = 0
-    REFINE = 1
-
-
-class Encoding(enum.StrEnum):
-    """How a tensor's elements are cut into planes."""
-
-    WHOLE = "whole"  # one plane: the bytes as they are
-    BYTES = "bytes"  # one plane a byte of the element, little end first, all in the draft tier
-    BF16_3 = "bf16.3"  # draft: exponent bytes, then sign + 3 mantissa bits; refine: the low 4 mantissa bits
 
 
 class Codec(enum.StrEnum):
@@ -124,10 +112,6 @@ class Tensor:
         """Stored elements: of a sub-byte dtype, its packed bytes."""
         return self.size_bytes // self.element_bytes
 
-    @property
-    def has_refine(self) -> bool:
-        return self.encoding is Encoding.BF16_3
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -163,7 +147,7 @@ class File(NamedTuple):
 class Manifest:
     """Everything a reader needs to allocate, fetch, verify and decode.
 
-    Parts stand in the order of the format: groups in forward order, all draft parts before all refine parts.
+    Parts stand in the order of the format: all parts of a tier before those of the next, each in forward order.
     """
 
     generator: str
@@ -212,6 +196,7 @@ class Manifest:
             "tensors": len(self.tensors),
             "parts": len(self.parts),
             "weight_bytes": self.weight_bytes,
+            "sketch_bytes": self.stored_bytes(Tier.SKETCH),
             "draft_bytes": self.stored_bytes(Tier.DRAFT),
             "refine_bytes": self.stored_bytes(Tier.REFINE),
         }
@@ -247,15 +232,13 @@ def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[in
 
     A whole plane is not cut, and has none.
     """
-    if encoding is Encoding.BF16_3:
-        return (1, 2) if tier is Tier.DRAFT else (2,)
-    return (1,) * element_bytes if encoding is Encoding.BYTES and tier is Tier.DRAFT else ()
+    return tuple(8 // bits for bits in encoding.plane_bits(tier, element_bytes))
 
 
 def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
     """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
-    if encoding is Encoding.WHOLE:
-        return (count * element_bytes,) if tier is Tier.DRAFT else ()
+    if encoding.is_whole:
+        return (count * element_bytes,) if tier in encoding.tiers else ()
     return tuple(-(-count // share) for share in plane_shares(encoding, tier, element_bytes))
 
 

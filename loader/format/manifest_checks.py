@@ -22,7 +22,6 @@ from .manifest import (
     MAX_PART_SEGMENTS,
     PLANE_ALIGNMENT_BYTES,
     Codec,
-    Encoding,
     Manifest,
     Segment,
     Tensor,
@@ -53,7 +52,7 @@ def _check_tensors(manifest: Manifest) -> None:
             refuse(f"its shape holds more than {MAX_TENSOR_ELEMENTS} elements", where)
         if math.prod(tensor.shape) * DTYPE_BITS[tensor.dtype] % 8:
             refuse("its elements do not fill whole bytes", where)
-        if tensor.encoding is Encoding.BF16_3 and tensor.dtype != "BF16":
+        if not tensor.encoding.fits(tensor.dtype):
             refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
     if manifest.weight_bytes > MAX_WEIGHT_BYTES:
         refuse(f"the weights take more than {MAX_WEIGHT_BYTES} bytes", "groups")
@@ -135,7 +134,7 @@ class _Cursor:
             (tier, tensor, num_elements)
             for tier in Tier
             for tensor, num_elements in sizes
-            if num_elements and (tier is Tier.DRAFT or tensor.has_refine)
+            if num_elements and tier in tensor.encoding.tiers
         )
         self._current = next(self._remaining, None)
         self._start = 0
@@ -182,7 +181,7 @@ def _check_planes(tensor: Tensor, tier: Tier, segment: Segment, end: int, where:
             fits = plane.size_bytes == decoded_bytes
         else:  # coded planes are smaller than raw ones, or a writer would have left them raw
             fits = (
-                tensor.encoding is not Encoding.WHOLE
+                not tensor.encoding.is_whole
                 and 0 < plane.size_bytes < decoded_bytes
                 and plane.size_bytes % PLANE_ALIGNMENT_BYTES == 0
             )

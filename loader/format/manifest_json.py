@@ -60,7 +60,6 @@ _PART_KEYS = frozenset(("tier", "group", "blob", "offset", "size", "blake3", "se
 _SEGMENT_KEYS = frozenset(("tensor", "start", "count", "planes"))
 
 _TIERS = {tier.name.lower(): tier for tier in Tier}
-_ENCODINGS = {encoding.value: encoding for encoding in Encoding}
 _CODECS = {codec.value: codec for codec in Codec}
 _DTYPES = {dtype: dtype for dtype in DTYPE_BITS}
 
@@ -222,7 +221,7 @@ def _parse_tensor(value: Any, where: str) -> tuple[str, str, tuple[int, ...], En
         tensor.text("name"),
         tensor.one_of("dtype", _DTYPES),
         tuple(_integer(*item) for item in tensor.items("shape", MAX_DIMENSIONS)),
-        tensor.one_of("encoding", _ENCODINGS),
+        tensor.found("encoding", Encoding.find),
     )
 
 

@@ -84,8 +84,12 @@ class Guards:
 
     def _take(self, group: int) -> None:
         self._locks[group].acquire()
-        if self._fd >= 0:
-            self._lock_byte(group, exclusive=True)
+        try:
+            if self._fd >= 0:
+                self._lock_byte(group, exclusive=True)
+        except BaseException:  # also Ctrl-C while it waits: nobody would ever give it back
+            self._locks[group].release()
+            raise
 
     def _give_back(self, group: int) -> None:
         if self._fd >= 0:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Manifest, Part, Segment, Tier
@@ -97,7 +98,7 @@ def _rank(part: Part, order: Order, is_late: bool) -> tuple[int, int, int, int]:
     return is_late, part.group, part.tier, part.index
 
 
-def _table_parts(manifest: Manifest, needed: Mapping[int, frozenset[int]]) -> set[int]:
+def _table_parts(manifest: Manifest, needed: Mapping[int, set[int]]) -> set[int]:
     """Numbers of the parts that begin nothing but tables, and of those of later tiers that hold some of one, or
     need such a part.
     """
@@ -118,34 +119,34 @@ def _table_parts(manifest: Manifest, needed: Mapping[int, frozenset[int]]) -> se
     return late
 
 
-def _needed_parts(manifest: Manifest) -> dict[int, frozenset[int]]:
+def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
     """For each part that needs others, by its number, the numbers of all that must be decoded before it."""
-    needed: dict[int, frozenset[int]] = {}
+    needed: dict[int, set[int]] = {}
     before: dict[
         int, list[tuple[int, int]]
     ] = {}  # by tensor: the last tier's stretches, first element and part
-    for tier in Tier:
+    for tier, parts in groupby(sorted(manifest.parts, key=lambda part: part.tier), lambda part: part.tier):
         written: dict[int, list[tuple[int, int]]] = {}
-        for part in manifest.parts:
-            if part.tier is not tier:
-                continue
+        for part in parts:
             found: set[int] = set()
             for segment in part.segments:
-                found.update(_holding(before.get(segment.tensor, ()), segment))
-                written.setdefault(segment.tensor, []).append((segment.start, part.index))
+                if stretches := before.get(segment.tensor):
+                    found.update(_holding(stretches, segment))
+                if tier is not Tier.REFINE:  # which nothing comes after
+                    written.setdefault(segment.tensor, []).append((segment.start, part.index))
             if found:
-                needed[part.index] = frozenset(found.union(*(needed.get(index, ()) for index in found)))
+                needed[part.index] = found.union(*[needed[index] for index in found if index in needed])
         for stretches in written.values():
             stretches.sort()
         before |= written
     return needed
 
 
-def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterator[int]:
+def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterable[int]:
     """The parts that hold some of the segment's elements; the stretches cover the tensor, in order."""
     first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
     last = bisect_left(stretches, (segment.start + segment.count, -1))
-    return (index for _, index in stretches[max(first, 0) : last])
+    return [index for _, index in stretches[max(first, 0) : last]]
 
 
 def _direct_offset(manifest: Manifest, part: Part) -> int | None:

@@ -1,4 +1,4 @@
-"""Writes the objects of one packing: the blobs of both tiers, and copies of the small files.
+"""Writes the objects of one packing: the blobs of all tiers, and copies of the small files.
 
 Everything lies under `blobs/<generation>/`, a name that no other packing uses, so that nothing of an
 artifact that is there already is touched and everything can be removed again. Nothing refers to it until a
@@ -19,7 +19,6 @@ from ..sources.base import ObjectInfo, ObjectWriter, Source, Store
 FOLDER = "blobs/"
 MAX_BLOB_BYTES = 4 * 1024**3
 _COPY_BYTES = 4 * 1024 * 1024
-_TIER_NAMES = {Tier.DRAFT: "draft", Tier.REFINE: "refine"}
 
 
 class BlobWriter:
@@ -86,7 +85,7 @@ class BlobWriter:
         self._names.clear()
 
     def _begin(self, tier: Tier) -> _OpenBlob:
-        kind = _TIER_NAMES[tier]
+        kind = tier.name.lower()
         serial = sum(name.startswith(f"{self.folder}/{kind}-") for name, _ in self._blobs)
         name = f"{self.folder}/{kind}-{serial:03}.bin"
         self._names.append(name)

@@ -1,7 +1,7 @@
 """Tensor bytes of a checkpoint → parts as they are stored, one job at a time.
 
-A job is the stretches of one draft part. It becomes that part, and one refine part of the same stretches
-where any of them has a refine tier. Runs in worker threads; nearly all of its time is spent without the GIL.
+A job is the stretches of one part. It becomes one part of each tier that any of them has. Runs in worker threads;
+nearly all of its time is spent without the GIL.
 Knows no blobs.
 """
 
@@ -55,12 +55,12 @@ class Encoder:
         self._is_stopped.set()
 
     def encode(self, stretches: Sequence[Stretch], buffer: Bytes) -> list[EncodedPart]:
-        """The draft part, then the refine part if there is one.
+        """The job's parts, one a tier, in the tiers' order.
 
         `buffer` takes the tensors' bytes (`buffer_bytes(stretches)`) and must stay untouched while the
         result is used. Memory besides: three times the largest tensor's stretch, and the parts themselves.
         """
-        drafts, refines = _PartBuilder(Tier.DRAFT), _PartBuilder(Tier.REFINE)
+        builders = [_PartBuilder(tier) for tier in Tier]
         position = 0
         for stretch in stretches:
             if self._is_stopped.is_set():
@@ -70,11 +70,10 @@ class Encoder:
             position += align(stretch.size_bytes)
             self._read(stretch, data)
             planes = encode_segment(tensor.dtype, tensor.encoding, data)
-            drafts.add(stretch, planes[Tier.DRAFT])
-            if Tier.REFINE in planes:
-                refines.add(stretch, planes[Tier.REFINE])
+            for tier, coded in planes.items():
+                builders[tier].add(stretch, coded)
         group = stretches[0].tensor.group
-        return [builder.build(group) for builder in (drafts, refines) if builder.segments]
+        return [builder.build(group) for builder in builders if builder.segments]
 
     def _read(self, stretch: Stretch, data: Bytes) -> None:
         stored = self._checkpoint.tensors[stretch.tensor.name]

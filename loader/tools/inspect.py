@@ -2,17 +2,17 @@
 people.
 
 Works from the manifest alone and reads nothing. Sizes are bytes; ratios are shares of the original bytes, so
-lower is smaller.
+lower is smaller. Keys may be added to the value without another number of its schema.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tier
+from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
 from .progress_bar import format_bytes
 
 SCHEMA = 1  # of the value that `describe` returns
@@ -32,6 +32,7 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
         "totals": _with_ratios({key: sum(group[key] for group in groups) for key in _SUMMED}),
         "dtypes": dict(Counter(tensor.dtype for tensor in manifest.tensors)),
         "encodings": dict(Counter(tensor.encoding.value for tensor in manifest.tensors)),
+        "precision": _describe_precision(manifest),
         "groups": groups,
         "parts": len(manifest.parts),
         "blobs": [{"name": blob.name, "bytes": blob.size_bytes} for blob in manifest.blobs],
@@ -48,53 +49,94 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
     }
 
 
-_SUMMED = ("tensors", "elements", "raw_bytes", "draft_bytes", "refine_bytes")
+_SUMMED = ("tensors", "elements", "raw_bytes", "sketch_bytes", "draft_bytes", "refine_bytes")
 
 
 def _describe_group(manifest: Manifest, group: Group) -> dict[str, Any]:
     tensors = [manifest.tensors[index] for index in group.tensors]
-    stored = {tier: sum(part.size_bytes for part in manifest.parts_of(group.index, tier)) for tier in Tier}
+    stored = {
+        f"{tier.name.lower()}_bytes": sum(part.size_bytes for part in manifest.parts_of(group.index, tier))
+        for tier in Tier
+    }
     return _with_ratios(
         {
             "name": group.name,
             "tensors": len(tensors),
             "elements": sum(math.prod(tensor.shape) for tensor in tensors),
             "raw_bytes": sum(tensor.size_bytes for tensor in tensors),
-            "draft_bytes": stored[Tier.DRAFT],
-            "refine_bytes": stored[Tier.REFINE],
+            **stored,
         }
     )
 
 
 def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
-    stored_bytes = figures["draft_bytes"] + figures["refine_bytes"]
+    """Ratios are of what must be read for a tier to be there, so with the tiers before it."""
+    sketch_bytes = figures["sketch_bytes"]
+    draft_bytes = sketch_bytes + figures["draft_bytes"]
+    stored_bytes = draft_bytes + figures["refine_bytes"]
     raw_bytes = figures["raw_bytes"]
+
+    def ratio(size_bytes: int) -> float | None:
+        return round(size_bytes / raw_bytes, 4) if raw_bytes else None
+
     return {
         **figures,
         "stored_bytes": stored_bytes,
-        "draft_ratio": round(figures["draft_bytes"] / raw_bytes, 4) if raw_bytes else None,
-        "stored_ratio": round(stored_bytes / raw_bytes, 4) if raw_bytes else None,
+        "sketch_ratio": ratio(sketch_bytes),
+        "draft_ratio": ratio(draft_bytes),
+        "stored_ratio": ratio(stored_bytes),
     }
 
 
-_COLUMNS = ("group", "tensors", "elements", "raw", "draft", "refine", "draft/raw", "stored/raw")
-_NUM_PLAIN_COLUMNS = 4
+def _describe_precision(manifest: Manifest) -> list[dict[str, Any]]:
+    """Of each dtype: how its tensors are stored, and whether they have nothing but their exact values."""
+    by_dtype: dict[str, list[Tensor]] = {}
+    for tensor in manifest.tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return [
+        {
+            "dtype": dtype,
+            "tensors": len(tensors),
+            "raw_bytes": sum(tensor.size_bytes for tensor in tensors),
+            "encodings": dict(Counter(tensor.encoding.value for tensor in tensors)),
+            "exact_only": all(len(tensor.encoding.tiers) == 1 for tensor in tensors),
+        }
+        for dtype, tensors in sorted(by_dtype.items())
+    ]
 
 
 def render_table(description: Mapping[str, Any]) -> str:
     """What `describe` returned, for a terminal: a header, a row for each group, totals and files."""
-    totals = description["totals"]
-    rows: list[tuple[str, ...]] = [_COLUMNS]
-    rows += [_row(group["name"], group) for group in description["groups"]]
-    rows.append(_row("total", totals))
-    if (
-        description["digest"] is None
-    ):  # nothing is split or coded: the other columns would only repeat this one
-        rows = [row[:_NUM_PLAIN_COLUMNS] for row in rows]
+    columns = _columns(description)
+    rows: list[tuple[str, ...]] = [tuple(columns)]
+    rows += [tuple(cell(figures) for cell in columns.values()) for figures in description["groups"]]
+    rows.append(tuple(cell({"name": "total", **description["totals"]}) for cell in columns.values()))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_table_line(row, widths) for row in rows]
     rule = "─" * len(lines[0])
     return "\n".join([*_header(description), "", lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _columns(description: Mapping[str, Any]) -> dict[str, Callable[[Mapping[str, Any]], str]]:
+    """Of plain safetensors nothing is split or coded: all columns of tiers would only repeat the raw size."""
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "group": lambda figures: str(figures["name"]),
+        "tensors": lambda figures: f"{figures['tensors']:,}",
+        "elements": lambda figures: f"{figures['elements']:,}",
+        "raw": lambda figures: format_bytes(figures["raw_bytes"]),
+    }
+    if description["digest"] is None:
+        return columns
+    has_sketch = description["totals"]["sketch_bytes"] > 0
+    if has_sketch:
+        columns["sketch"] = lambda figures: format_bytes(figures["sketch_bytes"])
+    columns["draft"] = lambda figures: format_bytes(figures["draft_bytes"])
+    columns["refine"] = lambda figures: format_bytes(figures["refine_bytes"])
+    if has_sketch:
+        columns["sketch/raw"] = lambda figures: _percent(figures["sketch_ratio"])
+    columns["draft/raw"] = lambda figures: _percent(figures["draft_ratio"])
+    columns["stored/raw"] = lambda figures: _percent(figures["stored_ratio"])
+    return columns
 
 
 def _header(description: Mapping[str, Any]) -> list[str]:
@@ -107,6 +149,9 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         else "plain safetensors, not packed",
         "digest": f"b3:{description['digest']}" if description["digest"] else "",
         "tensors": dtypes,
+        "encodings": "; ".join(map(_render_precision, description["precision"]))
+        if description["digest"]
+        else "",
         "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),
         "files": files,
@@ -114,17 +159,11 @@ def _header(description: Mapping[str, Any]) -> list[str]:
     return [f"{name:9} {text}" for name, text in fields.items() if text]
 
 
-def _row(name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        name,
-        f"{figures['tensors']:,}",
-        f"{figures['elements']:,}",
-        format_bytes(figures["raw_bytes"]),
-        format_bytes(figures["draft_bytes"]),
-        format_bytes(figures["refine_bytes"]),
-        _percent(figures["draft_ratio"]),
-        _percent(figures["stored_ratio"]),
-    )
+def _render_precision(entry: Mapping[str, Any]) -> str:
+    """Like "BF16 bf16.3 (8), whole (2)" or "I8 exact only, bytes (3)", with the numbers of tensors."""
+    encodings = sorted(entry["encodings"].items(), key=lambda item: (-item[1], item[0]))
+    stored = ", ".join(f"{name} ({count})" for name, count in encodings)
+    return f"{entry['dtype']} {'exact only, ' if entry['exact_only'] else ''}{stored}"
 
 
 def _percent(ratio: float | None) -> str:

@@ -35,6 +35,7 @@ from .encoder import EncodedPart, Encoder, buffer_bytes
 from .pack_plan import Job, PackPlan, forward_order, plan_pack
 from .progress_bar import TransferProgress, format_bytes
 from .publish import find_replaced, publish, remove_replaced
+from .tier_options import TierOptions
 
 if TYPE_CHECKING:
     from .encoder import Bytes
@@ -66,18 +67,18 @@ def pack(
     source: Source,
     store: Store,
     *,
+    tiers: TierOptions | None = None,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
 ) -> PackResult:
     """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from this thread.
 
-    `source` and `store` may be the same folder: the artifact then stands beside the safetensors files. An
-    artifact that is there already is replaced only with `force`, in one step; its old objects are then
-    removed, which interrupts a reader that is still loading it. Raises `UsageError` when the source is
-    itself an artifact, `AlreadyExistsError` when the destination holds one or gets one meanwhile,
-    `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is
-    left behind.
+    `tiers` says how many bits come in which tier. `source` and `store` may be the same folder: the artifact then
+    stands beside the safetensors files. An artifact that is there already is replaced only with `force`, in one
+    step; its old objects are then removed, which interrupts a reader that is still loading it. Raises `UsageError`
+    when the source is itself an artifact, `AlreadyExistsError` when the destination holds one or gets one meanwhile,
+    `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is left behind.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
@@ -88,7 +89,7 @@ def pack(
         )
     replaced = find_replaced(store, force=force)
     checkpoint = open_checkpoint(source)
-    plan = plan_pack(checkpoint, find_aliases(source, checkpoint, forward_order(checkpoint)))
+    plan = plan_pack(checkpoint, find_aliases(source, checkpoint, forward_order(checkpoint)), tiers)
     threads = threads or min(_MAX_THREADS, available_cores())
     writer = BlobWriter(store)
     try:

@@ -5,13 +5,14 @@ Knows no stores and no content, but for which tensors turned out to be equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ... import __version__
 from ..format.checkpoint import Checkpoint
-from ..format.codec import choose_encoding
-from ..format.grouping import group_tensors
+from ..format.encoding import Encoding, Tier
+from ..format.grouping import EMBED, HEAD, group_tensors
 from ..format.layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from ..format.manifest import (
     PLANE_ALIGNMENT_BYTES,
@@ -22,13 +23,13 @@ from ..format.manifest import (
     Plane,
     Segment,
     Tensor,
-    Tier,
     align,
     decoded_plane_bytes,
 )
 from ..format.manifest_json import dump_manifest
+from .tier_options import TierOptions
 
-Job = tuple[Stretch, ...]  # what becomes one draft part and, where it has such a tier, one refine part
+Job = tuple[Stretch, ...]  # what becomes one part of each tier that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,17 @@ class PackPlan:
         return sum(tensor.size_bytes for tensor in self.manifest.tensors)
 
 
-def plan_pack(checkpoint: Checkpoint, aliases: Mapping[str, str]) -> PackPlan:
+def plan_pack(
+    checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions | None = None
+) -> PackPlan:
     """The plan for all tensors but the aliases, which share the storage of others.
 
     Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a model.
     """
     entries = {name: stored.entry for name, stored in checkpoint.tensors.items() if name not in aliases}
     groups, tensors = arrange_tensors(
-        {name: (entry.dtype, entry.shape) for name, entry in entries.items()}, choose_encoding
+        {name: (entry.dtype, entry.shape) for name, entry in entries.items()},
+        _encodings(checkpoint, aliases, options or TierOptions()),
     )
     jobs = tuple(
         job
@@ -82,8 +86,33 @@ def _cut_group(tensors: list[Tensor], *, is_end: bool) -> Iterator[Job]:
 
 def forward_order(checkpoint: Checkpoint) -> list[str]:
     """All names, in the order in which a forward pass needs their tensors."""
-    shapes = {name: stored.entry.shape for name, stored in checkpoint.tensors.items()}
-    return [name for _, names in group_tensors(shapes) for name in names]
+    return [name for _, names in _groups(checkpoint) for name in names]
+
+
+def _groups(checkpoint: Checkpoint) -> list[tuple[str, list[str]]]:
+    """Of all names, those that are aliases too."""
+    return group_tensors({name: stored.entry.shape for name, stored in checkpoint.tensors.items()})
+
+
+def _encodings(
+    checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions
+) -> Callable[[str, str, tuple[int, ...]], Encoding]:
+    """The encoding of each tensor, by its name, dtype and shape, according to the groups in which it is used.
+
+    Embeddings may be used as the head without a name there: a model without a matrix in the head uses them so.
+    """
+    used_in: dict[str, set[str]] = defaultdict(set)
+    has_head = False
+    for group, names in _groups(checkpoint):
+        for name in names:
+            used_in[aliases.get(name, name)].add(group)
+            has_head |= group == HEAD and len(checkpoint.tensors[name].entry.shape) >= 2
+
+    def encoding_of(name: str, dtype: str, shape: tuple[int, ...]) -> Encoding:
+        groups = used_in[name]
+        return options.encoding(groups if has_head or EMBED not in groups else groups | {HEAD}, dtype, shape)
+
+    return encoding_of
 
 
 def _uncompressed(manifest: Manifest, jobs: tuple[Job, ...]) -> Manifest:

@@ -66,7 +66,7 @@ class PartReader:
         return stored
 
     def decode(self, part: Part, segment: Segment, stored: memoryview, out: Bytes) -> None:
-        """Put what the part says about a segment into `out`; before a refine part it must hold the draft."""
+        """Put what the part says about a segment into `out`; of later tiers, over those before."""
         if not hasattr(self._own, "scratch"):
             self._own.scratch = Scratch()
         tensor = self._manifest.tensors[segment.tensor]

@@ -1,7 +1,7 @@
 """Safetensors files that parts are decoded into, in any order and from several threads.
 
-Room for all tensors is reserved first; then every part's segments go to their places. The draft of a split
-tensor is written, and read back when its refine part comes, so that memory holds no more than the parts in
+Room for all tensors is reserved first; then every part's segments go to their places. What one tier says of a split
+tensor is written, and read back when the next one's part comes, so that memory holds no more than the parts in
 work. Knows no directories: it fills the folder that it is given.
 """
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import LoadCancelledError
 from ..format.checkpoint import INDEX_NAME, SINGLE_NAME, SUFFIX
-from ..format.manifest import Manifest, Part, Tensor, Tier
+from ..format.manifest import Manifest, Part, Segment, Tensor, Tier
 from ..format.safetensors import TensorSpec, make_header
 from ..sources.base import Source
 from .part_reader import PartReader, map_in_order
@@ -129,33 +129,38 @@ def _create_files(
     return places
 
 
-class _Drafts:
-    """Which groups have all of their draft parts in the files."""
+class _TiersBefore:
+    """Which groups have all parts of which tiers in the files."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._left = Counter(part.group for part in manifest.parts if part.tier is Tier.DRAFT)
+        self._left = Counter((part.group, part.tier) for part in manifest.parts)
         self._failed: set[int] = set()
         self._changed = threading.Condition()
 
     @contextmanager
-    def counted(self, group: int) -> Iterator[None]:
-        """The block writes one draft part of the group."""
+    def counted(self, part: Part) -> Iterator[None]:
+        """The block writes the part."""
         try:
             yield
         except BaseException:
-            self._failed.add(group)
+            self._failed.add(part.group)
             raise
         finally:
             with self._changed:
-                self._left[group] -= 1
+                self._left[part.group, part.tier] -= 1
                 self._changed.notify_all()
 
-    def wait(self, group: int) -> None:
-        """Until all drafts of the group are written; they must have been begun. Raises when one failed."""
+    def wait(self, part: Part) -> None:
+        """Until all parts of the tiers before are written that its group has; they must have been begun. Raises
+        when one failed.
+        """
+        before = [(part.group, tier) for tier in Tier if tier < part.tier]
         with self._changed:
-            self._changed.wait_for(lambda: self._left[group] == 0)
-        if group in self._failed:
-            raise LoadCancelledError("a draft part could not be written")  # whose own error is reported
+            self._changed.wait_for(lambda: not any(self._left[key] for key in before))
+        if part.group in self._failed:
+            raise LoadCancelledError(
+                "a part of a tier before could not be written"
+            )  # whose own error is reported
 
 
 class _PartUnpacker:
@@ -165,30 +170,27 @@ class _PartUnpacker:
         self._reader = reader
         self._manifest = manifest
         self._places = places
-        self._drafts = _Drafts(manifest)
+        self._before = _TiersBefore(manifest)
 
     def write(self, part: Part) -> None:
-        """Verify, decode and write one part. Of a group, draft parts must be begun before refine parts."""
-        if part.tier is Tier.DRAFT:
-            with self._drafts.counted(part.group):
-                self._write(part, self._reader.read(part))
-        else:
+        """Verify, decode and write one part. Of a group, each tier's parts must be begun before the next one's."""
+        with self._before.counted(part):
             stored = self._reader.read(part)
-            self._drafts.wait(part.group)
-            self._write(part, stored)
+            self._before.wait(part)
+            for segment in part.segments:
+                self._write(part, segment, stored)
 
-    def _write(self, part: Part, stored: memoryview) -> None:
-        for segment in part.segments:
-            tensor = self._manifest.tensors[segment.tensor]
-            offset_bytes = segment.start * tensor.element_bytes
-            out = self._reader.workspace(segment)
-            if part.tier is Tier.REFINE:
-                self._read_draft(tensor, offset_bytes, out)
-            self._reader.decode(part, segment, stored, out)
-            for place in self._places[tensor.index]:
-                _write_at(place.fd, out.data, place.offset_bytes + offset_bytes)
+    def _write(self, part: Part, segment: Segment, stored: memoryview) -> None:
+        tensor = self._manifest.tensors[segment.tensor]
+        offset_bytes = segment.start * tensor.element_bytes
+        out = self._reader.workspace(segment)
+        if part.tier is not tensor.encoding.tiers[0]:
+            self._read_back(tensor, offset_bytes, out)
+        self._reader.decode(part, segment, stored, out)
+        for place in self._places[tensor.index]:
+            _write_at(place.fd, out.data, place.offset_bytes + offset_bytes)
 
-    def _read_draft(self, tensor: Tensor, offset_bytes: int, out: Bytes) -> None:
+    def _read_back(self, tensor: Tensor, offset_bytes: int, out: Bytes) -> None:
         place = self._places[tensor.index][0]
         view, done = out.data, 0
         while done < len(view):

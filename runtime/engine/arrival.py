@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from ...loader.format.manifest import Tier
 from ...loader.stream.options import Order
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ class Arrival(Protocol):
 
     def is_exact(self) -> bool:
         """Whether all weights are."""
+
+    def holds(self, tier: Tier) -> bool:
+        """Whether all weights hold this tier, at least."""
 
     def is_draft_first(self) -> bool:
         """Whether all of the draft comes before what makes it exact. May change while nothing is decided."""
@@ -34,8 +38,13 @@ class LoadArrival:
         self._load = load
 
     def is_exact(self) -> bool:
+        return self.holds(Tier.REFINE)
+
+    def holds(self, tier: Tier) -> bool:
         progress = self._load.progress()
-        return progress.num_groups > 0 and progress.groups_exact == progress.num_groups
+        return progress.num_groups > 0 and all(
+            self._load.is_ready(group, tier) for group in range(progress.num_groups)
+        )
 
     def is_draft_first(self) -> bool:
         return self._load.order is Order.DRAFT_FIRST

@@ -37,6 +37,7 @@ from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
 from .step_batch import Rows, build_batch
 from .trace import EngineTimeline, OnLayer
 
+DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
 FIRST_STEP_S = 0.05  # what a draft step is taken to cost before one was measured
 
@@ -80,9 +81,18 @@ class _Member:
     """A sequence that takes part."""
 
     sequence: TokenSequence
-    sends_drafts: bool
+    first_token: FirstToken
     num_planned: int = 0  # tokens that are in some exact pass, or were
     can_draft: bool = True
+
+    @property
+    def sends_drafts(self) -> bool:
+        return self.first_token.sends_drafts
+
+    @property
+    def tier(self) -> Tier:
+        """The least that the weights must hold for its draft lane; proposals may be made of anything."""
+        return Tier.DRAFT if self.first_token is FirstToken.DRAFT else Tier.SKETCH
 
     @property
     def draft(self) -> Lane | None:
@@ -192,7 +202,7 @@ class EarlyPhase:
                 break
             roster.admit(sequence)
             roster.grow(sequence.exact, num_blocks)
-            member = _Member(sequence, sequence.generation.request.first_token is FirstToken.DRAFT)
+            member = _Member(sequence, sequence.generation.request.first_token)
             # A draft that is overtaken while it still computes the prompt is worth nothing.
             has_time = self._arrival.left_s() > 2 * catch_up_s(sequence.num_tokens, self._step_s)
             if has_time and num_blocks <= roster.allocator.free_count:
@@ -233,9 +243,7 @@ class EarlyPhase:
 
     def _act(self) -> None:
         """One draft step, one layer, or a short wait."""
-        fresh = [
-            member for member in self._members if member.draft is not None and member.draft.num_missing > 1
-        ]
+        fresh = [member for member in self._draftable() if _lane_of(member).num_missing > 1]
         if fresh:
             self._draft(fresh)  # a prompt: follows the draft as it arrives
             return
@@ -257,6 +265,13 @@ class EarlyPhase:
             with self._roster.changed:
                 self._roster.changed.wait(WAIT_S)
 
+    def _draftable(self) -> list[_Member]:
+        """Those with a draft lane. Who needs the draft tier waits, while others go on with the sketch that is there."""
+        members = [member for member in self._members if member.draft is not None]
+        if {member.tier for member in members} == set(DRAFT_TIERS) and not self._arrival.holds(Tier.DRAFT):
+            return [member for member in members if member.tier is Tier.SKETCH]
+        return members
+
     def _who_drafts(self) -> list[_Member]:
         """Those whose draft goes on now; with room for one more token in both lanes."""
         num_pending = sum(member.num_pending for member in self._members)
@@ -265,9 +280,9 @@ class EarlyPhase:
         limit = max_proposals(self._acceptance.rate)
         chosen: list[_Member] = []
         with self._roster.changed:
-            for member in self._members:
-                sequence, lane = member.sequence, member.draft
-                if lane is None or not member.can_draft:
+            for member in self._draftable():
+                sequence, lane = member.sequence, _lane_of(member)
+                if not member.can_draft:
                     continue
                 num_proposals = len(lane.tokens) - sequence.num_tokens
                 if num_proposals >= limit or not self._make_room(sequence, lane):
@@ -329,7 +344,10 @@ class EarlyPhase:
         start_s = time.monotonic()
         batch = build_batch(parts, self._block_size)
         logits = self._model.forward(
-            batch, self._kv, tier=Tier.DRAFT, on_layer=self._timeline.on_draft_layer()
+            batch,
+            self._kv,
+            tier=max(member.tier for member in members),
+            on_layer=self._timeline.on_draft_layer(),
         )
         choices = choose_tokens(logits, [_lane_of(member).sampling for member in takers])
         end_s = time.monotonic()

@@ -27,6 +27,12 @@ class FirstToken(enum.StrEnum):
 
     EXACT = "exact"  # exact ones: whatever is sent is what the finished model says
     DRAFT = "draft"  # those of the draft tier will do, until the exact ones are there
+    SKETCH = "sketch"  # those of the sketch tier, where the artifact has one; else the draft's
+
+    @property
+    def sends_drafts(self) -> bool:
+        """Whether a client may get tokens that no exact weights have confirmed."""
+        return self is not FirstToken.EXACT
 
 
 @dataclass(frozen=True, slots=True)

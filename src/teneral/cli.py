@@ -147,11 +147,15 @@ def _pack(options: argparse.Namespace) -> int:
     from .loader.sources.open import open_source, open_store
     from .loader.tools.pack import pack
     from .loader.tools.progress_bar import ProgressBar
+    from .loader.tools.tier_options import TierOptions
 
+    tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     source = open_source(options.model, _source_options(options))
     store = open_store(options.artifact, _source_options(options))
     with ProgressBar("packing", quiet=options.quiet) as bar:
-        result = pack(source, store, force=options.force, threads=options.threads, progress=bar.update)
+        result = pack(
+            source, store, tiers=tiers, force=options.force, threads=options.threads, progress=bar.update
+        )
     print(result.render())
     return 0
 
@@ -194,6 +198,31 @@ def _inspect(options: argparse.Namespace) -> int:
     source = open_source(address, _source_options(options))
     description = describe(open_artifact(source, digest=digest), source.url)
     _print_json(description) if options.json else print(render_table(description))
+    return 0
+
+
+def _eval_draft(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.quality.text import read_text
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.quality.evaluate import evaluate_draft
+
+    text = read_text(options.text)
+    address, digest = split_pin(options.artifact)
+    source = open_source(address, _source_options(options))
+    with ProgressBar("reading", quiet=options.quiet) as bar:
+        report = evaluate_draft(
+            source,
+            text,
+            digest=digest,
+            max_tokens=options.max_tokens,
+            threads=options.threads,
+            progress=bar.update,
+        )
+    _print_json(report.as_json()) if options.json else print(report.render())
     return 0
 
 
@@ -272,6 +301,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "unpack": _unpack,
     "verify": _verify,
     "inspect": _inspect,
+    "eval-draft": _eval_draft,
     "serve": _serve,
     "standby": _standby,
     "invoke": _invoke,

@@ -213,7 +213,7 @@ def refine(plane: Plane, stored: bytes, count: int) -> np.ndarray:
 
 def test_bits_in_the_unused_last_nibble_are_refused() -> None:
     assert refine(Plane(Codec.RAW, 0, 2), b"\x21\x03", 3).tolist() == [1, 0, 3, 0, 2, 0]
-    with pytest.raises(IntegrityError, match="unused nibble"):
+    with pytest.raises(IntegrityError, match="unused bits"):
         refine(Plane(Codec.RAW, 0, 2), b"\x21\x43", 3)
 
 
@@ -222,8 +222,47 @@ def test_bits_in_an_unused_nibble_behind_many_frames_are_refused() -> None:
     stored = bytearray(-(-count // 2))
     assert not refine(Plane(Codec.RAW, 0, len(stored)), bytes(stored), count).any()
     stored[-1] = 0x10
-    with pytest.raises(IntegrityError, match="unused nibble"):
+    with pytest.raises(IntegrityError, match="unused bits"):
         refine(Plane(Codec.RAW, 0, len(stored)), bytes(stored), count)
+
+
+@pytest.mark.parametrize("name", ["bf16.6", "bf16.5", "bf16.3", "f32.22", "f16.8"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 9, 13, FRAME_ELEMENTS + 6, 9 * FRAME_ELEMENTS + 3])
+def test_each_bit_that_is_nobodys_is_refused(name: str, count: int) -> None:
+    encoding = Encoding.find(name)
+    assert encoding is not None
+    dtype = {"bf16": "BF16", "f16": "F16", "f32": "F32"}[name.partition(".")[0]]
+    tensor = Tensor(0, "w", dtype, (count,), 0, encoding, 0)
+    (bits,) = encoding.plane_bits(Tier.REFINE, tensor.element_bytes)
+    rest = count % FRAME_ELEMENTS
+    height = -(-rest // (8 // bits))
+    stored = np.zeros(-(-count * bits // 8), np.uint8)
+    segment = Segment(0, 0, count, (Plane(Codec.RAW, 0, stored.size),))
+
+    def decode() -> None:
+        out = np.zeros(tensor.size_bytes, np.uint8)
+        codec.decode_planes(tensor, segment, Tier.REFINE, stored.data, out, codec.Scratch())
+
+    decode()
+    for index in range(height * 8 // bits):
+        place = stored.size - height + index % height
+        stored[place] = 1 << bits * (index // height)
+        if index < rest:
+            decode()
+        else:
+            with pytest.raises(IntegrityError, match="unused bits"):
+                decode()
+        stored[place] = 0
+
+
+def test_an_exponent_of_fp16_with_more_than_five_bits_is_refused() -> None:
+    encoding = Encoding.of_float("F16", 3)
+    tensor = Tensor(0, "w", "F16", (2,), 0, encoding, 0)
+    segment = Segment(0, 0, 2, (Plane(Codec.RAW, 0, 2), Plane(Codec.RAW, 2, 1)))
+    out = np.zeros(4, np.uint8)
+    codec.decode_planes(tensor, segment, Tier.DRAFT, memoryview(b"\x1f\x1f\0"), out, codec.Scratch())
+    with pytest.raises(IntegrityError, match="an exponent has more than 5 bits"):
+        codec.decode_planes(tensor, segment, Tier.DRAFT, memoryview(b"\x1f\x20\0"), out, codec.Scratch())
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 3])

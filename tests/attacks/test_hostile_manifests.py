@@ -23,7 +23,7 @@ SOUND: Document = json.loads(
     build_format_artifact(
         {
             "embed": {"embed.weight": ("BF16", (2, FRAME_ELEMENTS + 5))},
-            "layers.0": {"norm.weight": ("F32", (7,)), "up.weight": ("F16", (30, 30)), "none": ("U8", (0,))},
+            "layers.0": {"norm.weight": ("F32", (7,)), "up.weight": ("I16", (30, 30)), "none": ("U8", (0,))},
             "head": {"head.weight": ("BF16", (40, 40))},
         },
         files={"config.json": b"{}", "sub/more.json": b"[]"},
@@ -65,8 +65,22 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "an empty group name": ("groups/0/name", "", "control characters"),
     "a group name twice": ("groups/0/name", "head", "stands there twice"),
     "an unknown dtype": ("groups/0/tensors/0/dtype", "Q4_K", "not one of"),
-    "an unknown encoding": ("groups/0/tensors/0/encoding", "bf16.1", "not one of"),
-    "an encoding for another dtype": ("groups/1/tensors/1/encoding", "bf16.3", "is not for F16"),
+    "an unknown encoding": ("groups/0/tensors/0/encoding", "lattice", "'lattice' is not known here"),
+    "a draft of more bits than there are": ("groups/0/tensors/0/encoding", "bf16.8", "not known here"),
+    "a sketch that leaves the draft nothing": ("groups/0/tensors/0/encoding", "bf16.3.3", "not known here"),
+    "a sketch that is finer than the draft": ("groups/0/tensors/0/encoding", "bf16.4.3", "not known here"),
+    "far too many bits": ("groups/0/tensors/0/encoding", "f32.99", "not known here"),
+    "bits with a leading zero": ("groups/0/tensors/0/encoding", "bf16.03", "not known here"),
+    "bits in other digits": ("groups/0/tensors/0/encoding", "bf16.\u0663", "not known here"),
+    "bits below none": ("groups/0/tensors/0/encoding", "bf16.-1", "not known here"),
+    "no bits": ("groups/0/tensors/0/encoding", "bf16.", "not known here"),
+    "four tiers": ("groups/0/tensors/0/encoding", "bf16.1.2.3", "not known here"),
+    "an encoding in a line of its own": ("groups/0/tensors/0/encoding", "bf16.3\n", "control characters"),
+    "an encoding of other planes": ("groups/0/tensors/0/encoding", "bf16.4", "2 planes, not 3"),
+    "an encoding of another number of tiers": ("groups/0/tensors/0/encoding", "bf16.7", "cannot be a"),
+    "a sketch that is not there": ("groups/0/tensors/0/encoding", "bf16.1.3", "the sketch tier of tensor 0"),
+    "vectors in a sketch that is not there": ("groups/1/tensors/0/encoding", "whole.sketch", "the sketch tier"),
+    "an encoding for another dtype": ("groups/1/tensors/1/encoding", "bf16.3", "is not for I16"),
     "a negative dimension": ("groups/0/tensors/0/shape/0", -1, "not an integer from 0"),
     "a fractional dimension": ("groups/0/tensors/0/shape/0", 2.0, "is not an integer"),
     "a true dimension": ("groups/0/tensors/0/shape/0", True, "not an integer from 0"),
@@ -114,9 +128,11 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "a digest in capitals": ("parts/0/blake3", "AB" * 32, "64 lower-case"),
     "a digest with a line break": ("parts/0/blake3", "ab" * 32 + "\n", "64 lower-case"),
     "no digest": ("parts/0/blake3", None, "64 lower-case"),
-    "an unknown tier": ("parts/0/tier", "sketch", "not one of draft, refine"),
+    "an unknown tier": ("parts/0/tier", "outline", "not one of sketch, draft, refine"),
     "a refine part among drafts": ("parts/1/tier", "refine", "what comes next is the draft tier"),
     "a part of a group that there is not": ("parts/0/group", 7, "what comes next"),
+    "a draft part called a sketch": ("parts/0/tier", "sketch", "what comes next is the draft tier"),
+    "a draft part called a refinement": ("parts/0/tier", "refine", "what comes next is the draft tier"),
     "a part of another group": ("parts/3/group", 2, "what comes next"),
     "a part of a blob that there is not": ("parts/0/blob", 7, "no blob 7"),
     "a part of another blob": ("parts/0/blob", 1, "what stands before it ends at"),
@@ -150,8 +166,8 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 
 
-def changed(path: str, value: Any) -> Document:
-    document = copy.deepcopy(SOUND)
+def changed(path: str, value: Any, sound: Document = SOUND) -> Document:
+    document = copy.deepcopy(sound)
     *parents, last = path.split("/")
     target: Any = document
     for key in parents:
@@ -287,6 +303,65 @@ def test_it_is_refused_when_it_is(what: str) -> None:
     assert message in str(refused(data))
 
 
+@pytest.mark.parametrize(
+    "what", ["an unknown tier", "an unknown encoding", "an unknown codec", "an unknown dtype"]
+)
+def test_a_name_that_is_not_known_may_be_a_newer_versions(what: str) -> None:
+    path, value, _ = CHANGES[what]
+    error = refused(encoded(changed(path, value)))
+    assert "A newer Teneral may have written it" in error.hint
+    assert value in error.message or path.startswith("parts/0/segments")
+
+
+# Three tiers
+
+THREE_TIERS: Document = json.loads(
+    build_format_artifact(
+        {"layers.0": {"w": ("BF16", (40, 40)), "norm": ("BF16", (40,))}, "head": {"head": ("F32", (40, 40))}},
+        encodings={"w": "bf16.1.3", "norm": "whole.sketch", "head": "f32.1.7"},
+    ).objects["manifest.json"]
+)
+# Parts 0, 1: sketches of layers.0 and of head; 2, 3: their drafts; 4, 5: their refinements. All in two blobs.
+
+
+def test_three_tiers_are_sound_when_left_alone() -> None:
+    parts = parse_manifest(encoded(THREE_TIERS)).parts
+    assert [(part.tier, part.group) for part in parts] == [(tier, group) for tier in Tier for group in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("parts/0/tier", "draft", "what comes next is the sketch tier of tensor 0"),
+        ("parts/1/tier", "refine", "what comes next is the sketch tier of tensor 2"),
+        ("parts/2/tier", "sketch", "what comes next is the draft tier of tensor 0"),
+        ("parts/4/tier", "draft", "what comes next is the refine tier of tensor 0"),
+        ("parts/5/tier", "outline", "'outline' is not one of sketch, draft, refine"),
+        ("groups/0/tensors/0/encoding", "bf16.3", "what comes next is the sketch tier of tensor 1"),
+        ("groups/0/tensors/0/encoding", "bf16.1.2", "cannot be a raw plane of 200"),
+        ("groups/0/tensors/0/encoding", "bf16.2.3", "2 planes, not 3"),
+        ("groups/0/tensors/0/encoding", "bf16.1.7", "1 planes, not 2"),
+        ("groups/0/tensors/1/encoding", "whole", "what comes next is the sketch tier of tensor 2"),
+        ("groups/1/tensors/0/encoding", "bf16.1.3", "is not for F32"),
+    ],
+)
+def test_three_tiers_are_refused_with(path: str, value: Any, message: str) -> None:
+    assert message in str(refused(encoded(changed(path, value, THREE_TIERS))))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_three_tiers_are_refused_without_one_of_their_parts(number: int) -> None:
+    document = copy.deepcopy(THREE_TIERS)
+    del document["parts"][number]
+    refused(encoded(document))
+
+
+def test_the_tiers_of_another_order_are_refused() -> None:
+    document = copy.deepcopy(THREE_TIERS)
+    document["parts"] = document["parts"][2:4] + document["parts"][:2] + document["parts"][4:]
+    refused(encoded(document))
+
+
 # Anything else that could be changed
 
 JSON_VALUES = st.recursive(
@@ -297,7 +372,22 @@ JSON_VALUES = st.recursive(
         st.sampled_from([2**31, 2**48, 2**53, 2**64]),
         st.floats(),
         st.text(max_size=5),
-        st.sampled_from(["raw", "zstd", "whole", "bytes", "bf16.3", "BF16", "F32", "U8", "refine", "draft"]),
+        st.sampled_from(
+            [
+                "raw",
+                "zstd",
+                "whole",
+                "bytes",
+                "bf16.3",
+                "bf16.1.3",
+                "BF16",
+                "F32",
+                "U8",
+                "refine",
+                "draft",
+                "sketch",
+            ]
+        ),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
@@ -316,7 +406,7 @@ def assert_sound(manifest: Manifest) -> None:
                 for segment in part.segments
                 if part.tier is tier and segment.tensor == tensor.index
             )
-            wanted = tensor.num_elements if tier is Tier.DRAFT or tensor.has_refine else 0
+            wanted = tensor.num_elements if tier in tensor.encoding.tiers else 0
             assert [start for start, _ in covered] == [0, *(end for _, end in covered)][: len(covered)]
             assert (covered[-1][1] if covered else 0) == wanted
     for part in manifest.parts:
@@ -353,8 +443,8 @@ def try_parse(data: bytes) -> None:
 
 @st.composite
 def mutated_documents(draw: st.DrawFn) -> Document:
-    """The sound manifest with one to three places replaced, removed, doubled or swapped."""
-    document = copy.deepcopy(SOUND)
+    """A sound manifest with one to three places replaced, removed, doubled or swapped."""
+    document = copy.deepcopy(draw(st.sampled_from([SOUND, THREE_TIERS])))
     for _ in range(draw(st.integers(1, 3))):
         target: Any = document
         while True:

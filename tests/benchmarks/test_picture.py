@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from benchmarks import picture
 from benchmarks.cold_start import BASE, PACKED
+from benchmarks.svg import spread_out, ticks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,12 +67,12 @@ def test_one_rate_is_no_picture() -> None:
 
 
 def test_the_axis_is_marked_at_round_numbers() -> None:
-    assert picture.ticks(0.9, 30) == [1, 2, 5, 10, 20]
+    assert ticks(0.9, 30) == [1, 2, 5, 10, 20]
 
 
 @given(st.lists(st.floats(0, 400), max_size=12))
 def test_labels_never_overlap_and_keep_their_order(places: list[float]) -> None:
-    spread = picture.spread_out(places, GAP, 0, 400)
+    spread = spread_out(places, GAP, 0, 400)
     order = sorted(range(len(places)), key=places.__getitem__)
     for lower, upper in pairwise(order):
         assert spread[upper] - spread[lower] >= GAP - 1e-6
@@ -81,4 +82,4 @@ def test_labels_never_overlap_and_keep_their_order(places: list[float]) -> None:
 @given(st.lists(st.floats(0, 400), max_size=8))
 def test_labels_with_room_stay_where_they_are(places: list[float]) -> None:
     spaced = [25.0 * index for index in range(len(places))]
-    assert picture.spread_out(spaced, GAP, 0, 400) == spaced
+    assert spread_out(spaced, GAP, 0, 400) == spaced

@@ -12,6 +12,7 @@ from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.inspect import describe, render_table
 from teneral.loader.tools.pack import pack
+from teneral.loader.tools.tier_options import TierOptions
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,38 @@ def test_the_table_has_a_row_for_each_group_between_header_and_total(artifact: M
     assert rows == ["group", "embed", "layers.0", "layers.1", "head", "total"]
     assert "stored/raw" in body
     assert len({len(line) for line in body.splitlines()}) == 1
+
+
+def test_a_sketch_has_columns_where_there_is_one(artifact: MemoryStore) -> None:
+    store = MemoryStore()
+    source = model_store(llama_contents(hidden=128))
+    manifest = pack(source, store, tiers=TierOptions(sketch_bits=1)).manifest
+    value = describe(manifest, store.url)
+    totals = value["totals"]
+    assert totals["sketch_bytes"] == manifest.stored_bytes(Tier.SKETCH)
+    assert totals["stored_bytes"] == sum(totals[f"{name}_bytes"] for name in ("sketch", "draft", "refine"))
+    assert 0.28 < totals["sketch_ratio"] < 0.32
+    assert 0.40 < totals["draft_ratio"] < 0.45  # with the sketch, without which it is none
+    table = render_table(value)
+    assert "sketch/raw" in table
+    assert "bf16.1.3 (" in table
+    assert "sketch" not in render_table(describe(open_artifact(artifact), artifact.url))
+
+
+def test_a_dtype_without_tiers_is_said_to_be_exact_only() -> None:
+    contents = llama_contents(hidden=64)
+    contents["model.layers.0.quantized.weight"] = random_content("F8_E4M3", (40, 40))
+    contents["model.layers.0.half.weight"] = random_content("F16", (40, 40))
+    store = MemoryStore()
+    value = describe(pack(model_store(contents), store).manifest, store.url)
+    assert {entry["dtype"]: entry["exact_only"] for entry in value["precision"]} == {
+        "BF16": False,
+        "F16": False,
+        "F8_E4M3": True,
+    }
+    assert sum(entry["raw_bytes"] for entry in value["precision"]) == value["totals"]["raw_bytes"]
+    (line,) = [line for line in render_table(value).splitlines() if line.startswith("encodings")]
+    assert line == "encodings BF16 bf16.3 (16), whole (5); F16 f16.3 (1); F8_E4M3 exact only, bytes (1)"
 
 
 def test_plain_safetensors_are_shown_without_tiers() -> None:

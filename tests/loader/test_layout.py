@@ -78,7 +78,7 @@ def test_tensors_are_numbered_group_by_group_and_placed_aligned() -> None:
             "model.layers.0.mlp.gate_proj.weight": ("BF16", (5, 3)),
             "model.embed_tokens.weight": ("F32", (7, 3)),
         },
-        lambda dtype, shape: Encoding.BYTES if dtype == "F32" else Encoding.WHOLE,
+        lambda name, dtype, shape: Encoding.BYTES if dtype == "F32" else Encoding.WHOLE,
     )
     assert [group.name for group in groups] == ["embed", "layers.0", "head"]
     assert [one.index for one in tensors] == [0, 1, 2, 3]

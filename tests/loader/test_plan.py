@@ -97,7 +97,7 @@ def test_tables_come_last_when_their_rows_are_asked_for(order: Order) -> None:
     built = build_artifact(THREE_LAYERS, draft_elements=6_500, refine_elements=4_000)
     plan = plan_load(built.manifest, order, tables_last=True)
     embed = [step.number for step in plan.steps if step.part.group == 0]
-    for tier in Tier:
+    for tier in (Tier.DRAFT, Tier.REFINE):
         ours = [number for number in embed if plan.steps[number].part.tier is tier]
         others = [step.number for step in plan.steps if step.part.group != 0 and step.part.tier is tier]
         assert len(ours) > 1

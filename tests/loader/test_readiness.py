@@ -34,6 +34,25 @@ def test_a_group_without_refinement_is_exact_with_its_draft() -> None:
     assert was_last
 
 
+def test_there_is_no_sketch_before_the_draft_of_a_group_that_begins_with_one() -> None:
+    readiness = Readiness(2, [(0, Tier.DRAFT), (0, Tier.REFINE), (1, Tier.SKETCH), (1, Tier.DRAFT)])
+    assert not readiness.is_open(0, Tier.SKETCH)
+    settle(readiness, 2)
+    assert readiness.is_open(1, Tier.SKETCH)
+    assert not readiness.is_open(1, Tier.DRAFT)
+    gates, _ = readiness.settle(0)
+    assert gates == [(0, Tier.DRAFT)]
+    readiness.open(gates)
+    assert [readiness.is_open(0, tier) for tier in Tier] == [True, True, False]
+
+
+def test_a_group_that_is_whole_in_its_sketch_is_exact_with_it() -> None:
+    readiness = Readiness(1, [(0, Tier.SKETCH)])
+    gates, was_last = readiness.settle(0)
+    assert gates == [(0, tier) for tier in Tier]
+    assert was_last
+
+
 def test_a_gate_is_closed_until_it_is_opened() -> None:
     readiness = Readiness(1, [(0, Tier.DRAFT)])
     gates, _ = readiness.settle(0)
@@ -56,9 +75,11 @@ def test_gates_open_with_their_last_part_in_any_order(data: st.DataObject) -> No
         assert was_last == (done == len(parts))
         left = [parts[each] for each in order[done:]]
         for other in range(num_groups):
-            draft_left, refine_left = (other, Tier.DRAFT) in left, (other, Tier.REFINE) in left
-            assert readiness.is_open(other, Tier.DRAFT) == (not draft_left)
-            assert readiness.is_open(other, Tier.REFINE) == (not draft_left and not refine_left)
+            first = min((tier for group, tier in parts if group == other), default=Tier.SKETCH)
+            for tier in Tier:
+                stands_for = max(tier, first)
+                is_due = not any((other, below) in left for below in Tier if below <= stands_for)
+                assert readiness.is_open(other, tier) == is_due
     assert readiness.num_open(Tier.REFINE) == num_groups
 
 

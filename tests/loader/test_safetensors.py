@@ -14,6 +14,7 @@ from tests.support.checkpoints import raw_file, safetensors_file
 from teneral.loader.errors import ChangedError, CheckpointError
 from teneral.loader.format.manifest import DTYPE_BITS
 from teneral.loader.format.safetensors import (
+    METADATA_KEY,
     SafetensorsWriter,
     TensorSpec,
     make_header,
@@ -94,7 +95,9 @@ def test_sub_byte_dtypes_are_measured_packed() -> None:
 
 
 SPECS = st.dictionaries(
-    st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=20),
+    st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=20).filter(
+        lambda name: name != METADATA_KEY
+    ),
     st.tuples(
         st.sampled_from(sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits % 8 == 0)),
         st.lists(st.integers(0, 4), max_size=3),

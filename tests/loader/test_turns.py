@@ -93,3 +93,65 @@ def test_whatever_is_asked_for_every_step_has_one_turn_after_those_that_it_needs
     for number in order:
         assert all(turns[needed] < turns[number] for needed in the_plan.steps[number].needs)
     assert turns.awaited_bytes is None
+
+
+def tiers_of(plan: Plan, numbers: list[int]) -> list[Tier]:
+    return [plan.steps[number].part.tier for number in numbers]
+
+
+def test_what_had_its_turn_stays_and_the_rest_goes_on_in_the_other_order() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    had = [take_one(turns) for _ in range(len(the_plan.steps) // 3)]
+    assert Tier.REFINE in tiers_of(the_plan, had)
+    turns.reorder(Order.DRAFT_FIRST)
+    rest = [take_one(turns) for _ in range(len(the_plan.steps) - len(had))]
+    assert sorted(had + rest) == list(range(len(the_plan.steps)))
+    assert tiers_of(the_plan, rest) == sorted(tiers_of(the_plan, rest))
+    assert turns.peek() is None
+
+
+def test_what_was_asked_for_comes_first_in_the_other_order_too() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    wish = next(step for step in reversed(the_plan.steps) if len(step.needs) == 2)
+    turns.promote([wish.number])
+    turns.reorder(Order.DRAFT_FIRST)
+    assert [take_one(turns) for _ in range(3)] == [*wish.needs, wish.number]
+
+
+def test_going_back_to_the_plans_own_order_is_as_if_nothing_had_been() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    turns.reorder(Order.DRAFT_FIRST)
+    turns.reorder(Order.EXACT)
+    assert [take_one(turns) for _ in the_plan.steps] == list(range(len(the_plan.steps)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    first=st.sampled_from(Order),
+    cuts=st.tuples(st.integers(700, 9_000), st.integers(700, 9_000)),
+    tables_last=st.booleans(),
+    data=st.data(),
+)
+def test_whenever_the_order_changes_every_step_has_one_turn_after_those_that_it_needs(
+    first: Order, cuts: tuple[int, int], tables_last: bool, data: st.DataObject
+) -> None:
+    built = build_artifact(LAYOUT, draft_elements=cuts[0], refine_elements=cuts[1])
+    the_plan = plan_load(built.manifest, first, tables_last=tables_last)
+    turns = Turns(the_plan)
+    order: list[int] = []
+    while turns.peek() is not None:
+        match data.draw(st.sampled_from(["take", "take", "take", "reorder", "promote"])):
+            case "reorder":
+                turns.reorder(data.draw(st.sampled_from(Order)))
+            case "promote":
+                turns.promote(data.draw(st.sets(st.integers(0, len(the_plan.steps) - 1), max_size=3)))
+        run = turns.next_run(data.draw(st.sampled_from([0, 3_000, EVERYTHING_BYTES])))
+        turns.take(run)
+        order += run
+    assert sorted(order) == list(range(len(the_plan.steps)))
+    for number in order:
+        assert all(turns[needed] < turns[number] for needed in the_plan.steps[number].needs)
+    assert turns.awaited_bytes is None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
@@ -41,9 +45,13 @@ def pace(range_bytes: int = 1 << 20) -> Pace:
 
 
 def queue_of(
-    built: BuiltArtifact, *, staging_bytes: int = 1 << 20, range_bytes: int = 1 << 20
+    built: BuiltArtifact,
+    *,
+    staging_bytes: int = 1 << 20,
+    range_bytes: int = 1 << 20,
+    order: Order = Order.EXACT,
 ) -> tuple[WorkQueue, Plan]:
-    plan = plan_load(built.manifest, Order.EXACT)
+    plan = plan_load(built.manifest, order)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
     return WorkQueue(plan, Staging(staging_bytes), arena.slabs, pace(range_bytes)), plan
 
@@ -274,3 +282,119 @@ def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> 
         assert reader.result(WAIT_S) is None
     work.check_integrity()
     assert (staging.used_bytes, staging.capacity_bytes) == (0, 0)
+
+
+def test_what_nobody_has_asked_for_is_counted_by_tier_without_what_is_on_its_way() -> None:
+    work, plan = queue_of(two_layers(), range_bytes=1000, order=Order.DRAFT_FIRST)
+    sizes = [step.part.size_bytes for step in plan.steps]
+    assert work.left_bytes() == [0, sizes[0] + sizes[1], sizes[2] + sizes[3]]
+    task = work.next_read()  # the first range of the first part: that part counts no longer
+    assert task is not None
+    assert work.left_bytes() == [0, sizes[1], sizes[2] + sizes[3]]
+    work.finish_read(task[0])
+    assert work.left_bytes() == [0, sizes[1], sizes[2] + sizes[3]]
+    work.reorder(Order.EXACT)
+    assert work.left_bytes() == [0, sizes[1], sizes[2] + sizes[3]]
+
+
+def test_a_new_order_holds_from_the_next_part_on() -> None:
+    work, plan = queue_of(two_layers(), range_bytes=1000, order=Order.AUTO)
+    begun = work.next_read()
+    assert begun is not None
+    work.reorder(Order.EXACT)
+    rest = take_all_reads_after(work, plan, begun[0])
+    assert first_seen([begun[0], *rest]) == [0, 2, 1, 3]  # layer 0 whole, which its order would not have
+    assert [plan.steps[number].part.group for number in (0, 2, 1, 3)] == [0, 0, 1, 1]
+
+
+def take_all_reads_after(work: WorkQueue, plan: Plan, begun: Read) -> list[Read]:
+    taken: list[Read] = []
+    while sum(each.end_bytes - each.start_bytes for each in (begun, *taken)) < plan.stored_bytes:
+        task = work.next_read()
+        assert task is not None
+        taken.append(task[0])
+    return taken
+
+
+def first_seen(reads: list[Read]) -> list[int]:
+    """Steps by their first reads."""
+    return list(dict.fromkeys(piece.step for read in reads for piece in read.pieces))
+
+
+class Workers:
+    """Threads that read and decode everything, and change the order after so many reads. No bytes are moved."""
+
+    def __init__(self, work: WorkQueue, changes: Mapping[int, Order]) -> None:
+        self.pieces: list[tuple[int, int, int]] = []
+        self.decoded: list[int] = []
+        self._work = work
+        self._changes = changes
+        self._lock = threading.Lock()
+
+    def run(self, num_readers: int, num_decoders: int) -> None:
+        """Raises `TimeoutError` when they do not end."""
+        with ThreadPoolExecutor(num_readers + num_decoders) as pool:
+            ends = [pool.submit(self._read) for _ in range(num_readers)]
+            ends += [pool.submit(self._decode) for _ in range(num_decoders)]
+            try:
+                for end in ends:
+                    end.result(WAIT_S)
+            finally:
+                self._work.stop()
+
+    def _read(self) -> None:
+        while (task := self._work.next_read()) is not None:
+            read, _ = task
+            with self._lock:
+                self.pieces += read.pieces
+                change = self._changes.get(len(self.pieces))
+            if change is not None:
+                self._work.reorder(change)
+            for step, _ in self._work.finish_read(read):
+                if step.slab_offset_bytes is not None:
+                    self._finish(step)
+
+    def _decode(self) -> None:
+        while (task := self._work.next_step()) is not None:
+            self._finish(task[0])
+
+    def _finish(self, step: Step) -> None:
+        with self._lock:
+            self.decoded.append(step.number)
+        self._work.finish_step(step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.sampled_from(Order),
+    packed=st.booleans(),
+    cuts=st.tuples(st.integers(500, 9_000), st.integers(500, 9_000)),
+    range_bytes=st.integers(300, 20_000),
+    changes=st.dictionaries(st.integers(1, 60), st.sampled_from(Order), max_size=6),
+    num_readers=st.integers(1, 3),
+    num_decoders=st.integers(1, 2),
+)
+def test_whenever_the_order_changes_each_byte_is_read_once_and_nothing_waits_for_ever(
+    order: Order,
+    packed: bool,
+    cuts: tuple[int, int],
+    range_bytes: int,
+    changes: dict[int, Order],
+    num_readers: int,
+    num_decoders: int,
+) -> None:
+    layout = [(f"layers.{number}", {f"w{number}": ("BF16", (64, 96))}) for number in range(4)]
+    built = build_artifact(layout, packed=packed, draft_elements=cuts[0], refine_elements=cuts[1])
+    smallest_staging = max(part.size_bytes for part in built.manifest.parts)
+    work, plan = queue_of(built, staging_bytes=smallest_staging, range_bytes=range_bytes, order=order)
+    workers = Workers(work, changes)
+    workers.run(num_readers, num_decoders)
+    work.check_integrity()
+    assert sorted(workers.decoded) == list(range(len(plan.steps)))
+    place = {number: index for index, number in enumerate(workers.decoded)}
+    for step in plan.steps:
+        assert all(place[needed] < place[step.number] for needed in step.needs)
+        read = sorted(piece[1:] for piece in workers.pieces if piece[0] == step.number)
+        assert [start for start, _ in read] == [0, *(end for _, end in read[:-1])]
+        assert read[-1][1] == step.part.size_bytes
+    assert work.left_bytes() == [0, 0, 0]

@@ -47,11 +47,12 @@ class BuiltArtifact:
     originals: dict[str, Bytes]
 
     def expected(self, name: str, tier: Tier) -> Bytes:
-        """The tensor's bytes once that tier is there. A split tensor's draft has midpoints for low bits."""
+        """The tensor's bytes once that tier is there. Until a split tensor is exact it has midpoints for low bits."""
         data = self.originals[name]
-        if tier is Tier.REFINE or not self.manifest.by_name[name].has_refine:
+        tensor = self.manifest.by_name[name]
+        if tier is Tier.REFINE or len(tensor.encoding.tiers) == 1:
             return data
-        return ((data.view("<u2") & np.uint16(0xFFF0)) | np.uint16(0b1000)).view(np.uint8)
+        return coarse(tensor.dtype, tensor.encoding.mantissa_bits(tier), data)
 
     def parts_of(self, group: str, tier: Tier) -> tuple[Part, ...]:
         index = next(entry.index for entry in self.manifest.groups if entry.name == group)
@@ -68,6 +69,16 @@ def weight_bytes(dtype: str, shape: Shape, rng: np.random.Generator) -> Bytes:
     return rng.integers(0, 2 if dtype == "BOOL" else 256, size_bytes, dtype=np.uint8)
 
 
+def coarse(dtype: str, mantissa_bits: int, data: Bytes) -> Bytes:
+    """Floats of which only so many mantissa bits are known: the others are the middle of what they can be."""
+    word, all_bits = {"BF16": ("<u2", 7), "F16": ("<u2", 10), "F32": ("<u4", 23)}[dtype]
+    unknown = all_bits - mantissa_bits
+    if unknown == 0:
+        return data
+    words = data.view(word)
+    return ((words >> unknown << unknown) | (1 << (unknown - 1))).astype(word).view(np.uint8)
+
+
 def build_artifact(
     layout: Layout,
     *,
@@ -75,8 +86,13 @@ def build_artifact(
     packed: bool = True,
     draft_elements: int = 100_000,
     refine_elements: int = 70_000,
+    sketch_bits: int | None = None,
+    sketch_elements: int = 100_000,
 ) -> BuiltArtifact:
-    """An artifact whose parts hold up to so many elements of their tier, however many tensors that takes."""
+    """An artifact whose parts hold up to so many elements of their tier, however many tensors that takes.
+
+    With `sketch_bits`, matrices of bf16 have a sketch of so many mantissa bits, and what is whole is in it.
+    """
     rng = np.random.default_rng(seed)
     groups: list[Group] = []
     tensors: list[Tensor] = []
@@ -85,17 +101,15 @@ def build_artifact(
         offsets, slab_bytes = place_tensors([tensor_bytes(*member) for member in members.values()])
         first = len(tensors)
         for (name, (dtype, shape)), offset in zip(members.items(), offsets, strict=True):
-            encoding = _encoding(dtype, shape) if packed else Encoding.WHOLE
+            encoding = _encoding(dtype, shape, sketch_bits) if packed else Encoding.WHOLE
             tensors.append(Tensor(len(tensors), name, dtype, shape, group_index, encoding, offset))
             originals[name] = weight_bytes(dtype, shape, rng)
         groups.append(Group(group_index, group_name, tuple(range(first, len(tensors))), slab_bytes))
     writer = _BlobWriter(tensors, originals, packed=packed)
-    for tier, most in ((Tier.DRAFT, draft_elements), (Tier.REFINE, refine_elements)):
+    for tier, most in zip(Tier, (sketch_elements, draft_elements, refine_elements), strict=True):
         for group in groups:
             members_of = [tensors[index] for index in group.tensors]
-            for stretches in _cut(
-                [tensor for tensor in members_of if tier is Tier.DRAFT or tensor.has_refine], most
-            ):
+            for stretches in _cut([tensor for tensor in members_of if tier in tensor.encoding.tiers], most):
                 writer.add_part(tier, group.index, stretches)
     manifest = Manifest(
         generator="tests",
@@ -110,11 +124,11 @@ def build_artifact(
     return BuiltArtifact(manifest, MemoryStore(writer.objects()), originals)
 
 
-def _encoding(dtype: str, shape: Shape) -> Encoding:
+def _encoding(dtype: str, shape: Shape, sketch_bits: int | None) -> Encoding:
     """As the packer chooses, but splitting the smallest bf16 matrix too."""
     if dtype == "BF16" and len(shape) > 1 and math.prod(shape):
-        return Encoding.BF16_3
-    return codec.choose_encoding(dtype, shape)
+        return Encoding.of_float(dtype, 3, sketch_bits)
+    return codec.choose_encoding(dtype, shape, sketch_bits=sketch_bits)
 
 
 def _cut(tensors: Sequence[Tensor], most: int) -> Iterator[list[tuple[Tensor, int, int]]]:
@@ -141,7 +155,7 @@ class _BlobWriter:
     def __init__(self, tensors: Sequence[Tensor], originals: Mapping[str, Bytes], *, packed: bool) -> None:
         self._originals = originals
         self._packed = packed
-        self._data = {tier: bytearray() for tier in Tier}
+        self._data: dict[Tier, bytearray] = {}  # by tier, in the order of their parts
         self.parts: list[Part] = []
 
     def add_part(self, tier: Tier, group: int, stretches: list[tuple[Tensor, int, int]]) -> None:
@@ -155,10 +169,19 @@ class _BlobWriter:
                 content += coded
                 content += bytes(align(len(content), 8) - len(content)) if self._packed else b""
             segments.append(Segment(tensor.index, start, end - start, tuple(planes)))
-        blob = self._data[tier]
+        blob = self._data.setdefault(tier, bytearray())
         digest = blake3(content).digest() if self._packed else None
         self.parts.append(
-            Part(len(self.parts), tier, group, tier.value, len(blob), len(content), digest, tuple(segments))
+            Part(
+                len(self.parts),
+                tier,
+                group,
+                list(self._data).index(tier),
+                len(blob),
+                len(content),
+                digest,
+                tuple(segments),
+            )
         )
         blob += content
 
@@ -172,4 +195,6 @@ class _BlobWriter:
         )
 
     def objects(self) -> dict[str, bytes]:
-        return {blob.name: bytes(self._data[tier]) for blob, tier in zip(self.blobs(), Tier, strict=True)}
+        return {
+            blob.name: bytes(self._data[tier]) for blob, tier in zip(self.blobs(), self._data, strict=True)
+        }

@@ -17,6 +17,7 @@ from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
     Blob,
+    Encoding,
     File,
     Group,
     Manifest,
@@ -63,8 +64,10 @@ def build_format_artifact(
     part_elements: int = 4 * FRAME_ELEMENTS,
     parts_in_blob: int = 3,
     seed: int = 0,
+    encodings: Mapping[str, str] | None = None,
 ) -> FormatArtifact:
-    """`layout` gives the groups. Parts hold up to `part_elements`, a multiple of `FRAME_ELEMENTS`."""
+    """`layout` gives the groups. Parts hold up to `part_elements`, a multiple of `FRAME_ELEMENTS`. Tensors that
+    `encodings` names are stored so, the others as the packer would."""
     rng = np.random.default_rng(seed)
     groups: list[Group] = []
     tensors: list[Tensor] = []
@@ -72,7 +75,9 @@ def build_format_artifact(
         offsets, slab_bytes = place_tensors([tensor_bytes(*member) for member in members.values()])
         first = len(tensors)
         for (tensor_name, (dtype, shape)), offset in zip(members.items(), offsets, strict=True):
-            encoding = codec.choose_encoding(dtype, shape)
+            chosen = (encodings or {}).get(tensor_name)
+            encoding = codec.choose_encoding(dtype, shape) if chosen is None else Encoding.find(chosen)
+            assert encoding is not None, chosen
             tensors.append(Tensor(len(tensors), tensor_name, dtype, shape, len(groups), encoding, offset))
         groups.append(Group(len(groups), name, tuple(range(first, len(tensors))), slab_bytes))
     contents = {tensor.name: weight_like(tensor.dtype, tensor.shape, rng) for tensor in tensors}
@@ -129,7 +134,7 @@ def _gather(
     """Parts as lists of (tensor, start, count)."""
     part: list[tuple[Tensor, int, int]] = []
     for tensor in tensors:
-        if tier is Tier.REFINE and not tensor.has_refine:
+        if tier not in tensor.encoding.tiers:
             continue
         for start in range(0, tensor.num_elements, part_elements):
             count = min(part_elements, tensor.num_elements - start)
@@ -166,6 +171,7 @@ MIXED_LAYOUT: dict[str, Shapes] = {
         "up.weight": ("BF16", (301, 301)),
         "down.weight": ("F16", (97, 103)),
         "scales": ("F32", (40, 31)),
+        "codes": ("I8", (97, 103)),
         "packed": ("F4", (64, 32)),
         "nothing": ("BF16", (0, 8)),
         "scalar": ("F32", ()),

@@ -17,11 +17,11 @@ FRAME_ELEMENTS = 65_536
 ELEMENT_BYTES = {"U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 ELEMENT_BYTES |= {"U64": 8, "I64": 8, "F64": 8, "C64": 8}  # all others: 1
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-MIDPOINT = 0b1000
+FLOATS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23)}  # bits of the exponent and of the mantissa
 
 
 def read_weights(
-    objects: Mapping[str, bytes], *, tiers: tuple[str, ...] = ("draft", "refine")
+    objects: Mapping[str, bytes], *, tiers: tuple[str, ...] = ("sketch", "draft", "refine")
 ) -> dict[str, bytes]:
     """Every tensor's bytes by name, aliases too, as far as `tiers` tell them."""
     manifest = json.loads(objects["manifest.json"])
@@ -76,31 +76,65 @@ def write_segment(
 ) -> None:
     width = ELEMENT_BYTES.get(tensor["dtype"], 1)
     start, count = segment["start"], segment["count"]
-    if tensor["encoding"] == "whole":
+    kind, *numbers = tensor["encoding"].split(".")
+    if kind == "whole":
         content[start * width : (start + count) * width] = planes[0]
-    elif tensor["encoding"] == "bytes":
+    elif kind == "bytes":
         for place, plane in enumerate(planes):
             assert len(plane) == count
             content[start * width + place : (start + count) * width : width] = plane
-    elif tier == "draft":
-        exponents, tops = planes[0], nibbles(planes[1], count)
-        for index in range(count):
-            word = tops[index] >> 3 << 15 | exponents[index] << 7 | (tops[index] & 7) << 4 | MIDPOINT
-            content[2 * (start + index) : 2 * (start + index) + 2] = word.to_bytes(2, "little")
     else:
-        for index, low in enumerate(nibbles(planes[0], count)):
-            content[2 * (start + index)] = content[2 * (start + index)] & 0xF0 | low
+        words = [
+            int.from_bytes(content[width * index : width * index + width], "little")
+            for index in range(start, start + count)
+        ]
+        for index, word in enumerate(float_words(kind, list(map(int, numbers)), tier, planes, words), start):
+            content[width * index : width * index + width] = word.to_bytes(width, "little")
 
 
-def nibbles(plane: bytes, count: int) -> list[int]:
-    """One an element; every frame has its first half in the low nibbles, its second in the high ones."""
-    values: list[int] = []
-    position = 0
+def float_words(kind: str, numbers: list[int], tier: str, planes: list[bytes], words: list[int]) -> list[int]:
+    """The floats' bit patterns once this tier is there; `words` are those before."""
+    exponent_bits, mantissa_bits = FLOATS[kind]
+    known = dict(zip(("draft",) if len(numbers) == 1 else ("sketch", "draft"), numbers, strict=True))
+    known["refine"] = mantissa_bits
+    names = list(known)
+    missing = mantissa_bits - known[tier]
+    fill = 1 << (missing - 1) if missing else 0
+    if tier == names[0]:
+        field = field_values(planes[1:], 1 + known[tier], len(words))
+        signs = [value >> known[tier] for value in field]
+        mantissas = [value & ((1 << known[tier]) - 1) for value in field]
+        assert len(planes[0]) == len(words)
+        return [
+            sign << (exponent_bits + mantissa_bits) | exponent << mantissa_bits | mantissa << missing | fill
+            for sign, exponent, mantissa in zip(signs, planes[0], mantissas, strict=True)
+        ]
+    before = known[names[names.index(tier) - 1]]
+    kept = -1 << (mantissa_bits - before)
+    field = field_values(planes, known[tier] - before, len(words))
+    return [word & kept | value << missing | fill for word, value in zip(words, field, strict=True)]
+
+
+def field_values(planes: list[bytes], field_bits: int, count: int) -> list[int]:
+    sizes = [8] * (field_bits // 8) + [size for size in (4, 2, 1) if field_bits % 8 & size]
+    values = [0] * count
+    for plane, bits in zip(planes, sizes, strict=True):
+        values = [
+            value << bits | more for value, more in zip(values, unpacked(plane, bits, count), strict=True)
+        ]
+    return values
+
+
+def unpacked(plane: bytes, bits: int, count: int) -> list[int]:
+    """One value an element: every frame has its first elements in the lowest bits of its bytes."""
+    share, values, position = 8 // bits, [], 0
     while len(values) < count:
         in_frame = min(FRAME_ELEMENTS, count - len(values))
-        half = (in_frame + 1) // 2
-        frame = plane[position : position + half]
-        values += [byte & 15 for byte in frame] + [byte >> 4 for byte in frame[: in_frame - half]]
-        position += half
+        height = -(-in_frame // share)
+        frame = plane[position : position + height]
+        values += [
+            frame[index % height] >> bits * (index // height) & ((1 << bits) - 1) for index in range(in_frame)
+        ]
+        position += height
     assert position == len(plane)
     return values

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -86,6 +87,10 @@ class StoreServer:
         while any(entry.done_s is None for entry in entries) and time.monotonic() < until_s:
             time.sleep(0.001)
         return entries
+
+    def sent_bytes(self) -> int:
+        """Bytes of bodies that were given to the network, of answers under way too, as far as the log goes."""
+        return sum(entry.sent_bytes for entry in list(self._service.log))
 
     def clear_log(self) -> None:
         self._service.log.clear()
@@ -166,6 +171,11 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=0.0, help="before the first byte of each answer")
     parser.add_argument("--tls-certificate", help="a PEM file with certificate and key: serve https")
     parser.add_argument("--totals", action="store_true", help="in the end print as JSON what was asked for")
+    parser.add_argument(
+        "--tell-sent",
+        action="store_true",
+        help="for each byte on standard input, print how many it has sent",
+    )
     for each in fields(FaultMix):
         flag = f"--{each.name.replace('_', '-')}"
         parser.add_argument(flag, type=type(each.default), default=each.default, help="a fault")
@@ -191,9 +201,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with server, suppress(KeyboardInterrupt):
         print(server.url, flush=True)
+        if arguments.tell_sent:
+            threading.Thread(target=_tell_sent, args=(server,), name="store-tell-sent", daemon=True).start()
         ended.wait()
         if arguments.totals:
             print(json.dumps(_totals(server)), flush=True)
+
+
+def _tell_sent(server: StoreServer) -> None:
+    """One answer a byte that is sent, until there is nobody to ask. Not through `sys.stdin`: its lock, held by a
+    thread that waits for ever, would keep the interpreter from ending.
+    """
+    while os.read(sys.stdin.fileno(), 1):
+        print(server.sent_bytes(), flush=True)
 
 
 def _totals(server: StoreServer) -> dict[str, int]:

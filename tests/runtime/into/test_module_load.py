@@ -23,6 +23,7 @@ from teneral.loader.errors import (
     UnavailableError,
     UsageError,
 )
+from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.stream.options import LoadOptions
@@ -316,7 +317,7 @@ def test_nothing_is_left_when_all_is_there():
 def test_the_gate_raises_the_loads_error_and_says_where_it_waited():
     net = Net()
     arrival = PoisonedLoad(net, store_of(filled()))
-    parts = arrival.manifest.parts_of(arrival.group_of("layers.1.up.weight"), 0)
+    parts = arrival.manifest.parts_of(arrival.group_of("layers.1.up.weight"), Tier.DRAFT)
     arrival.paced.fail(lambda: UnavailableError("the store is away"), reads_of(arrival.manifest, *parts))
     arrival.arrive(range(2))
     arrival.arrive()

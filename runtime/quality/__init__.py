@@ -1,0 +1,1 @@
+"""How good is a draft: `teneral eval-draft` (docs/draft-quality.md)."""

@@ -1,0 +1,207 @@
+"""How much of a decoder's behaviour an approximation of its weights keeps, over a text.
+
+Both models read the same tokens, whatever they would have said themselves, in windows that know nothing of each
+other; so every next token is judged with the same context. Logits exist for a few rows at a time only. Acceptance is
+measured by really drafting: the approximation goes on greedily from several places, and the exact model reads what it
+wrote, as the engine does when it verifies. Where weights come from is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ModelError
+from ..models.decoder import Decoder
+from .listening import listening_head
+from .sequences import Sequences
+
+WINDOW_TOKENS = 512
+DRAFTED_TOKENS = 32  # at each place
+MAX_PLACES = 64
+MIN_CONTEXT = 8  # of a model: there is nothing to draft in less
+CONTEXT_TOKENS = 128  # before each place
+_PLACE_TOKENS = 32  # of text, for each place: a short text has fewer of them
+_PLACES_AT_ONCE = 8  # bounds the keys and values
+_MAX_SLICE_ELEMENTS = (
+    4 << 20
+)  # logits of one model at a time; comparing them takes some 8 times as much memory
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How far the exact model would have chosen what was drafted."""
+
+    drafted: int  # tokens at each place
+    accepted: tuple[int, ...]  # of each place: tokens before the first that it would not have chosen
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accepted)
+
+    @property
+    def mean_error(self) -> float:
+        """The mean's standard error, 0 where there is one place only."""
+        spread = statistics.stdev(self.accepted) if len(self.accepted) > 1 else 0.0
+        return spread / math.sqrt(len(self.accepted))
+
+    @property
+    def whole_share(self) -> float:
+        """Share of the places where all that was drafted was accepted."""
+        return self.accepted.count(self.drafted) / len(self.accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderQuality:
+    """Of an approximation p' of a model p. Distributions are those of the next token, at temperature 1."""
+
+    predictions: int  # next tokens that were judged
+    exact_perplexity: float
+    perplexity: float
+    perplexity_ratio: float  # the approximation's over the exact one's
+    perplexity_ratio_error: float  # its standard error, as far as this text tells
+    agreement: float  # share of next tokens whose likeliest one is the same
+    total_variation: float  # mean of ½ Σ |p - p'|
+    kl_nats: float  # mean of Σ p log(p / p')
+    hidden_cosine: float  # mean over the predictions, between the last hidden states, as the head reads them
+    worst_hidden_cosine: float
+    accepted: Acceptance
+    exact_accepted: Acceptance  # of the exact model, drafting for itself
+
+
+def compare_decoders(
+    approximate: Decoder, exact: Decoder, tokens: Sequence[int], *, prefix: Sequence[int] = ()
+) -> DecoderQuality:
+    """Run both over `tokens`, at least 2; `prefix` is what the model expects at the start of every text.
+
+    Raises `ModelError` for a token outside of the vocabulary, and for logits that are no numbers. Memory beside the
+    models: a few hundred MiB at most, of logits and of keys and values.
+    """
+    vocab_size = exact.config.vocab_size
+    if max(tokens) >= vocab_size:
+        raise ModelError(
+            f"the tokenizer made token {max(tokens)}, but the model's vocabulary has {vocab_size}",
+            hint="Do the tokenizer and the weights belong to the same model?",
+        )
+    if exact.config.max_context < MIN_CONTEXT:
+        raise ModelError(
+            f"the model's context of {exact.config.max_context} tokens is too short to judge a draft in"
+        )
+    windows = list(_windows(tokens, prefix, min(WINDOW_TOKENS, exact.config.max_context)))
+    figures = torch.cat([_judge_window(approximate, exact, window) for window in windows])
+    if not bool(figures.isfinite().all()):
+        raise ModelError(
+            "the logits of this model are not finite numbers",
+            hint="Is it sound? `teneral verify` tells whether the bytes are those that were packed.",
+        )
+    exact_loss, loss, agrees, variation, divergence, cosine = figures.unbind(1)
+    ratio = math.exp(float((loss - exact_loss).mean()))
+    spread = float((loss - exact_loss).std(correction=1)) if len(figures) > 1 else 0.0
+    contexts, drafted = _places(tokens, prefix, exact.config.max_context)
+    return DecoderQuality(
+        predictions=len(figures),
+        exact_perplexity=math.exp(float(exact_loss.mean())),
+        perplexity=math.exp(float(loss.mean())),
+        perplexity_ratio=ratio,
+        perplexity_ratio_error=ratio * spread / math.sqrt(len(figures)),
+        agreement=float(agrees.mean()),
+        total_variation=float(variation.mean()),
+        kl_nats=max(0.0, float(divergence.mean())),  # rounding may leave less than 0 of nothing
+        hidden_cosine=float(cosine.mean()),
+        worst_hidden_cosine=float(cosine.min()),
+        accepted=_draft_and_verify(approximate, exact, contexts, drafted),
+        exact_accepted=_draft_and_verify(exact, exact, contexts, drafted),
+    )
+
+
+def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -> Iterator[list[int]]:
+    """The text in pieces, each behind the prefix; a rest in which nothing can be predicted is left out."""
+    step = window_tokens - len(prefix)
+    for begin in range(0, len(tokens), step):
+        window = [*prefix, *tokens[begin : begin + step]]
+        if len(window) > 1:
+            yield window
+
+
+def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int]) -> torch.Tensor:
+    """Figures of every next token in the window: (len(window) - 1, 6) float64, as `_judge` gives them, and the cosine
+    of the hidden states.
+    """
+    inputs, targets = window[:-1], window[1:]
+    num_rows = max(1, _MAX_SLICE_ELEMENTS // exact.config.vocab_size)
+    run, exact_run = Sequences(approximate, 1, len(inputs)), Sequences(exact, 1, len(inputs))
+    figures = []
+    with listening_head(approximate) as head, listening_head(exact) as exact_head:
+        for begin in range(0, len(inputs), num_rows):
+            rows = inputs[begin : begin + num_rows]
+            logits = run.feed({0: rows}, num_logits=len(rows))
+            exact_logits = exact_run.feed({0: rows}, num_logits=len(rows))
+            judged = _judge(logits, exact_logits, torch.tensor(targets[begin : begin + num_rows]))
+            cosine = torch.cosine_similarity(head.states.double(), exact_head.states.double(), dim=-1)
+            figures.append(torch.cat([judged, cosine.unsqueeze(1)], dim=1))
+    return torch.cat(figures)
+
+
+def _judge(approximate: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Logits (R, vocab_size) fp32 of both and the tokens that came next (R,) → (R, 5) float64: the exact loss, the
+    approximate one, whether the likeliest tokens agree, total variation, divergence.
+    """
+    log_p, log_q = exact.log_softmax(-1), approximate.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    columns = (
+        -log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
+        -log_q.gather(1, targets.unsqueeze(1)).squeeze(1),
+        approximate.argmax(-1) == exact.argmax(-1),
+        (p - q).abs().sum(-1) / 2,
+        (p * (log_p - log_q)).sum(-1),
+    )
+    return torch.stack([column.double() for column in columns], dim=1)
+
+
+def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> tuple[list[list[int]], int]:
+    """What stands before each place where drafting begins, and how many tokens are to be drafted there."""
+    drafted = min(DRAFTED_TOKENS, max_context // 2)
+    room = min(CONTEXT_TOKENS, max_context - drafted) - len(prefix)
+    num_places = max(1, min(MAX_PLACES, len(tokens) // _PLACE_TOKENS))
+    ends = [(place + 1) * len(tokens) // (num_places + 1) for place in range(num_places)]
+    return [[*prefix, *tokens[max(0, end - room) : end]] for end in ends], drafted
+
+
+def _draft_and_verify(
+    model: Decoder, exact: Decoder, contexts: Sequence[Sequence[int]], drafted: int
+) -> Acceptance:
+    """Let the one model go on from each context, and the other read what it wrote.
+
+    Tokens that end a text are like all others here: what comes behind them is compared as well.
+    """
+    drafts = [
+        draft
+        for begin in range(0, len(contexts), _PLACES_AT_ONCE)
+        for draft in _continue_greedily(model, contexts[begin : begin + _PLACES_AT_ONCE], drafted)
+    ]
+    run = Sequences(exact, 1, max(map(len, contexts)) + drafted)
+    accepted = []
+    for context, draft in zip(contexts, drafts, strict=True):
+        run.clear()
+        chosen = run.feed({0: [*context, *draft[:-1]]}, num_logits=drafted).argmax(-1).tolist()
+        wrong = (
+            place for place, (ours, theirs) in enumerate(zip(draft, chosen, strict=True)) if ours != theirs
+        )
+        accepted.append(next(wrong, drafted))
+    return Acceptance(drafted, tuple(accepted))
+
+
+def _continue_greedily(model: Decoder, contexts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` tokens after each context, all contexts a step."""
+    run = Sequences(model, len(contexts), max(map(len, contexts)) + count)
+    starts = [run.feed({number: context}, num_logits=1).argmax(-1) for number, context in enumerate(contexts)]
+    chosen = [torch.cat(starts)]
+    while len(chosen) < count:
+        work = {number: [token] for number, token in enumerate(chosen[-1].tolist())}
+        chosen.append(run.feed(work, num_logits=1).argmax(-1))
+    drafts: list[list[int]] = torch.stack(chosen, dim=1).tolist()  # (contexts, count)
+    return drafts

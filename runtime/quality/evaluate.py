@@ -1,0 +1,156 @@
+"""Loads a model twice, with its first tiers and exactly, and lets both read the same text.
+
+Invariant: two models at most are in memory. A part is read once; of three tiers, those of the middle one twice.
+What is measured, and how, is in `decoders.py` and `encoders.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...loader.artifact import open_artifact
+from ...loader.errors import UsageError
+from ...loader.format.manifest import Manifest, Part, Tier
+from ...loader.host import available_cores
+from ...loader.memory import MIB, available, check_fits
+from ...loader.sources.base import Source
+from ...loader.stream.options import LoadOptions
+from ...loader.tools.part_reader import PartReader
+from ...loader.tools.progress_bar import TransferProgress
+from ..files import ModelFiles
+from ..instance import SENTENCE_FILES
+from ..models.build import build_model
+from ..models.decoder import Decoder
+from ..models.encoder import Encoder
+from .decoders import DecoderQuality, compare_decoders
+from .encoders import EncoderQuality, compare_encoders
+from .inputs import MIN_TOKENS, InputReader
+from .report import EvaluationReport, TierReport
+from .text import EvaluationText
+from .tiers import TieredWeights, usable_tiers
+
+MAX_TOKENS = 1 << 20
+WORK_BYTES = 512 * MIB  # beside two models: parts on their way, then activations, logits, keys and values
+
+OnProgress = Callable[[TransferProgress], None]
+Compare = Callable[[], DecoderQuality | EncoderQuality]
+
+
+def evaluate_draft(
+    source: Source,
+    text: EvaluationText,
+    *,
+    digest: bytes | None = None,
+    max_tokens: int = 2048,
+    threads: int | None = None,
+    progress: OnProgress | None = None,
+) -> EvaluationReport:
+    """Compare what each tier makes of the model with the exact one, over the first `max_tokens` tokens of the text.
+
+    Blocks; `progress` is called from this thread while `threads` threads read. torch computes with all cores at hand
+    from then on. Raises `UsageError` for plain safetensors, `InsufficientMemoryError` where two models do not fit,
+    `ModelError` for what cannot be run, `IntegrityError` naming a bad part, and the source's errors.
+    """
+    if not MIN_TOKENS <= max_tokens <= MAX_TOKENS:
+        raise UsageError(
+            f"max_tokens must be from {MIN_TOKENS} to {MAX_TOKENS}, not {max_tokens}", key="max_tokens"
+        )
+    manifest = open_artifact(source, digest=digest)
+    if manifest.digest is None:
+        raise UsageError(
+            f"{source.url} is plain safetensors, which have no draft",
+            hint="Pack it first: teneral pack MODEL ARTIFACT.",
+        )
+    drafts = usable_tiers(manifest)[:-1]
+    if not drafts:
+        return EvaluationReport.of(source.url, manifest, text)
+    torch.set_num_threads(available_cores())
+    comparison = _Comparison(source, manifest, text, max_tokens)
+    reading = _Reading(PartReader(source, manifest), threads, progress, _bytes_to_read(manifest, drafts))
+    return EvaluationReport.of(
+        source.url,
+        manifest,
+        text,
+        num_tokens=comparison.num_tokens,
+        sentences=comparison.sentences,
+        tiers=comparison.run(drafts, reading),
+    )
+
+
+class _Reading:
+    """Fills weights, and tells how far it is."""
+
+    def __init__(
+        self, parts: PartReader, threads: int | None, on_progress: OnProgress | None, total_bytes: int
+    ) -> None:
+        self._parts = parts
+        self._threads = threads
+        self._on_progress = on_progress
+        self._done_bytes = 0
+        self._total_bytes = total_bytes
+
+    def fill(self, weights: TieredWeights, tier: Tier) -> None:
+        weights.fill(tier, self._parts, threads=self._threads, on_part=self._count)
+
+    def _count(self, part: Part) -> None:
+        self._done_bytes += part.size_bytes
+        if self._on_progress is not None:
+            self._on_progress(TransferProgress(self._done_bytes, self._total_bytes))
+
+
+class _Comparison:
+    """Both models and what they read. What can be found wrong without weights is found when it is made."""
+
+    def __init__(self, source: Source, manifest: Manifest, text: EvaluationText, max_tokens: int) -> None:
+        check_fits(
+            2 * manifest.weight_bytes + WORK_BYTES,
+            available(),
+            what="evaluating this draft",
+            made_of="the exact weights, the draft's, and room to compute in",
+        )
+        self._manifest = manifest
+        self._weights, self._exact_weights = TieredWeights(manifest), TieredWeights(manifest)
+        files = ModelFiles(source, manifest, LoadOptions())
+        model, exact = (_build(files, weights) for weights in (self._weights, self._exact_weights))
+        self.sentences: tuple[str, ...] = ()
+        self._compare: Compare
+        if isinstance(exact, Decoder):
+            assert isinstance(model, Decoder)  # the config is the same
+            read = InputReader(files).for_decoder(text, max_tokens)
+            self.num_tokens = len(read.tokens)
+            self._compare = lambda: compare_decoders(model, exact, read.tokens, prefix=read.prefix)
+        else:
+            assert isinstance(model, Encoder)
+            inputs = InputReader(files).for_encoder(
+                text, max_tokens, max_sentence_tokens=exact.config.max_tokens
+            )
+            self.num_tokens, self.sentences = inputs.num_tokens, inputs.sentences
+            self._compare = lambda: compare_encoders(model, exact, inputs.token_lists)
+
+    def run(self, drafts: Sequence[Tier], reading: _Reading) -> tuple[TierReport, ...]:
+        """A report of each of these tiers, which are in order."""
+        reading.fill(self._weights, drafts[0])
+        self._exact_weights.copy_(self._weights)
+        reading.fill(self._exact_weights, Tier.REFINE)
+        reports = []
+        for tier in drafts:
+            reading.fill(self._weights, tier)
+            stored_bytes = sum(part.size_bytes for part in self._manifest.parts if part.tier <= tier)
+            reports.append(TierReport(tier.name.lower(), stored_bytes, self._compare()))
+        return tuple(reports)
+
+
+def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
+    """The model over weights that may still be without content."""
+    return build_model(
+        files.json("config.json", required=True),
+        weights.tensors(),
+        **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
+    )
+
+
+def _bytes_to_read(manifest: Manifest, drafts: Sequence[Tier]) -> int:
+    once = sum(part.size_bytes for part in manifest.parts)
+    return once + sum(part.size_bytes for part in manifest.parts if drafts[0] < part.tier <= drafts[-1])

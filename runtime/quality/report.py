@@ -1,0 +1,181 @@
+"""What an evaluation found, as JSON and as a table. No measuring here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...loader.format.manifest import Manifest
+from ...loader.tools.progress_bar import format_bytes
+from .decoders import Acceptance, DecoderQuality
+from .encoders import EncoderQuality
+from .text import EvaluationText
+
+SCHEMA = 1
+SMALL_TOKENS = 2000  # below, the figures of a text are no more than a first impression
+
+Row = tuple[str, str, str]  # measure, of the exact model, of the tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    """One tier that makes a usable model, before the later ones have come."""
+
+    name: str
+    stored_bytes: int  # to fetch until it is there, earlier tiers included
+    quality: DecoderQuality | EncoderQuality
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReport:
+    """`tiers` is empty, and `num_tokens` 0, of an artifact that is exact only."""
+
+    url: str
+    digest: bytes
+    encodings: dict[str, int]  # → tensors stored so
+    weight_bytes: int  # decoded
+    stored_bytes: int  # all tiers
+    text: EvaluationText
+    num_tokens: int  # of the text, that were used
+    sentences: tuple[str, ...]  # an encoder's inputs
+    tiers: tuple[TierReport, ...]
+
+    @classmethod
+    def of(
+        cls,
+        url: str,
+        manifest: Manifest,
+        text: EvaluationText,
+        *,
+        num_tokens: int = 0,
+        sentences: tuple[str, ...] = (),
+        tiers: tuple[TierReport, ...] = (),
+    ) -> EvaluationReport:
+        """With what a packed artifact's manifest says."""
+        assert manifest.digest is not None
+        return cls(
+            url=url,
+            digest=manifest.digest,
+            encodings=dict(Counter(tensor.encoding.value for tensor in manifest.tensors)),
+            weight_bytes=manifest.weight_bytes,
+            stored_bytes=sum(part.size_bytes for part in manifest.parts),
+            text=text,
+            num_tokens=num_tokens,
+            sentences=sentences,
+            tiers=tiers,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "schema": SCHEMA,
+            "url": self.url,
+            "digest": self.digest.hex(),
+            "encodings": self.encodings,
+            "weight_bytes": self.weight_bytes,
+            "stored_bytes": self.stored_bytes,
+            "text": {"file": self.text.name, "tokens": self.num_tokens},
+            "tiers": [_tier_json(tier) for tier in self.tiers],
+        }
+
+    def render(self) -> str:
+        """For a terminal: what was compared, and a table for each tier."""
+        head = [f"artifact   {self.url}@b3:{self.digest.hex()}", f"encodings  {self._encodings()}"]
+        if not self.tiers:
+            return "\n".join(
+                [*head, "", "exact only: this artifact has one tier, so there is no draft to compare it with"]
+            )
+        tables = ["\n".join(self._table(tier)) for tier in self.tiers]
+        return "\n\n".join(["\n".join([*head, f"text       {self._text()}"]), *tables])
+
+    def _encodings(self) -> str:
+        return ", ".join(f"{count} tensors {name}" for name, count in sorted(self.encodings.items()))
+
+    def _text(self) -> str:
+        what = f"{self.text.name or 'built in'}, {self.num_tokens:,} tokens"
+        if self.num_tokens >= SMALL_TOKENS:
+            return what
+        advice = "" if self.text.name else "; give text like your own with --text FILE"
+        return f"{what}: small, so take the figures as a first impression{advice}"
+
+    def _table(self, tier: TierReport) -> list[str]:
+        rows: list[Row] = [
+            ("", "exact", tier.name),
+            ("stored", format_bytes(self.stored_bytes), format_bytes(tier.stored_bytes)),
+            ("of the weights", self._share(self.stored_bytes), self._share(tier.stored_bytes)),
+        ]
+        if isinstance(tier.quality, DecoderQuality):
+            rows += _decoder_rows(tier.quality)
+        else:
+            rows += _encoder_rows(tier.quality)
+        lines = _aligned(rows)
+        if isinstance(tier.quality, EncoderQuality):
+            lines.append(f"worst sentence: {self.sentences[tier.quality.worst_sentence][:200]!r}")
+        return lines
+
+    def _share(self, stored_bytes: int) -> str:
+        return f"{stored_bytes / self.weight_bytes:.1%}" if self.weight_bytes else "–"
+
+
+def _tier_json(tier: TierReport) -> dict[str, Any]:
+    quality = tier.quality
+    figures = asdict(quality)
+    if isinstance(quality, DecoderQuality):
+        figures["accepted"] = _acceptance_json(quality.accepted)
+        figures["exact_accepted"] = _acceptance_json(quality.exact_accepted)
+    kind = "decoder" if isinstance(quality, DecoderQuality) else "encoder"
+    return {"name": tier.name, "stored_bytes": tier.stored_bytes, "kind": kind, **figures}
+
+
+def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "mean": acceptance.mean,
+        "mean_error": acceptance.mean_error,
+        "drafted": acceptance.drafted,
+        "places": list(acceptance.accepted),
+    }
+
+
+def _decoder_rows(quality: DecoderQuality) -> list[Row]:
+    ratio = f"{quality.perplexity_ratio:.4f} ± {quality.perplexity_ratio_error:.4f}"
+    exact_accepted, accepted = quality.exact_accepted, quality.accepted
+    drafted, places = accepted.drafted, len(accepted.accepted)
+    return [
+        ("perplexity", f"{quality.exact_perplexity:.3f}", f"{quality.perplexity:.3f}"),
+        ("  of the exact model's", "", ratio),
+        (f"same next token ({quality.predictions:,})", "", f"{quality.agreement:.1%}"),
+        (f"accepted of {drafted} drafted, mean of {places} places", _mean(exact_accepted), _mean(accepted)),
+        ("  all of them accepted", f"{exact_accepted.whole_share:.1%}", f"{accepted.whole_share:.1%}"),
+        ("total variation of the next token", "", f"{quality.total_variation:.4f}"),
+        ("KL(exact ‖ this), nats", "", f"{quality.kl_nats:.5f}"),
+        ("cosine of the last hidden states, mean", "", f"{quality.hidden_cosine:.5f}"),
+        ("  worst", "", f"{quality.worst_hidden_cosine:.5f}"),
+    ]
+
+
+def _mean(acceptance: Acceptance) -> str:
+    return f"{acceptance.mean:.1f} ± {acceptance.mean_error:.1f}"
+
+
+def _encoder_rows(quality: EncoderQuality) -> list[Row]:
+    rows = [
+        (f"cosine of the embeddings, mean of {quality.sentences} sentences", "", f"{quality.cosine:.5f}"),
+        ("  worst", "", f"{quality.worst_cosine:.5f}"),
+    ]
+    if quality.rank_correlation is not None and quality.same_nearest is not None:
+        rows += [
+            ("rank correlation of the similarities", "", f"{quality.rank_correlation:.5f}"),
+            ("same nearest sentence", "", f"{quality.same_nearest:.1%}"),
+        ]
+    return rows
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f"{name:<{widths[0]}}  {exact:>{widths[1]}}  {this:>{widths[2]}}".rstrip()
+        for name, exact, this in rows
+    ]
+    return [lines[0], "─" * (sum(widths) + 4), *lines[1:]]

@@ -1,0 +1,54 @@
+"""Drives a decoder outside of the engine: a few sequences, each in a stretch of the KV storage of its own.
+
+No scheduling, sharing or freeing: whoever makes it says how many sequences there are and how long they get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..engine.batch import SequenceSpan, StepBatch
+from ..models.decoder import Decoder
+
+_BLOCK_TOKENS = 16
+
+
+class Sequences:
+    """`count` sequences, empty at first, of up to `max_tokens` each. Memory: their keys and values."""
+
+    def __init__(self, decoder: Decoder, count: int, max_tokens: int) -> None:
+        self._decoder = decoder
+        self._blocks_each = -(-max_tokens // _BLOCK_TOKENS)
+        self._kv = decoder.new_kv(count * self._blocks_each, _BLOCK_TOKENS)
+        self._lengths = [0] * count
+
+    def feed(self, new: Mapping[int, Sequence[int]], *, num_logits: int) -> torch.Tensor:
+        """Append tokens to some sequences, by number, in one forward pass.
+
+        Returns the logits of the last `num_logits` tokens of each, (len(new) * num_logits, vocab_size) fp32. Each
+        gets at least that many tokens.
+        """
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        spans: list[SequenceSpan] = []
+        for number, added in new.items():
+            first_block, begin = number * self._blocks_each, self._lengths[number]
+            end = begin + len(added)
+            blocks = tuple(range(first_block, first_block - (-end // _BLOCK_TOKENS)))
+            spans.append(SequenceSpan(len(tokens), len(added), end, blocks))
+            tokens += added
+            positions += range(begin, end)
+            slots += range(first_block * _BLOCK_TOKENS + begin, first_block * _BLOCK_TOKENS + end)
+            rows += range(len(tokens) - num_logits, len(tokens))
+            self._lengths[number] = end
+        split = torch.tensor([tokens, positions, slots], dtype=torch.int64)
+        batch = StepBatch(split[0], split[1], split[2], tuple(spans), torch.tensor(rows, dtype=torch.int64))
+        return self._decoder.forward(batch, self._kv)
+
+    def clear(self) -> None:
+        """Make all sequences empty again."""
+        self._lengths = [0] * len(self._lengths)

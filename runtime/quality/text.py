@@ -1,0 +1,90 @@
+"""The text that a draft is judged over: a file of the user's, or a small built-in one.
+
+Text only; how a model's tokenizer cuts it is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...loader.errors import NotFoundError, UsageError
+
+MAX_TEXT_BYTES = 1 << 20  # tokenising takes up to 0.7 s for so many, and more than in proportion beyond
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationText:
+    """`name` is the file's, or None for the built-in text."""
+
+    name: str | None
+    content: str
+
+    def sentences(self) -> list[str]:
+        """What stands between ends of lines and of sentences and has a letter in it, each once, in order."""
+        found = (sentence.strip() for sentence in _SENTENCE_END.split(self.content))
+        return list(dict.fromkeys(sentence for sentence in found if any(map(str.isalpha, sentence))))
+
+
+def read_text(path: str | None) -> EvaluationText:
+    """The file's text, the built-in one without a path. Raises `NotFoundError`, and `UsageError` for what is too
+    long, empty, or no UTF-8.
+    """
+    if path is None:
+        return EvaluationText(None, BUILT_IN)
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise NotFoundError(f"cannot read {path}: {error.strerror}", source=path) from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise UsageError(
+            f"{path} is larger than {MAX_TEXT_BYTES} bytes",
+            key="text",
+            hint="Give a part of it: a few thousand tokens say as much.",
+        )
+    try:
+        content = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}", key="text") from error
+    if not content.strip():
+        raise UsageError(f"{path} has no text in it", key="text")
+    return EvaluationText(path, content)
+
+
+# Of several kinds, so that no single one decides: prose, instructions, a conversation, figures, code.
+BUILT_IN = """\
+The ferry leaves the island twice a day, once before sunrise and once in the late afternoon. Fishermen use the first \
+boat, because the market on the mainland opens at six. By the time the second one sails, most of the visitors are \
+already waiting on the pier with their bags.
+Nobody remembers who built the lighthouse. An old map shows it in 1783, but the stones at its foot are much older, and \
+some of them carry marks that no one has been able to read.
+To make the dough, mix five hundred grams of flour with a little salt and three hundred millilitres of warm water. \
+Knead it for ten minutes, cover it with a cloth, and let it rest until it has doubled in size. Bake the bread in a \
+very hot oven for half an hour.
+A cell takes in sugar and oxygen and turns them into energy, water and carbon dioxide. Plants do the reverse in \
+daylight: they take carbon dioxide from the air and build sugar with the energy of the sun.
+"Have you seen my keys?" she asked. "They were on the kitchen table this morning." "I think you left them in your \
+coat," he said, without looking up from his newspaper.
+The committee met on Tuesday to discuss the budget for the coming year. Spending on roads will rise by four percent, \
+while the library keeps the same amount as before. Two members voted against the plan and asked for a second reading.
+If the pump does not start, first check that the valve is open and that the tank is not empty. Then press the red \
+button for three seconds. If the light keeps blinking, switch the machine off and call the service desk.
+In mathematics, a prime number is a whole number greater than one that can be divided only by one and by itself. The \
+first five are 2, 3, 5, 7 and 11. There is no largest prime, which was proved more than two thousand years ago.
+def average(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+The function above returns the arithmetic mean of a list of numbers, and raises an error when the list is empty.
+Winter came early that year. Snow lay on the passes before the last sheep had been brought down, and the village was \
+cut off for eleven weeks.
+The bank raised its interest rate by a quarter of a point. Shares fell slightly after the announcement, and the \
+currency gained against its neighbours.
+My grandmother kept bees behind the house. She said that they knew her voice, and she told them everything that \
+happened in the family.
+"""

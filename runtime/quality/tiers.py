@@ -1,0 +1,102 @@
+"""A model's values as they are when some of its tiers have arrived, and the rest has not.
+
+Tiers are added in order, all parts of one before the first of the next; each part is verified before it is decoded.
+What is missing has the values that a load leaves there at the same moment. It knows no models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...loader.format.manifest import Manifest, Part, Tier
+from ...loader.tools.part_reader import PartReader, map_in_order
+from ..weights import TORCH_DTYPES, DictWeights
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def usable_tiers(manifest: Manifest) -> list[Tier]:
+    """The tiers after which every tensor has values, in order. The last of them makes the exact model."""
+    wanted = {tensor.index for tensor in manifest.tensors if tensor.num_elements}
+    filled: set[int] = set()
+    usable = []
+    for tier in sorted({part.tier for part in manifest.parts}):
+        filled.update(
+            segment.tensor for part in manifest.parts if part.tier is tier for segment in part.segments
+        )
+        if filled >= wanted:
+            usable.append(tier)
+    return usable
+
+
+class TieredWeights:
+    """One model's slabs, `manifest.weight_bytes` of memory. What no tier has filled yet is undefined."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._held: Tier | None = None
+        self._slabs = [torch.empty(group.slab_bytes, dtype=torch.uint8) for group in manifest.groups]
+
+    def fill(
+        self,
+        tier: Tier,
+        reader: PartReader,
+        *,
+        threads: int | None = None,
+        on_part: Callable[[Part], None] | None = None,
+    ) -> None:
+        """Read the parts of this tier, and of those before it that are not there yet, and put what they say in place.
+
+        Blocks; `on_part` is called from this thread. Raises `IntegrityError` naming a bad part, and the source's
+        errors; the values are then undefined.
+        """
+        for missing in Tier:
+            if (self._held is None or self._held < missing) and missing <= tier:
+                self._add(missing, reader, threads, on_part)
+        self._held = tier
+
+    def _add(
+        self, tier: Tier, reader: PartReader, threads: int | None, on_part: Callable[[Part], None] | None
+    ) -> None:
+        memory = [slab.numpy() for slab in self._slabs]
+        parts = [part for part in self._manifest.parts if part.tier is tier]
+
+        def place(part: Part) -> None:
+            stored = reader.read(part)
+            for segment in part.segments:
+                tensor = self._manifest.tensors[segment.tensor]
+                begin = tensor.offset_bytes + segment.start * tensor.element_bytes
+                out: NDArray[np.uint8] = memory[part.group][begin : begin + reader.segment_bytes(segment)]
+                reader.decode(part, segment, stored, out)
+
+        with closing(map_in_order(place, parts, threads)) as placed:
+            for part, _ in zip(parts, placed, strict=True):
+                if on_part is not None:
+                    on_part(part)
+
+    def copy_(self, other: TieredWeights) -> None:
+        """Take the values of the same model's `other` weights."""
+        for slab, values in zip(self._slabs, other._slabs, strict=True):
+            slab.copy_(values)
+        self._held = other._held
+
+    def tensors(self) -> DictWeights:
+        """Views of the slabs by every name, aliases included; filling changes them.
+
+        Left out are dtypes that torch does not have.
+        """
+        return DictWeights(
+            {
+                name: self._slabs[tensor.group][tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+                .view(TORCH_DTYPES[tensor.dtype])
+                .view(tensor.shape)
+                for name, tensor in self._manifest.by_name.items()
+                if tensor.dtype in TORCH_DTYPES
+            }
+        )

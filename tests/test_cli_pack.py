@@ -1,0 +1,47 @@
+"""The flags of `teneral pack` that say how many bits come when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.support.checkpoints import llama_contents, model_objects
+
+from teneral import cli
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    for name, data in model_objects(llama_contents(num_layers=1)).items():
+        (tmp_path / "model" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(data)
+    return tmp_path / "model"
+
+
+def test_bits_are_given_by_flags_and_shown_by_inspect(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--draft-bits", "4", "--embed-bits", "5", "--head-bits", "6", "--sketch-bits", "1"]
+    assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 0
+    assert cli.run(["verify", str(tmp_path / "out"), "--quiet"]) == 0
+    capsys.readouterr()
+    assert cli.run(["inspect", str(tmp_path / "out"), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["encodings"] == {"bf16.1.4": 7, "bf16.1.5": 1, "bf16.1.6": 1, "whole.sketch": 3}
+    assert value["totals"]["sketch_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draft-bits", "8"], "--draft-bits 8: a tier has 0 to 7 mantissa bits"),
+        (["--sketch-bits", "3"], "--sketch-bits 3 leaves a draft of 3 mantissa bits nothing to add"),
+    ],
+)
+def test_bits_that_cannot_be_meant_end_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

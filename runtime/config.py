@@ -182,6 +182,9 @@ class ServeConfig:
         _flag,
         "compute with the draft tier while the exact weights arrive, where there is time for it",
     )
+    verify_exact: bool = _setting(
+        False, _flag, "when all weights are there, compare each tensor with the digest of its original"
+    )
     # The engine
     max_context: int | None = _setting(
         None, _integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"

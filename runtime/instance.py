@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..loader.errors import TeneralError
+from ..loader.errors import IntegrityError, TeneralError, UsageError
 from ..loader.host import available_cores
 from ..loader.pin import split_pin
 from ..loader.sources.open import open_source
@@ -26,11 +26,12 @@ from ..loader.stream.options import Order
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
+from .files import ModelFiles
 from .start import Helpers, send_for
 from .state import State
 
 if TYPE_CHECKING:
-    from ..loader.format.manifest import Manifest
+    from ..loader.format.manifest import Manifest, Tensor
     from ..loader.sources.base import Source
     from ..loader.stream.load import WeightLoad
     from ..loader.stream.process_load import ProcessLoad
@@ -196,7 +197,10 @@ class Instance:
             self._load = self._load_here(self._source, digest)
         manifest = self._load.manifest
         self._opened.set_result((self._source, manifest))
-        self._watch_load(self._load, len(manifest.groups))
+        expected = None
+        if self.config.verify_exact:
+            expected = _tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
+        self._watch_load(self._load, expected)
 
     def _load_here(self, source: Source, digest: bytes | None) -> WeightLoad:
         """A load in this process's own threads."""
@@ -209,13 +213,16 @@ class Instance:
         load.start()
         return load
 
-    def _watch_load(self, load: WeightLoad | ProcessLoad, num_groups: int) -> None:
+    def _watch_load(self, load: WeightLoad | ProcessLoad, expected: tuple[bytes, ...] | None) -> None:
         """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load
-        does.
+        does, or when its tensors do not have the `expected` digests.
         """
-        for group in range(num_groups):
+        for group in range(len(load.manifest.groups)):
             load.wait(group)
         self.timeline.mark("process", "all weights exact")
+        if expected is not None:
+            with self.timeline.span("process", "verify exact"):
+                _verify_exact(load, expected)
         _resolve(self._exact, None)
         if self.config.cache_dir is not None:
             load.join()  # until all is written that the next container is to find
@@ -226,7 +233,6 @@ class Instance:
         if self._helpers is not None:
             _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest))
             return
-        from .files import ModelFiles
         from .text.tokenizer import TextTokenizer
 
         with self.timeline.span("tokenizer", "load"):
@@ -244,7 +250,6 @@ class Instance:
             said["trimmed"] = import_torch(trim=self.config.trim_imports)
             import torch  # the longest import by far: it runs beside the fetch
 
-            from .files import ModelFiles
             from .models.build import build_model
             from .models.encoder import Encoder
             from .weights import StreamedWeights
@@ -367,6 +372,40 @@ def _result_or_none(future: Future[T]) -> T | None:
 def _resolve(future: Future[T], value: T) -> None:
     if not future.done():
         future.set_result(value)
+
+
+def _tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
+    """Raises `UsageError` when nothing is known of the original."""
+    from ..loader.format.tensor_digests import (
+        FILE_NAME,
+        parse_tensor_digests,
+    )  # who verifies this is in no hurry
+
+    data = files.read(FILE_NAME)
+    if data is None:
+        raise UsageError(
+            "nothing says what the exact tensors' digests are: this is no artifact, or one of an older version",
+            key="verify_exact",
+            hint="Pack the model (again), or leave verify_exact out.",
+        )
+    return parse_tensor_digests(data, manifest)
+
+
+def _verify_exact(load: WeightLoad | ProcessLoad, expected: tuple[bytes, ...]) -> None:
+    """Raises `IntegrityError` naming a tensor that is not what was packed."""
+    from ..loader.format.tensor_digests import wrong_tensors
+
+    def content(tensor: Tensor) -> memoryview:
+        slab = load.slab(tensor.group)
+        return slab[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].data
+
+    wrong = wrong_tensors(load.manifest, expected, content)
+    if wrong:
+        raise IntegrityError(
+            f"tensor {wrong[0].name!r}, and {len(wrong) - 1} others, are in memory not what was packed",
+            where=wrong[0].name,
+            hint="Each part was right when it arrived, so this is a defect of Teneral or of the machine's memory.",
+        )
 
 
 def _warn_of_cache(load: WeightLoad | ProcessLoad) -> None:

@@ -63,6 +63,15 @@ class BlobWriter:
         self.stored_bytes += info.size_bytes
         return File(info.name, path, info.size_bytes, digest.digest())
 
+    def put_file(self, name: str, content: bytes) -> File:
+        """Store a small file of our own."""
+        path = f"{self.folder}/files/{name}"
+        self._names.append(path)
+        with self._store.create(path) as writer:
+            writer.write(content)
+        self.stored_bytes += len(content)
+        return File(name, path, len(content), blake3(content).digest())
+
     def finish(self) -> tuple[Blob, ...]:
         """Commit what is open. All blobs in the order of their numbers."""
         for tier in list(self._open):

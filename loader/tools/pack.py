@@ -25,8 +25,9 @@ from ..artifact import is_artifact
 from ..errors import UsageError
 from ..format.checkpoint import Checkpoint, open_checkpoint
 from ..format.limits import MANIFEST_NAME
-from ..format.manifest import Manifest, Part
+from ..format.manifest import Manifest, Part, align
 from ..format.manifest_json import dump_manifest
+from ..format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ..host import available_cores
 from ..sources.base import Source, Store
 from .aliases import find_aliases
@@ -121,22 +122,35 @@ def _store_content(
     """Write everything but the manifest, and return that."""
     read_bytes = 0
     parts: list[Part] = []
+    hashes = [blake3() for _ in plan.manifest.tensors]
     with closing(_encode_in_order(Encoder(source, checkpoint), plan.jobs, threads)) as results:
-        for job, encoded in results:
+        for job, content, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]
+            _hash_tensors(job, content, hashes)
             read_bytes += sum(stretch.size_bytes for stretch in job)
             if progress is not None:
                 progress(TransferProgress(read_bytes, plan.read_bytes))
-    files = tuple(writer.copy_file(source, info) for info in checkpoint.files)
+    files = [writer.copy_file(source, info) for info in checkpoint.files if info.name != FILE_NAME]
+    digests = ((tensor, hashes[tensor.index].digest()) for tensor in plan.manifest.tensors)
+    files.append(writer.put_file(FILE_NAME, dump_tensor_digests(digests)))
     parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order
     numbered = tuple(replace(part, index=index) for index, part in enumerate(parts))
-    return replace(plan.manifest, blobs=writer.finish(), files=files, parts=numbered)
+    return replace(plan.manifest, blobs=writer.finish(), files=tuple(files), parts=numbered)
+
+
+def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:
+    """Add the job's stretches, as they were read, to their tensors' hashes. Jobs come in the tensors' order."""
+    position = 0
+    for stretch in job:
+        hashes[stretch.tensor.index].update(content[position : position + stretch.size_bytes].data)
+        position += align(stretch.size_bytes)
 
 
 def _encode_in_order(
     encoder: Encoder, jobs: tuple[Job, ...], threads: int
-) -> Generator[tuple[Job, list[EncodedPart]], None, None]:
-    """Encode jobs in threads; yields each with its parts, which are valid until the next is asked for.
+) -> Generator[tuple[Job, Bytes, list[EncodedPart]], None, None]:
+    """Encode jobs in threads; yields each with the bytes that were read for it (each stretch starts aligned) and its
+    parts, which are valid until the next is asked for.
 
     At most `threads` + 1 jobs are in work, the one yielded included. Closing the iterator stops the threads.
     """
@@ -153,7 +167,7 @@ def _encode_in_order(
                     job = waiting.popleft()
                     pending.append((job, buffer, pool.submit(encoder.encode, job, buffer)))
                 job, buffer, future = pending.popleft()
-                yield job, future.result()
+                yield job, buffer, future.result()
                 buffers.append(buffer)
         finally:
             encoder.stop()

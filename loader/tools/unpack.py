@@ -20,6 +20,7 @@ from ..artifact import open_artifact, read_file
 from ..errors import AlreadyExistsError, ManifestError
 from ..format.checkpoint import INDEX_SUFFIX, SUFFIX
 from ..format.manifest import Manifest
+from ..format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ..sources.base import Source
 from ..sources.file_folder import Folder
 from .progress_bar import TransferProgress, format_bytes, format_duration
@@ -105,6 +106,8 @@ def _staging_folder(target: Path, *, force: bool) -> Iterator[Path]:
 def _write_files(source: Source, manifest: Manifest, staging: Path) -> None:
     """The small files, each verified. Raises `ManifestError` when one of them would stand for weights."""
     for file in manifest.files:
+        if file.name == DIGESTS_NAME:
+            continue  # about the tensors, not the model's own
         if _is_weights(file.name):
             raise ManifestError(
                 f"the artifact carries {file.name} as a small file, where its weights would be written",

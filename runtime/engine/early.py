@@ -310,7 +310,8 @@ class EarlyPhase:
         parts: list[tuple[_Member, Rows]] = []
         num_rows = 0
         for member in self._members:
-            if not member.num_pending or (member.num_planned and not is_time):
+            is_prompt_through = member.num_planned >= member.sequence.num_prompt_tokens
+            if not member.num_pending or (is_prompt_through and not is_time):
                 continue
             end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
             if end == member.num_planned:

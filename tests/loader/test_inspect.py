@@ -49,6 +49,7 @@ def test_the_value_names_what_identifies_the_artifact(artifact: MemoryStore) -> 
         "config.json",
         "tokenizer.json",
         "1_Pooling/config.json",
+        "tensors.b3",
     ]
     assert all(len(file["digest"]) == 64 for file in value["files"])
 

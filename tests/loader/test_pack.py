@@ -35,6 +35,7 @@ from teneral.loader.format import layout, manifest_json
 from teneral.loader.format.checkpoint import open_checkpoint
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
 from teneral.loader.format.manifest_json import dump_manifest
+from teneral.loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore, MemoryWriter
@@ -68,7 +69,7 @@ def test_an_artifact_holds_a_manifest_blobs_of_both_tiers_and_the_small_files() 
             "manifest.json",
             f"blobs/{generation}/draft-000.bin",
             f"blobs/{generation}/refine-000.bin",
-            *(f"blobs/{generation}/files/{name}" for name in SMALL_FILES),
+            *(f"blobs/{generation}/files/{name}" for name in (*SMALL_FILES, DIGESTS_NAME)),
         ]
     )
     assert len(folders) == 4
@@ -79,7 +80,9 @@ def test_an_artifact_holds_a_manifest_blobs_of_both_tiers_and_the_small_files() 
 def test_small_files_come_back_by_their_names() -> None:
     store = MemoryStore()
     manifest = pack(model_store(llama_contents()), store).manifest
-    assert {file.name: read_file(store, manifest, file.name) for file in manifest.files} == SMALL_FILES
+    files = {file.name: read_file(store, manifest, file.name) for file in manifest.files}
+    assert files.pop(DIGESTS_NAME)
+    assert files == SMALL_FILES
 
 
 def test_draft_parts_stand_before_refine_parts_and_both_in_forward_order(small_parts: None) -> None:
@@ -123,7 +126,7 @@ def test_a_model_without_a_config_packs() -> None:
     store = MemoryStore()
     pack(MemoryStore({"w.safetensors": model_objects(llama_contents())["model.safetensors"]}), store)
     assert verify(store).ok
-    assert open_artifact(store).files == ()
+    assert [file.name for file in open_artifact(store).files] == [DIGESTS_NAME]
 
 
 def test_a_model_without_any_elements_packs() -> None:
@@ -289,7 +292,7 @@ def test_old_objects_that_cannot_be_removed_are_named() -> None:
     old = [name for name in names_in(store) if name != "manifest.json"]
     result = pack(model_store(llama_contents()), store, force=True)
     assert sorted(result.leftover) == old
-    assert "5 objects of the replaced artifact could not be removed" in result.render()
+    assert "6 objects of the replaced artifact could not be removed" in result.render()
 
 
 def test_a_model_can_be_packed_beside_its_own_files_but_only_once(tmp_path: Path) -> None:
@@ -477,7 +480,7 @@ def test_blobs_stay_while_it_is_unknown_whether_a_manifest_names_them() -> None:
     with pytest.raises(UnavailableError, match="connection broke") as caught:
         pack(model_store(llama_contents()), store)
     assert any("were not removed" in note for note in caught.value.__notes__)
-    assert len(names_in(store)) == 6
+    assert len(names_in(store)) == 7
 
 
 # -- real file systems

@@ -52,9 +52,9 @@ def test_an_intact_artifact_is_intact(artifact: MemoryStore) -> None:
     manifest = open_artifact(artifact)
     assert report.ok
     assert report.problems == ()
-    assert (report.num_parts, report.num_files) == (len(manifest.parts), 3)
+    assert (report.num_parts, report.num_files) == (len(manifest.parts), 4)
     assert report.digest == manifest.digest
-    assert report.render().splitlines()[0].startswith(f"intact: {report.num_parts} parts and 3 files")
+    assert report.render().splitlines()[0].startswith(f"intact: {report.num_parts} parts and 4 files")
     assert f"memory://models/small@b3:{report.digest.hex()}" in report.render()
 
 

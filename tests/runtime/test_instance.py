@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.errors import CheckpointError, NotFoundError, UnavailableError
+from teneral.loader.errors import (
+    CheckpointError,
+    IntegrityError,
+    NotFoundError,
+    UnavailableError,
+    UsageError,
+)
 from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
@@ -183,3 +190,36 @@ def test_the_kv_pool_takes_a_share_of_what_the_weights_leave(
     weight_bytes: int, free_bytes: int | None, expected: int
 ) -> None:
     assert default_kv_bytes(weight_bytes, free_bytes) == expected
+
+
+VERIFIED = dataclasses.replace(CONFIG, verify_exact=True)
+
+
+def test_refined_tensors_are_compared_with_their_originals_on_demand(artifact: MemoryStore) -> None:
+    with Instance(VERIFIED, source=artifact) as instance:
+        assert instance.wait_exact()
+        assert any(span.name == "verify exact" for span in instance.timeline.spans())
+
+
+def test_a_tensor_that_is_not_what_was_packed_fails_the_instance_by_its_name(artifact: MemoryStore) -> None:
+    source = PacedSource(artifact)
+    manifest = open_artifact(artifact)
+    last = source.hold(group_reads(manifest, manifest.groups[-1].name))
+    with Instance(VERIFIED, source=source) as instance:
+        last.wait_reached()
+        tensor = next(each for each in manifest.tensors if "layers.1.mlp.down" in each.name)
+        instance._opened.result(WAIT_S)
+        load = instance._load
+        load.wait(tensor.group, timeout_s=WAIT_S)
+        load.slab(tensor.group)[tensor.offset_bytes + 7] ^= 1
+        last.release()
+        failure = instance.ended.result(WAIT_S)
+        assert isinstance(failure, IntegrityError)
+        assert tensor.name in failure.message
+
+
+def test_what_has_no_digests_of_its_tensors_cannot_be_compared(checkpoint: Path) -> None:
+    with Instance(VERIFIED, source=FileStore(checkpoint)) as instance:
+        failure = instance.ended.result(WAIT_S)
+        assert isinstance(failure, UsageError)
+        assert failure.key == "verify_exact"

@@ -16,6 +16,7 @@ from benchmarks.report import note
 
 BENCHMARKS = {
     "cold_start": "exec → first token over links of several rates, beside three peers",
+    "draft": "exec → first and sixteenth token from the draft tier, and exact with and without drafting ahead",
     "standby": "exec → first token with the model on the node: standby processes, the node cache",
     "first_range": "exec → first request at the store",
     "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, beside the peers",

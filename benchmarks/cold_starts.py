@@ -11,6 +11,8 @@ import http.client
 import json
 import os
 import re
+import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -23,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from benchmarks import answers
+from benchmarks import answers, predictions
 from benchmarks.answers import Answer
 from benchmarks.peer_environment import PROGRAMS, PeerEnvironment
 from benchmarks.processes import MemoryWatch, RunError, environment
+from benchmarks.report import note
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and then " * 3
 RUN_TIMEOUT_S = 180.0
 POOL_TIMEOUT_S = 60.0
 PORT_POLL_S = 0.002
 LOAD_POLL_S = 0.1
-ALL_EXACT = "all weights exact"  # the mark in a timeline
 
 Counter = Callable[[], int]  # bytes that the store has sent so far
 
@@ -42,8 +44,8 @@ Counter = Callable[[], int]  # bytes that the store has sent so far
 class ColdStart:
     """`peak_rss_bytes` is of the process that was started; `peak_pss_bytes` of all that belong to it, if watched.
 
-    `sent_bytes` is what the store had sent when the first token came, if it was asked; `timeline` the server's once all
-    weights are exact, if it was wanted.
+    `sent_bytes` is what the store had sent when the first token came, if it was asked; `timeline` the server's once
+    its load is over, if it was wanted.
     """
 
     answer: Answer
@@ -190,6 +192,8 @@ def _started(
                 _, status, usage = os.wait4(process.pid, 0)
                 process.returncode = os.waitstatus_to_exitcode(status)
                 run.peak_rss_bytes = usage.ru_maxrss * 1024
+            if process.returncode == -signal.SIGKILL:
+                note(f"had to be killed after {RUN_TIMEOUT_S:g} s: {shlex.join(command)}")
         except (RunError, OSError, http.client.HTTPException) as error:
             raise RunError(f"{error}\n{_last_words(said)}") from error
         finally:
@@ -244,11 +248,11 @@ def _request(num_tokens: int) -> dict[str, object]:
 
 
 def _complete_timeline(connection: http.client.HTTPConnection) -> dict[str, Any]:
-    """Once all weights are exact. Whoever calls sees to it that this ends (`_killed_after`)."""
+    """Once the load is over. Whoever calls sees to it that this ends (`_killed_after`)."""
     while True:
         connection.request("GET", "/timeline")
         timeline: dict[str, Any] = json.loads(connection.getresponse().read())
-        if any(span["name"] == ALL_EXACT for span in timeline["spans"]):
+        if predictions.is_complete(timeline):
             return timeline
         time.sleep(LOAD_POLL_S)
 

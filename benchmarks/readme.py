@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme [--check]
 
-Figures come from `cold_start`, and from `standby` and `throughput` where there are results of them. With `--check`
-nothing is written, and the exit code is 1 when the README says something else than the results.
+Figures come from `cold_start`, and from `draft`, `standby` and `throughput` where there are results of them. With
+`--check` nothing is written, and the exit code is 1 when the README says something else than the results.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cold_start import BASE, PACKED, PLAIN, STANDBY
+from benchmarks.draft import AHEAD, DRAFT, WITHOUT, wire_s
+from benchmarks.draft_picture import nearest
 from benchmarks.report import RESULTS, newest, table
 
 README = Path(__file__).parent.parent / "README.md"
@@ -40,6 +42,8 @@ def main() -> int:
 def section() -> str:
     """All that stands between the marks."""
     parts = [cold_start(newest("cold_start"))]
+    if any(RESULTS.glob("draft-*.json")):
+        parts.append(draft(newest("draft")))
     if any(RESULTS.glob("standby-*.json")):
         parts.append(standby(newest("standby")))
     if any(RESULTS.glob("throughput-*.json")):
@@ -58,7 +62,7 @@ def filled(readme: str, text: str) -> str:
 
 def cold_start(report: dict[str, Any]) -> str:
     """The table at one rate, and the picture over all of them."""
-    link = min(report["results"], key=lambda link: abs(link["rate_mb_s"] - RATE_MB_S))
+    link = nearest(report["results"], RATE_MB_S)
     systems = link["systems"]
     base_s = systems[BASE]["first_token_s"] if BASE in systems else None
     rows = []
@@ -87,6 +91,35 @@ def cold_start(report: dict[str, Any]) -> str:
         f"{table(columns, rows)}\n\n"
         "![Cold start by the link's rate, one line a system](docs/cold-start.svg)\n\n"
         "The picture is made by `python -m benchmarks.picture` from the same results."
+    )
+
+
+def draft(report: dict[str, Any]) -> str:
+    """The table at one rate, and the picture at the same."""
+    link = nearest(report["results"], RATE_MB_S)
+    rows = []
+    for name, row in link["systems"].items():
+        limit_s, sent_bytes = wire_s(link, name), row["sent_bytes"]
+        judged = row["num_accepted"] + row["num_rejected"]
+        rows.append(
+            [
+                _shown(name),
+                f"{row['first_token_s']:.2f}",
+                f"{row['first_token_s'] / limit_s:.2f} x {limit_s:.2f} s",
+                f"{row['last_token_s']:.2f}",
+                "–" if sent_bytes is None else f"{sent_bytes / 1e6:,.0f}",
+                f"{row['num_drafted']:.0f}" if name == DRAFT else "–",
+                f"{row['num_accepted']:.0f} of {judged:.0f}" if name == AHEAD else "–",
+            ]
+        )
+    nth = f"token {report['num_tokens']}, s"
+    columns = ["", "first token, s", "beside the wire", nth, "MB sent by the first", "drafted", "accepted"]
+    return (
+        f"The same over {link['rate_mb_s']:g} MB/s with {report['num_tokens']} tokens, beside what the draft tier gains"
+        f" ([docs/draft.md](docs/draft.md)),\n{_where(report)}.\nWeights: {report['weights']}"
+        f" ([docs/draft-quality.md](docs/draft-quality.md) is about real ones).\n\n"
+        f"{table(columns, rows)}\n\n"
+        "![Tokens received over time, one line a system](docs/draft.svg)"
     )
 
 
@@ -130,6 +163,9 @@ def _shown(name: str) -> str:
         PACKED: "`teneral serve`, packed",
         PLAIN: "`teneral serve`, plain safetensors",
         STANDBY: "`teneral serve`, packed, from a standby process",
+        DRAFT: "`teneral serve --first-token draft`",
+        AHEAD: "`teneral serve`: exact, with proposals of the draft",
+        WITHOUT: "`teneral serve --no-draft-ahead`",
     }
     return names.get(name, name.replace("teneral,", "`teneral serve`,"))
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -23,6 +24,7 @@ from tests.support.store_pacing import SLICE_BYTES, Pacer
 from tests.support.store_server import StoreServer
 
 DATA = bytes(range(256)) * 1000
+WAIT_S = 10.0
 
 
 @pytest.fixture
@@ -219,3 +221,36 @@ def test_it_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
             assert b"<KeyCount>0</KeyCount>" in answer.read()
         process.terminate()
     assert process.returncode == 0
+
+
+def test_it_says_how_many_bytes_it_has_sent_while_it_serves(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(b"12345")
+    command = [sys.executable, "-m", "tests.support.store_server", "--root", str(tmp_path), "--tell-sent"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        told = set()
+        for _ in range(2):
+            with urlopen(f"{url}/b/x") as answer:
+                answer.read()
+        until_s = time.monotonic() + WAIT_S
+        while 10 not in told and time.monotonic() < until_s:  # the client has a byte before it is noted
+            process.stdin.write("\n")
+            told.add(int(process.stdout.readline()))
+        process.terminate()
+    assert max(told) == 10
+    assert process.returncode == 0
+
+
+def test_bytes_of_an_answer_that_was_cut_are_counted_as_far_as_they_went(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x").write_bytes(bytes(100))
+    with StoreServer(tmp_path, fault=lambda request: Fault(cut_after_bytes=40)) as server:
+        with pytest.raises(IncompleteRead):
+            get(server, "/b/x")
+        server.log()  # waits for what is being sent
+        assert server.sent_bytes() == 40

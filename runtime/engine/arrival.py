@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...loader.format.manifest import Tier
 from ...loader.stream.options import Order
+from ...loader.stream.policy import WEIGHT_BYTES_PER_S
 
 if TYPE_CHECKING:
     from ...loader.stream.load import WeightLoad
@@ -26,6 +27,9 @@ class Arrival(Protocol):
 
     def left_s(self) -> float:
         """How long it will take until all weights are exact, by what was measured; infinity if nothing was."""
+
+    def token_s(self) -> float:
+        """What a token will take, guessed from the model's size."""
 
     def refine_wait_s(self) -> float:
         """How long computing has waited so far for weights that were just being refined."""
@@ -51,6 +55,9 @@ class LoadArrival:
 
     def left_s(self) -> float:
         return self._load.left_s()
+
+    def token_s(self) -> float:
+        return self._load.manifest.weight_bytes / WEIGHT_BYTES_PER_S
 
     def refine_wait_s(self) -> float:
         return self._load.refine_wait_s

@@ -28,6 +28,7 @@ from ..kv.blocks import Epoch
 from .accept import accept
 from .arrival import Arrival
 from .batch import StepBatch
+from .exact_passes import ExactPasses, PassLike, Sent
 from .requests import FirstToken, GenerationEvent
 from .roster import Roster
 from .sampling import choose_tokens
@@ -39,29 +40,8 @@ from .trace import EngineTimeline, OnLayer
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
-FIRST_STEP_S = 0.05  # what a draft step is taken to cost before one was measured
 
 Events = list[tuple[TokenSequence, GenerationEvent]]
-
-
-class PassLike(Protocol):
-    """As `ForwardPass`."""
-
-    stage: int
-
-    @property
-    def is_done(self) -> bool: ...
-
-    @property
-    def logits(self) -> torch.Tensor: ...
-
-    def can_advance(self, timeout_s: float = 0.0) -> bool: ...
-
-    def advance(self) -> None: ...
-
-    def joined(self, behind: Any) -> Any: ...
-
-    def without(self, numbers: Collection[int]) -> Any: ...
 
 
 class TieredDecoder(Protocol):
@@ -109,18 +89,6 @@ class _Member:
         return self.num_known - self.num_planned
 
 
-@dataclass(slots=True)
-class _Following:
-    """An exact pass, and what its spans are."""
-
-    under_way: PassLike
-    parts: list[tuple[_Member, Rows]]
-
-    @property
-    def num_rows(self) -> int:
-        return sum(rows.end - rows.first for _, rows in self.parts)
-
-
 class EarlyPhase:
     """Made once. Its books are its sequences' lanes; everything else about them is the roster's."""
 
@@ -141,9 +109,9 @@ class EarlyPhase:
         self._block_size = roster.options.block_size
         self._max_rows = roster.options.max_step_tokens
         self._members: list[_Member] = []
-        self._following: list[_Following] = []  # each behind the one before it
+        self._passes = ExactPasses(self._max_rows)
         self._acceptance = Acceptance()
-        self._step_s = FIRST_STEP_S  # of a draft step
+        self._step_s = arrival.token_s()  # of a draft step, until one was measured
         self._num_draft_steps = 0
         self._exact_is_next = True
 
@@ -171,7 +139,8 @@ class EarlyPhase:
 
     def reset(self) -> None:
         """Forget all passes, and who takes part. Their blocks are the roster's business."""
-        self._members, self._following = [], []
+        self._members = []
+        self._passes.clear()
 
     # -- who takes part --------------------------------------------------------------------------------------
 
@@ -203,32 +172,26 @@ class EarlyPhase:
             roster.admit(sequence)
             roster.grow(sequence.exact, num_blocks)
             member = _Member(sequence, sequence.generation.request.first_token)
-            # A draft that is overtaken while it still computes the prompt is worth nothing.
-            has_time = self._arrival.left_s() > 2 * catch_up_s(sequence.num_tokens, self._step_s)
-            if has_time and num_blocks <= roster.allocator.free_count:
+            if self._has_time(member) and num_blocks <= roster.allocator.free_count:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
                 roster.grow(sequence.draft, num_blocks)
             new.append(member)
         self._members += new
         return new
 
+    def _has_time(self, member: _Member) -> bool:
+        """Whether a draft is of any use. One that is overtaken while it computes the prompt is not; and what it says
+        later is of use only if it is sent, since proposals have to follow the prompt through the exact layers.
+        """
+        prompt_s = catch_up_s(member.sequence.num_tokens, self._step_s)
+        return self._arrival.left_s() > prompt_s * (1 if member.sends_drafts else 2)
+
     def _leave(self, sequences: Collection[TokenSequence]) -> None:
         """These take part no longer; nothing of theirs is computed any more."""
         if not sequences:
             return
         self._members = [member for member in self._members if member.sequence not in sequences]
-        remaining: list[_Following] = []
-        for following in self._following:
-            gone = {
-                number for number, (member, _) in enumerate(following.parts) if member.sequence in sequences
-            }
-            if len(gone) == len(following.parts):
-                continue
-            if gone:
-                following.under_way = following.under_way.without(gone)
-                following.parts = [part for number, part in enumerate(following.parts) if number not in gone]
-            remaining.append(following)
-        self._following = remaining
+        self._passes.drop(sequences)
 
     def _graduate(self, members: Collection[_Member]) -> None:
         """These go on as any other sequence does. Under the lock."""
@@ -251,7 +214,7 @@ class EarlyPhase:
         drafting = self._who_drafts()
         if not drafting:
             self._plan_passes(is_time=True)
-        can_follow = self._can_follow()
+        can_follow = self._passes.can_advance()
         # Who gets drafted tokens should not have to wait for a whole prompt to pass through the exact layers.
         is_drafts_turn = not self._exact_is_next and any(member.sends_drafts for member in drafting)
         self._exact_is_next = is_drafts_turn or not can_follow
@@ -259,8 +222,8 @@ class EarlyPhase:
             self._follow()
         elif drafting:
             self._draft(drafting)
-        elif self._following:
-            self._following[0].under_way.can_advance(WAIT_S)
+        elif self._passes:
+            self._passes.wait(WAIT_S)
         else:
             with self._roster.changed:
                 self._roster.changed.wait(WAIT_S)
@@ -282,7 +245,7 @@ class EarlyPhase:
         with self._roster.changed:
             for member in self._draftable():
                 sequence, lane = member.sequence, _lane_of(member)
-                if not member.can_draft:
+                if not member.can_draft or sequence.generation.ended:
                     continue
                 num_proposals = len(lane.tokens) - sequence.num_tokens
                 if num_proposals >= limit or not self._make_room(sequence, lane):
@@ -307,7 +270,7 @@ class EarlyPhase:
         """Send tokens through the exact layers that none were sent through: prompts at once, and what was drafted when
         it `is_time`, so that as much as possible goes together.
         """
-        parts: list[tuple[_Member, Rows]] = []
+        parts: list[tuple[TokenSequence, Rows]] = []
         num_rows = 0
         for member in self._members:
             is_prompt_through = member.num_planned >= member.sequence.num_prompt_tokens
@@ -316,13 +279,13 @@ class EarlyPhase:
             end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
             if end == member.num_planned:
                 break
-            parts.append((member, _exact_rows(member, end)))
+            parts.append((member.sequence, _exact_rows(member, end)))
             num_rows += end - member.num_planned
             member.num_planned = end
         if parts:
             batch = build_batch([rows for _, rows in parts], self._block_size)
-            on_layer = None if self._following else self._timeline.on_exact_layer()
-            self._following.append(_Following(self._model.begin(batch, self._kv, on_layer=on_layer), parts))
+            on_layer = None if self._passes else self._timeline.on_exact_layer()
+            self._passes.send(self._model.begin(batch, self._kv, on_layer=on_layer), parts)
 
     # -- the draft -------------------------------------------------------------------------------------------
 
@@ -387,63 +350,37 @@ class EarlyPhase:
 
     # -- the exact weights -----------------------------------------------------------------------------------
 
-    def _can_follow(self) -> bool:
-        return any(self._may_advance(number) for number in range(len(self._following)))
-
-    def _may_advance(self, number: int) -> bool:
-        """Whether that pass can take its next layer: it is exact, and the pass before has been there."""
-        under_way = self._following[number].under_way
-        is_behind = number == 0 or under_way.stage < self._following[number - 1].under_way.stage
-        return is_behind and under_way.can_advance()
-
     def _follow(self) -> None:
-        """One layer, of the first pass that can take one."""
-        number = next(number for number in range(len(self._following)) if self._may_advance(number))
-        following = self._following[number]
         start_s = time.monotonic()
-        following.under_way.advance()
+        through = self._passes.advance()
         took_s = time.monotonic() - start_s
-        if following.under_way.is_done:
-            del self._following[number]
-            self._judge(following, took_s)
+        if through is not None:
+            self._judge(through, took_s)
             return
         with self._roster.changed:
             self._roster.note_step(0, took_s)
-        self._join(number)
 
-    def _join(self, number: int) -> None:
-        """Make one pass of this one and the one that it has caught up with, so that they read the weights once."""
-        if number == 0:
-            return
-        ahead, behind = self._following[number - 1], self._following[number]
-        if (
-            ahead.under_way.stage == behind.under_way.stage
-            and ahead.num_rows + behind.num_rows <= self._max_rows
-        ):
-            ahead.under_way = ahead.under_way.joined(behind.under_way)
-            ahead.parts += behind.parts
-            del self._following[number]
-
-    def _judge(self, following: _Following, took_s: float) -> None:
+    def _judge(self, through: Sent, took_s: float) -> None:
         """An exact pass is through: what does it say about the tokens after its rows?"""
-        logits = following.under_way.logits
+        logits = through.under_way.logits
         events: Events = []
         settled: list[_Member] = []
         first = 0
-        for member, rows in following.parts:
+        members = {member.sequence: member for member in self._members}
+        for sequence, rows in through.parts:
+            member = members[sequence]
             own = logits[first : first + rows.num_logits]
             first += rows.num_logits
-            if member in settled or member.sequence.generation.ended:
+            if member in settled or sequence.generation.ended:
                 continue
             chosen, is_settled = self._confirm(member, rows, own)
-            events += [(member.sequence, event) for event in chosen]
-            sequence = member.sequence
+            events += [(sequence, event) for event in chosen]
             sequence.exact.num_computed = min(rows.end, sequence.num_tokens - 1)
             if is_settled:
                 settled.append(member)
         with self._roster.changed:
             self._graduate(settled)
-        self._hand_out(events, following.num_rows, took_s)
+        self._hand_out(events, through.num_rows, took_s)
 
     def _confirm(
         self, member: _Member, rows: Rows, logits: torch.Tensor

@@ -14,6 +14,7 @@ from tests.support.early_rig import (
     packed_tiny,
 )
 
+from teneral.loader.tools.tier_options import TierOptions
 from teneral.runtime.engine.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 from teneral.runtime.kv.blocks import Epoch
 
@@ -249,3 +250,32 @@ def test_the_timeline_has_the_draft_beside_what_followed(artifact):
         assert outcome.attributes["num_draft_steps"] >= 3
         assert outcome.attributes["num_judged"] >= 1
         assert [span.name for span in drafted][:3] == ["embed", "layers.0", "layers.1"]
+
+
+@pytest.fixture(scope="module")
+def sketched(tmp_path_factory):
+    return packed_tiny(tmp_path_factory.mktemp("sketched"), tiers=TierOptions(draft_bits=3, sketch_bits=1))
+
+
+def test_a_sketch_answers_whom_it_will_do_before_the_draft_is_there(sketched, expected):
+    with EarlyRig(sketched, holds_draft=True) as rig:
+        rig.start()
+        draft = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT, max_tokens=40)
+        sketch = rig.submit(PROMPTS[2], first_token=FirstToken.SKETCH, max_tokens=40)
+        exact = rig.submit(PROMPTS[3])
+        stream = sketch.events(TIMEOUT_S)
+        assert [next(stream).num_drafted for _ in range(6)] == [1] * 6
+        wait_until(lambda: num_proposed(rig) >= 4)
+        assert not draft._events
+        rig.draft_hold.release()
+        assert next(draft.events(TIMEOUT_S)).num_drafted == 1
+        rig.refine()
+        assert exact.result(TIMEOUT_S).tokens == expected[PROMPTS[3], GREEDY]
+        assert draft.result(TIMEOUT_S).num_drafted > 0
+        assert sketch.result(TIMEOUT_S).num_drafted >= 6
+
+
+def test_without_a_sketch_the_draft_takes_its_place(artifact):
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        assert rig.submit(first_token=FirstToken.SKETCH, max_tokens=5).result(TIMEOUT_S).num_drafted == 5

@@ -23,6 +23,7 @@ from teneral.loader.stream.load import WeightLoad
 from teneral.loader.stream.options import LoadOptions, Order
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack
+from teneral.loader.tools.tier_options import TierOptions
 from teneral.runtime.engine.arrival import LoadArrival
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, OnEvent
@@ -37,10 +38,12 @@ GREEDY = SamplingParams(temperature=0)
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}
 
 
-def packed_tiny(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+def packed_tiny(
+    folder: Path, family: str = "llama", *, tiers: TierOptions | None = None, **overrides: Any
+) -> Path:
     """A tiny fp32 model, packed; the folder of the artifact."""
     plain = save_tiny(family, folder / "plain", dtype=torch.float32, **{**SHAPE, **overrides})
-    pack(open_source(str(plain)), open_store(str(folder / "packed")))
+    pack(open_source(str(plain)), open_store(str(folder / "packed")), tiers=tiers)
     return folder / "packed"
 
 
@@ -56,10 +59,16 @@ class SlowArrival(LoadArrival):
 
 
 class EarlyRig:
-    """A context manager. The draft tier comes at once, the refine tier when `refine` lets it."""
+    """A context manager. The draft tier comes at once, unless it is held; the refine tier when `refine` lets it."""
 
     def __init__(
-        self, artifact: Path, *, order: Order = Order.DRAFT_FIRST, num_blocks: int = 400, **options: Any
+        self,
+        artifact: Path,
+        *,
+        order: Order = Order.DRAFT_FIRST,
+        num_blocks: int = 400,
+        holds_draft: bool = False,
+        **options: Any,
     ) -> None:
         self.source = PacedSource(open_source(str(artifact)))
         manifest = open_artifact(self.source)
@@ -68,6 +77,10 @@ class EarlyRig:
             group: self.source.hold(reads_of(manifest, *manifest.parts_of(group, Tier.REFINE)))
             for group in self.groups
         }
+        late = [part for group in self.groups for part in manifest.parts_of(group, Tier.DRAFT)]
+        self.draft_hold = self.source.hold(reads_of(manifest, *late))
+        if not holds_draft:
+            self.draft_hold.release()
         self.load = WeightLoad(
             self.source, manifest, options=LoadOptions(order=order, connections=64, decode_threads=2)
         )
@@ -113,6 +126,7 @@ class EarlyRig:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.draft_hold.release()
         self.refine()
         self.load.close()
         assert self.engine.stop(TIMEOUT_S), "the thread has not ended"

@@ -44,8 +44,8 @@ class RowGate(Protocol):
 
     def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]: ...
 
-    def want(self, rows: torch.Tensor) -> None:
-        """Have these rows sent for, all tiers of them, and return at once."""
+    def want(self, rows: torch.Tensor, tier: Tier) -> None:
+        """Have these rows sent for, in all tiers up to this one, and return at once."""
 
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -190,7 +190,7 @@ class _WholeTable:
     def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]:
         return self._gate.using(tier)
 
-    def want(self, rows: torch.Tensor) -> None:
+    def want(self, rows: torch.Tensor, tier: Tier) -> None:
         pass
 
 
@@ -253,20 +253,20 @@ class _TableGate:
     @contextmanager
     def using(self, rows: torch.Tensor, tier: Tier) -> Iterator[None]:
         if not self._is_open():
-            self._load.wait_parts({number for number in self._parts(rows) if self._tiers[number] <= tier})
+            self._load.wait_parts(self._parts(rows, tier))
         with _unchanged(self._load, self._groups):
             yield
 
-    def want(self, rows: torch.Tensor) -> None:
+    def want(self, rows: torch.Tensor, tier: Tier) -> None:
         if not self._is_open():
-            self._load.want_parts(self._parts(rows))
+            self._load.want_parts(self._parts(rows, tier))
 
     def _is_open(self) -> bool:
         return all(self._load.is_ready(group) for group in self._groups)
 
-    def _parts(self, rows: torch.Tensor) -> set[int]:
+    def _parts(self, rows: torch.Tensor, tier: Tier = Tier.REFINE) -> set[int]:
         held = self._table.holding(rows.flatten().tolist()) if self._table is not None else set()
-        return self._others | held
+        return {number for number in self._others | held if self._tiers[number] <= tier}
 
 
 @contextmanager

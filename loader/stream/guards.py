@@ -6,11 +6,14 @@ other. Groups that are exact need no guard, and nobody who waits for exact value
 
 Between two processes these are locks on a file that both have open, one byte for each group: the kernel frees them
 when their holder dies. They belong to the open file and not to the process (Linux' "open file description locks"), so
-that threads may wait for different groups at once without looking like a deadlock. It does not know tiers or values.
+that threads may wait for different groups at once without looking like a deadlock. Where the system lacks these (some
+sandboxes do), the process's own locks are taken, and asked for again when a deadlock is suspected. It does not know
+tiers or values.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -21,6 +24,7 @@ from contextlib import contextmanager
 _FLOCK = struct.Struct(
     "hhqqi4x"
 )  # struct flock: l_type, l_whence, l_start, l_len, l_pid; padded as C pads it
+DEADLOCK_PAUSE_S = 1e-3
 
 
 class Guards:
@@ -36,6 +40,7 @@ class Guards:
         if shared_fd is not None:
             # An inherited descriptor is the same open file in both processes, and so would be the locks'.
             self._fd = os.open(f"/proc/self/fd/{shared_fd}", os.O_RDWR | os.O_CLOEXEC)
+            self._by_file = _has_file_locks(self._fd, num_groups)
         self._locks = [threading.Lock() for _ in range(num_groups)]
         self._refiners = [_Refiners() for _ in range(num_groups)]
         self._waited_s = 0.0
@@ -100,7 +105,28 @@ class Guards:
         import fcntl  # who loads in order never needs it
 
         kind = fcntl.F_WRLCK if exclusive else fcntl.F_UNLCK
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLKW, _FLOCK.pack(kind, os.SEEK_SET, group, 1, 0))
+        command = fcntl.F_OFD_SETLKW if self._by_file else fcntl.F_SETLKW
+        while True:
+            try:
+                fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, group, 1, 0))
+                return
+            except OSError as error:
+                # Between processes: each of two threads here waits for one there. Nobody here holds what another waits
+                # for, so it is no deadlock.
+                if error.errno != errno.EDEADLK:
+                    raise
+                time.sleep(DEADLOCK_PAUSE_S)
+
+
+def _has_file_locks(fd: int, unused_byte: int) -> bool:
+    """Whether the system has locks that belong to open files."""
+    import fcntl
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, unused_byte, 1, 0))
+    except OSError:
+        return False
+    return True
 
 
 class _Refiners:

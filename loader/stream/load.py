@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ..cache.part_cache import PartCache
 
-MIN_WATCHED_S = 0.2  # of a load, before it is decided which tier comes first
+MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
 NUMPY_DTYPES: dict[str, str] = {
@@ -193,7 +193,7 @@ class WeightLoad:
 
     def using(self, group: int) -> AbstractContextManager[None]:
         """While this is held the group's values stay as they are. For who computes with values that are not exact
-        yet, in one thread; exact ones never change.
+        yet, in one thread, and does nothing to the load meanwhile; exact ones never change.
         """
         return self._guards.using(group)
 
@@ -205,6 +205,7 @@ class WeightLoad:
     @property
     def order(self) -> Order:
         """Which tier comes first; AUTO until that is decided."""
+        self._choose_order()
         return self._order
 
     def reorder(self, order: Order) -> None:
@@ -228,7 +229,7 @@ class WeightLoad:
             groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
             groups_exact=self._readiness.num_open(Tier.REFINE),
             num_groups=len(self.manifest.groups),
-            order=self._order,
+            order=self.order,
             rate_bytes_per_s=self._work.link_statistics().rate_bytes_per_s,
         )
 
@@ -361,15 +362,17 @@ class WeightLoad:
 
     def _between_reads(self) -> None:
         self._add_fetchers()
-        if self._order is Order.AUTO:
-            self._choose_order()
+        self._choose_order()
 
     def _choose_order(self) -> None:
-        """Decide which tier comes first, once the link has shown what it gives."""
-        elapsed_s = time.monotonic() - (self._started_at_s or 0.0)
-        rate = self._work.link_statistics().rate_bytes_per_s
-        if not rate or self._meter.num_reads < MIN_READS or elapsed_s < MIN_WATCHED_S:
+        """Decide which tier comes first, once the link has shown what it gives, or that it gives next to nothing."""
+        if self._order is not Order.AUTO or self._started_at_s is None:
             return
+        elapsed_s = time.monotonic() - self._started_at_s
+        if elapsed_s < MIN_WATCHED_S or (self._meter.num_reads < MIN_READS and elapsed_s < MAX_WATCHED_S):
+            return
+        # What came from the node's cache counts, too; what is on its way does not.
+        rate = max(self._work.link_statistics().rate_bytes_per_s, self._meter.fetched_bytes / elapsed_s, 1.0)
         left = self._work.left_bytes()
         prediction = predict(
             Sizes(sum(left[:-1]), left[-1], self.manifest.weight_bytes),

@@ -57,7 +57,7 @@ def predict(
     num_proposals = max(0, int(window_s / token_s)) if token_s else 0
     gain_s = max(exact_s, ready_s) - max(draft_s, ready_s)
     if not sizes.refine_bytes:
-        order, why = Order.EXACT, "the model has no tiers"
+        order, why = Order.EXACT, "there is no refine tier, or nothing left of it"
     elif sends_drafts and gain_s >= MIN_GAIN_S:
         order, why = Order.DRAFT_FIRST, f"the draft answers {gain_s:.2f} s sooner"
     elif num_proposals >= MIN_PROPOSALS:

@@ -53,6 +53,7 @@ class ProcessLoad:
         self._progress_at_s = 0.0
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
+        self._order = launched.task.load_options.order  # until the child tells
         self._statistics: LoadStatistics | None = None
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
@@ -123,7 +124,7 @@ class ProcessLoad:
 
     def progress(self) -> LoadProgress:
         """What the child last told: at every gate, and a few times a second between them."""
-        return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0)
+        return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)
 
     def using(self, group: int) -> AbstractContextManager[None]:
         """As `WeightLoad.using`; for a group that holds something."""

@@ -22,8 +22,8 @@ class Arrival(Protocol):
     def holds(self, tier: Tier) -> bool:
         """Whether all weights hold this tier, at least."""
 
-    def is_draft_first(self) -> bool:
-        """Whether all of the draft comes before what makes it exact. May change while nothing is decided."""
+    def order(self) -> Order:
+        """Whether all of the draft comes before what makes it exact; AUTO while that is not decided."""
 
     def left_s(self) -> float:
         """How long it will take until all weights are exact, by what was measured; infinity if nothing was."""
@@ -50,8 +50,8 @@ class LoadArrival:
             self._load.is_ready(group, tier) for group in range(progress.num_groups)
         )
 
-    def is_draft_first(self) -> bool:
-        return self._load.order is Order.DRAFT_FIRST
+    def order(self) -> Order:
+        return self._load.order
 
     def left_s(self) -> float:
         return self._load.left_s()

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from ...loader.format.manifest import Tier
+from ...loader.stream.options import Order
 from ..errors import ModelError
 from ..kv.blocks import Epoch
 from .accept import accept
@@ -40,6 +41,7 @@ from .trace import EngineTimeline, OnLayer
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
+IDLE_WAIT_S = 0.25  # who comes wakes it
 
 Events = list[tuple[TokenSequence, GenerationEvent]]
 
@@ -53,7 +55,7 @@ class TieredDecoder(Protocol):
 
     def begin(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> PassLike: ...
 
-    def want(self, tokens: torch.Tensor) -> None: ...
+    def want(self, tokens: torch.Tensor, tier: Tier) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -113,6 +115,7 @@ class EarlyPhase:
         self._acceptance = Acceptance()
         self._step_s = arrival.token_s()  # of a draft step, until one was measured
         self._num_draft_steps = 0
+        self._is_through = False  # the layers and the head are exact
         self._exact_is_next = True
 
     def run(self) -> None:
@@ -152,14 +155,20 @@ class EarlyPhase:
                 self._leave(roster.forget_ended())
             if roster.is_stopping:
                 return False
-            if self._arrival.is_exact() or not self._arrival.is_draft_first():
+            order = self._arrival.order()
+            if self._is_through or order is Order.EXACT or self._arrival.is_exact():
                 return bool(self._members)
-            new = self._admit()
+            new = self._admit() if order is Order.DRAFT_FIRST else []
             if not self._members:
-                roster.changed.wait(WAIT_S)
+                roster.changed.wait(WAIT_S if roster.waiting else IDLE_WAIT_S)
         for member in new:
-            self._model.want(torch.tensor(member.sequence.tokens))
+            self._want(member.sequence.tokens)
         return True
+
+    def _want(self, tokens: Sequence[int]) -> None:
+        """Send for what passes over these tokens begin with: what makes it exact not before the rest of the draft."""
+        tier = Tier.REFINE if self._arrival.holds(Tier.DRAFT) else Tier.DRAFT
+        self._model.want(torch.tensor(tokens), tier)
 
     def _admit(self) -> list[_Member]:
         """Take in who waits, first come first served, as long as there is room for them in both lanes, or in one."""
@@ -196,6 +205,9 @@ class EarlyPhase:
     def _graduate(self, members: Collection[_Member]) -> None:
         """These go on as any other sequence does. Under the lock."""
         self._leave([member.sequence for member in members])
+        # A pass has been through all layers and the head, so there is nothing left to be ahead of; rows of embeddings
+        # that have not come are what any step waits for.
+        self._is_through = self._is_through or bool(members)
         for member in members:
             sequence = member.sequence
             if sequence in self._roster.running:
@@ -317,7 +329,7 @@ class EarlyPhase:
         end_s = time.monotonic()
         for part in parts:
             part.lane.num_computed = part.end
-        if num_rows == len(parts):
+        if all(part.first > 0 and part.end - part.first == 1 for part in parts):
             self._step_s += 0.3 * (end_s - start_s - self._step_s)
         self._num_draft_steps += 1
         self._timeline.add_draft(batch, start_s, end_s)
@@ -343,9 +355,8 @@ class EarlyPhase:
                 lane.sampling.add(choice.token)
                 proposed.append(choice.token)
                 member.can_draft = choice.token not in sequence.end_tokens
-        wanted = proposed + [token for _, event in events for token in event.tokens]
-        if wanted:
-            self._model.want(torch.tensor(wanted))
+        if wanted := proposed + [token for _, event in events for token in event.tokens]:
+            self._want(wanted)
         self._hand_out(events, num_rows, took_s)
 
     # -- the exact weights -----------------------------------------------------------------------------------

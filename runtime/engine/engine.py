@@ -216,6 +216,7 @@ class Engine:
                 try:
                     if self._early is not None:
                         self._run_early(self._early)
+                        continue
                     plan = self._next_plan()
                     if plan is None:
                         return

@@ -114,9 +114,9 @@ class Decoder:
         """The same step with exact weights, to be taken layer by layer as they come."""
         return ForwardPass(self, batch, kv, on_layer=on_layer)
 
-    def want(self, tokens: torch.Tensor) -> None:
-        """Have what a forward pass over these tokens begins with sent for. Returns at once."""
-        self.entry_gate.want(tokens)
+    def want(self, tokens: torch.Tensor, tier: Tier) -> None:
+        """Have what a forward pass over these tokens begins with sent for, up to this tier. Returns at once."""
+        self.entry_gate.want(tokens, tier)
 
     def plan(self, batch: StepBatch, kv: KVStorage) -> Step:
         """What the layers will share in one forward pass. Computes with no weights."""

@@ -31,6 +31,7 @@ from teneral.runtime.state import State
 
 WAIT_S = 60.0
 CONFIG = ServeConfig(model="memory", kv_bytes=8 << 20, connections=2)
+IN_ORDER = dataclasses.replace(CONFIG, draft_ahead=False)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -77,7 +78,7 @@ def test_the_first_layer_has_executed_before_the_last_layers_bytes_arrive(
     manifest = open_artifact(artifact)
     paced = PacedSource(artifact)
     last = paced.hold(group_reads(manifest, "layers.3"))
-    with Instance(CONFIG, source=paced) as instance:
+    with Instance(IN_ORDER, source=paced) as instance:
         generation = instance.engine.result(WAIT_S).submit(request())
         last.wait_reached()
         span = wait_for_span(instance, "execute", "layers.2")

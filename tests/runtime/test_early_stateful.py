@@ -1,0 +1,227 @@
+"""Whoever comes and goes while the weights arrive, and in whatever order these do: exact tokens are the exact model's.
+
+Requests, cancellations, refinements and the time that drafting is given are drawn at random; the engine's thread runs
+beside them. What each request got is compared with a reference that knows no engine: the model step by step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.decoding import Stepper
+from tests.support.early_rig import GREEDY, SHAPE, TIMEOUT_S, EarlyRig, packed_tiny
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
+
+from teneral.runtime.engine.generation import Generation
+from teneral.runtime.engine.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
+from teneral.runtime.engine.sampling import choose_tokens
+from teneral.runtime.engine.sequence import Choice, SamplingState
+from teneral.runtime.models.build import build_model
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.weights import DictWeights
+
+PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(1 + 9 * number)) for number in range(4)]
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, top_p=0.95, seed=5),
+    SamplingParams(temperature=0.7, seed=11, repetition_penalty=1.2, presence_penalty=0.5),
+]
+NUM_GROUPS = 5
+
+
+@dataclass(frozen=True)
+class Ask:
+    prompt: int
+    sampling: int
+    is_draft: bool
+    max_tokens: int
+    stop_every: int  # tokens that this divides end the answer; 0: none does
+
+    @property
+    def request(self) -> GenerationRequest:
+        stops = frozenset(range(0, 320, self.stop_every)) if self.stop_every else frozenset()
+        return GenerationRequest(
+            "r",
+            PROMPTS[self.prompt],
+            self.max_tokens,
+            sampling=SAMPLINGS[self.sampling],
+            stop_token_ids=stops,
+            first_token=FirstToken.DRAFT if self.is_draft else FirstToken.EXACT,
+        )
+
+
+@dataclass(frozen=True)
+class Cancel:
+    number: int
+
+
+@dataclass(frozen=True)
+class Refine:
+    group: int
+
+
+@dataclass(frozen=True)
+class HasTime:
+    value: bool
+
+
+@dataclass(frozen=True)
+class Nap:
+    time_s: float
+
+
+asks = st.builds(
+    Ask,
+    prompt=st.integers(0, len(PROMPTS) - 1),
+    sampling=st.integers(0, len(SAMPLINGS) - 1),
+    is_draft=st.booleans(),
+    max_tokens=st.sampled_from([1, 2, 7, 20]),
+    stop_every=st.sampled_from([0, 0, 7, 40]),
+)
+others = st.one_of(
+    st.builds(Cancel, st.integers(0, 7)),
+    st.builds(Refine, st.integers(0, NUM_GROUPS - 1)),
+    st.builds(HasTime, st.booleans()),
+    st.builds(Nap, st.sampled_from([0.001, 0.005, 0.02])),
+)
+schedules = st.lists(st.one_of(asks, others, others), min_size=4, max_size=16)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return packed_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def exact_decoder() -> Decoder:
+    oracle = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+@cache
+def continuation(ask: Ask, said: tuple[int, ...]) -> tuple[int, ...]:
+    """The whole answer, if it begins with `said` and the exact model goes on."""
+    request = ask.request
+    state = SamplingState(request)
+    stepper = Stepper(exact_decoder())
+    tokens = list(said)
+    for token in said:
+        state.add(token)
+    work: Sequence[int] = [*request.prompt_tokens, *said]
+    while len(tokens) < ask.max_tokens and not (tokens and tokens[-1] in request.stop_token_ids):
+        logits = stepper.step({"s": work})["s"][-1:]
+        (choice,) = choose_tokens(logits, [state])
+        assert isinstance(choice, Choice)
+        tokens.append(choice.token)
+        state.add(choice.token)
+        work = [choice.token]
+    return tuple(tokens)
+
+
+def check(ask: Ask, generation: Generation, *, was_cancelled: bool) -> None:
+    result = generation.result(TIMEOUT_S)
+    events = list(generation._events)
+    num_drafted = sum(event.num_drafted for event in events)
+    kinds = [event.num_drafted > 0 for event in events if event.tokens]
+    assert kinds == sorted(kinds, reverse=True), "a drafted token after an exact one"
+    assert ask.is_draft or num_drafted == 0
+    expected = continuation(ask, result.tokens[:num_drafted])
+    if result.finish_reason is FinishReason.CANCELLED:
+        assert was_cancelled
+        assert result.tokens == expected[: len(result.tokens)]
+        return
+    assert result.tokens == expected
+    ends = expected[-1] in ask.request.stop_token_ids
+    assert result.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    schedule=schedules,
+    num_blocks=st.sampled_from([14, 20, 33, 60, 400]),
+    max_step_tokens=st.sampled_from([8, 16, 2048]),
+    max_running=st.sampled_from([1, 3, 8]),
+    ends_with_time=st.booleans(),
+)
+def test_whatever_happens_meanwhile_exact_tokens_are_those_of_the_exact_model(
+    artifact, schedule, num_blocks, max_step_tokens, max_running, ends_with_time
+):
+    asked: list[tuple[Ask, Generation]] = []
+    cancelled: set[int] = set()
+    with EarlyRig(
+        artifact, num_blocks=num_blocks, max_step_tokens=max_step_tokens, max_running=max_running
+    ) as rig:
+        assert len(rig.groups) == NUM_GROUPS
+        rig.start()
+        for step in schedule:
+            match step:
+                case Ask():
+                    asked.append((step, rig.engine.submit(step.request)))
+                case Cancel(number) if number < len(asked):
+                    cancelled.add(number)
+                    asked[number][1].cancel()
+                case Refine(group):
+                    rig.refine(group)
+                case HasTime(value):
+                    rig.arrival.has_time = value
+                case Nap(time_s):
+                    time.sleep(time_s)
+            rig.engine.check_integrity()
+        rig.arrival.has_time = ends_with_time
+        rig.refine()
+        for number, (ask, generation) in enumerate(asked):
+            check(ask, generation, was_cancelled=number in cancelled)
+            rig.engine.check_integrity()
+        until_s = time.monotonic() + TIMEOUT_S
+        while rig.engine.statistics().running:  # who was cancelled leaves with the step that is under way
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+
+
+def test_who_has_ended_but_is_not_yet_known_to_have_drafts_nothing_more_and_disturbs_nobody(
+    artifact, monkeypatch
+):
+    """The thread that cancels is held up between the end and the moment in which the engine hears of it."""
+    ask = Ask(prompt=2, sampling=0, is_draft=False, max_tokens=20, stop_every=0)
+    with EarlyRig(artifact) as rig:
+        roster = rig.engine._roster
+        may_tell = threading.Event()
+        note_end = roster.note_end
+
+        def note_end_late(generation, reason):
+            if reason is FinishReason.CANCELLED:
+                may_tell.wait(TIMEOUT_S)
+            note_end(generation, reason)
+
+        monkeypatch.setattr(roster, "note_end", note_end_late)
+        rig.start()
+        leaves = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT, max_tokens=400)
+        next(leaves.events(TIMEOUT_S))
+        stays = rig.engine.submit(ask.request)
+        canceller = threading.Thread(target=leaves.cancel)
+        canceller.start()
+        time.sleep(0.2)  # many draft steps
+        assert leaves.ended
+        assert not stays.ended
+        may_tell.set()
+        canceller.join(TIMEOUT_S)
+        rig.refine()
+        check(ask, stays, was_cancelled=False)

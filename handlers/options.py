@@ -91,7 +91,7 @@ def _first_token(name: str, value: Any) -> FirstToken:
         return FirstToken(value)
     except ValueError:
         shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
-        raise RequestError(f"{name} must be 'exact' or 'draft', not {shown}", param=name) from None
+        raise RequestError(f"{name} must be 'exact', 'draft' or 'sketch', not {shown}", param=name) from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

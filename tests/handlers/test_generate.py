@@ -60,7 +60,7 @@ async def test_the_usage_says_how_many_tokens_were_drafted(host, generate, strea
         ({"messages": "x"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
-        ({"prompt": "x", "first_token": "sketch"}, "first_token"),
+        ({"prompt": "x", "first_token": "guess"}, "first_token"),
         ({"prompt": "x", "first_token": ["draft"]}, "first_token"),
     ],
 )

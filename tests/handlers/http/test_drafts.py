@@ -67,7 +67,7 @@ async def test_a_request_says_it_or_else_the_server_does(
 @pytest.mark.parametrize(
     ("extras", "param"),
     [
-        ({"first_token": "sketch"}, "teneral.first_token"),
+        ({"first_token": "guess"}, "teneral.first_token"),
         ({"first_token": True}, "teneral.first_token"),
         ({"frist_token": "draft"}, "teneral.frist_token"),
         ("draft", "teneral"),
@@ -225,7 +225,7 @@ async def test_a_function_asks_in_its_own_call_and_finds_the_count_in_its_usage(
         assert drafted.json["usage"]["drafted_tokens"] == 3
         exact = await server.post("/invoke", event)
         assert set(exact.json["usage"]) == {"prompt_tokens", "completion_tokens"}
-        refused = await server.post("/invoke", {**event, "first_token": "sketch"})
+        refused = await server.post("/invoke", {**event, "first_token": "guess"})
         assert (refused.status, refused.error["param"]) == (400, "first_token")
 
 

@@ -29,6 +29,7 @@ BLOCK_ELEMENTS = 1 << 22
 MAX_SHARD_BYTES = 5 * 10**9
 OUTLIER_SHARE = 0.002  # of the input channels
 OUTLIER_FACTOR = 6.0
+_RESIDUAL_OUTPUTS = (".o_proj.weight", ".down_proj.weight", ".output.dense.weight")
 CHANNEL_SPREAD = 0.3  # standard deviation of the logarithm of a channel's scale
 
 _LLAMA3_ROPE = {
@@ -106,15 +107,24 @@ def synthesize(
     *,
     seed: int = 0,
     num_layers: int | None = None,
+    residual_scale: float = 1.0,
     progress: Callable[[TransferProgress], None] | None = None,
 ) -> SynthResult:
     """Write a model directory, whole or not at all. `progress` is told how far it is after every block.
 
-    Raises `UsageError` for an unknown shape, a number of layers out of range, or a directory that is there
+    `residual_scale` is applied to what each layer adds to its input. With random weights of scale 1 the next token is
+    next to a matter of chance, and a draft of the model seldom agrees with it; the smaller the scale, the more the
+    embeddings decide, and the more often both agree, as trained models do.
+
+    Raises `UsageError` for an unknown shape, a number of layers or a scale out of range, or a directory that is there
     already. Peak memory: about 64 MiB.
     """
     if like not in SHAPES:
         raise UsageError(f"there is no shape {like!r}", key="like", hint=f"Known are {', '.join(SHAPES)}.")
+    if not 0 < residual_scale <= 1:
+        raise UsageError(
+            f"the residual scale is {residual_scale}, but must be above 0, up to 1", key="residual_scale"
+        )
     config = dict(SHAPES[like])
     if num_layers is not None:
         if not 1 <= num_layers <= config["num_hidden_layers"]:
@@ -132,7 +142,7 @@ def synthesize(
     unfinished.mkdir(parents=True)
     try:
         specs = tensor_specs(config)
-        size_bytes = _write_weights(specs, unfinished, seed, progress)
+        size_bytes = _write_weights(specs, unfinished, seed, residual_scale, progress)
         files = tokenizer_files(config["vocab_size"], encoder=config["model_type"] == "bert")
         files["config.json"] = config | files.pop("special_ids")
         for name, value in (files | (_SENTENCE_FILES if config["model_type"] == "bert" else {})).items():
@@ -210,7 +220,11 @@ def _bert_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _write_weights(
-    specs: list[TensorSpec], directory: Path, seed: int, progress: Callable[[TransferProgress], None] | None
+    specs: list[TensorSpec],
+    directory: Path,
+    seed: int,
+    residual_scale: float,
+    progress: Callable[[TransferProgress], None] | None,
 ) -> int:
     """Write one file, or shards with their index. Returns the bytes of tensor content."""
     shards = _shards(specs)
@@ -224,7 +238,8 @@ def _write_weights(
             writer = SafetensorsWriter(file, shard, {"format": "pt"})
             for spec in shard:
                 where[spec.name] = name
-                for block in _content(spec, np.random.default_rng([seed, index])):
+                scale = residual_scale if spec.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+                for block in _content(spec, np.random.default_rng([seed, index]), scale):
                     writer.write(block)
                     done_bytes += len(block)
                     if progress is not None:
@@ -249,7 +264,7 @@ def _shards(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
     return shards
 
 
-def _content(spec: TensorSpec, random: np.random.Generator) -> Iterator[memoryview]:
+def _content(spec: TensorSpec, random: np.random.Generator, scale: float) -> Iterator[memoryview]:
     """A tensor's bytes in blocks of whole rows. 1-D weights are near 1, biases near 0, as in trained
     models.
     """
@@ -258,7 +273,7 @@ def _content(spec: TensorSpec, random: np.random.Generator) -> Iterator[memoryvi
         yield _stored(spec.dtype, centre + 0.05 * random.standard_normal(spec.shape, dtype=np.float32))
         return
     rows, columns = spec.shape
-    std = 1.0 / math.sqrt(columns)
+    std = scale / math.sqrt(columns)
     scales = std * np.exp(CHANNEL_SPREAD * random.standard_normal((rows, 1), dtype=np.float32))
     inputs = np.ones(columns, dtype=np.float32)
     inputs[random.choice(columns, max(1, int(OUTLIER_SHARE * columns)), replace=False)] = OUTLIER_FACTOR

@@ -265,7 +265,12 @@ def _synth(options: argparse.Namespace) -> int:
 
     with ProgressBar("writing", quiet=options.quiet) as bar:
         result = synthesize(
-            options.like, options.directory, seed=options.seed, num_layers=options.layers, progress=bar.update
+            options.like,
+            options.directory,
+            seed=options.seed,
+            num_layers=options.layers,
+            residual_scale=options.residual_scale,
+            progress=bar.update,
         )
     print(result.render())
     return 0

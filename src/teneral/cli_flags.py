@@ -136,6 +136,13 @@ def _synth(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--seed", type=_natural, default=0)
     command.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
+    command.add_argument(
+        "--residual-scale",
+        type=float,
+        default=1.0,
+        metavar="SCALE",
+        help="of what each layer adds, up to 1: the smaller, the more often the model's draft agrees with it",
+    )
     command.add_argument("--quiet", action="store_true", help="no progress")
 
 

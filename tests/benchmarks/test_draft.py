@@ -178,7 +178,7 @@ def test_the_table_holds_each_system_against_the_bytes_that_it_needs() -> None:
     assert "2.10, came 2.00 | 4.20, came 4.00 | 0.07, came 0.08 | 9, 7 | 0.01 |" in text
     assert f"{AHEAD} 1,302 MiB (+2)" in text
     assert "10.6 GB/s of weights on 2 threads" in text
-    assert "says nothing about a real model" in text
+    assert "says nothing about a real one" in text
 
 
 def test_the_readme_s_table_is_that_of_the_result() -> None:
@@ -186,7 +186,7 @@ def test_the_readme_s_table_is_that_of_the_result() -> None:
     assert "| `teneral serve --first-token draft` | 2.20 | 1.07 x 2.05 s | 3.70 | 412 | 2 | – |" in text
     assert "| 3.50 | 1.05 x 3.32 s | 3.60 | 664 | – | 3 of 3 |" in text
     assert "docs/draft.svg" in text
-    assert "says nothing about a real model" in text
+    assert "says nothing about a real one" in text
 
 
 # -- the picture ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from teneral.loader.errors import UsageError
@@ -45,6 +46,16 @@ def test_the_same_seed_gives_the_same_bytes(small_bert: Path, tmp_path: Path) ->
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != first
 
 
+def test_layers_can_be_made_to_add_less(small_bert: Path, tmp_path: Path) -> None:
+    scaled = tmp_path / "scaled"
+    synthesize("minilm", scaled, num_layers=1, residual_scale=0.25)
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (scaled, small_bert))
+    assert set(ours) == set(theirs)
+    for name in ours:
+        scale = 0.25 if name.endswith("output.dense.weight") else 1.0
+        np.testing.assert_allclose(ours[name], scale * theirs[name], rtol=1e-6)
+
+
 def test_the_tokenizer_gives_every_text_back(small_bert: Path) -> None:
     tokenizer = Tokenizer.from_file(str(small_bert / "tokenizer.json"))
     config = json.loads((small_bert / "config.json").read_text())
@@ -70,6 +81,7 @@ def test_weights_look_like_trained_ones(small_bert: Path) -> None:
         ({"like": "gpt-9"}, "gpt-9"),
         ({"like": "minilm", "num_layers": 0}, "layers"),
         ({"like": "minilm", "num_layers": 7}, "7"),
+        ({"like": "minilm", "residual_scale": 0.0}, "residual scale"),
     ],
 )
 def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: dict[str, object], named: str) -> None:

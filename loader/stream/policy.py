@@ -17,8 +17,8 @@ MIN_PROPOSALS = 4  # fewer are not worth the pass over the draft that they begin
 MIN_GAIN_S = 0.15  # before the exact first token, for a draft that is sent
 
 # Of the weights that a token needs, read once for it, by one core or several. An assumption for the first moments:
-# engines measure it later. Plain bf16 products on 2 cores were seen at 10 to 25 GB/s.
-WEIGHT_BYTES_PER_S = 15e9
+# engines measure it later. Plain bf16 products on 2 cores were seen at 13 to 25 GB/s, and at 8 to 10 beside a load.
+WEIGHT_BYTES_PER_S = 9e9
 
 
 class Sizes(NamedTuple):

@@ -42,6 +42,9 @@ from .trace import EngineTimeline, OnLayer
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
 IDLE_WAIT_S = 0.25  # who comes wakes it
+# Twice the prompt's time, for the draft and for the exact weights, and half of it in case that is more than was thought:
+# who gets exact tokens must not get the first one later for any draft.
+EXACT_MARGIN = 2.5
 
 Events = list[tuple[TokenSequence, GenerationEvent]]
 
@@ -193,7 +196,7 @@ class EarlyPhase:
         later is of use only if it is sent, since proposals have to follow the prompt through the exact layers.
         """
         prompt_s = catch_up_s(member.sequence.num_tokens, self._step_s)
-        return self._arrival.left_s() > prompt_s * (1 if member.sends_drafts else 2)
+        return self._arrival.left_s() > prompt_s * (1 if member.sends_drafts else EXACT_MARGIN)
 
     def _leave(self, sequences: Collection[TokenSequence]) -> None:
         """These take part no longer; nothing of theirs is computed any more."""

@@ -192,6 +192,9 @@ class ServeConfig:
     kv_bytes: int | None = _setting(
         None, parse_bytes, "memory for the KV pool (default: a share of what is free)", metavar="SIZE"
     )
+    prefix_cache: bool = _setting(
+        True, _flag, "keep what was computed of past requests, for those that begin in the same way"
+    )
     max_running: int = _setting(32, _integer(1, 4096), "sequences that decode at the same time")
     max_queued: int = _setting(256, _integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")
     threads: int | None = _setting(

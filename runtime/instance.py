@@ -284,6 +284,7 @@ class Instance:
                 max_running=self.config.max_running,
                 max_queued=self.config.max_queued,
                 max_context=self.config.max_context,
+                prefix_cache=self.config.prefix_cache,
                 kv_bytes=self.config.kv_bytes or default_kv_bytes(manifest.weight_bytes, available_bytes()),
             )
         tokenizer = self.tokenizer.result()
@@ -295,6 +296,7 @@ class Instance:
             timeline=self.timeline,
             eos_token_ids=tokenizer.eos_token_ids,
             arrival=LoadArrival(self._load),
+            prefix_seed=_prefix_seed(manifest, model),
         )
         engine.start()
         _resolve(self.engine, engine)
@@ -356,6 +358,13 @@ class Instance:
             return False
         progress = self._load.progress()
         return progress.groups_exact == progress.num_groups
+
+
+def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
+    """What all keys and values of this model have in common, wherever they were computed; None: nobody knows."""
+    from .kv.prefixes import seed_hash
+
+    return seed_hash(manifest.digest, str(model.dtype).encode()) if manifest.digest is not None else None
 
 
 def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from ...runtime.engine.requests import FirstToken, GenerationEvent
-from .responses import ChunkExtras, CompletionTokensDetails, Usage
+from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
 
 DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"
 
@@ -24,6 +24,7 @@ class Tally:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    num_cached: int = 0  # of the prompts, each counted once
 
     def add(self, event: GenerationEvent) -> None:
         self.num_tokens += len(event.tokens)
@@ -41,6 +42,7 @@ class Tally:
             num_prompt_tokens,
             self.num_tokens,
             num_prompt_tokens + self.num_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached),
             completion_tokens_details=details if told else UNSET,
         )
 

@@ -98,6 +98,7 @@ def sequences(
     params = sampling(body)
     stop = stop_strings(body)
     stop_token_ids = stop_tokens(body)
+    cache_salt = (body.teneral and body.teneral.cache_salt) or ""
     return [
         GenerationRequest(
             request_id=f"{request_id}-{prompt_number * n + choice}",
@@ -109,6 +110,7 @@ def sequences(
             ignore_eos=bool(body.ignore_eos),
             num_top_logprobs=num_top_logprobs,
             first_token=first_token,
+            cache_salt=cache_salt,
         )
         for prompt_number, prompt in enumerate(prompts)
         for choice in range(n)

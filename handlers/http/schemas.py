@@ -30,6 +30,7 @@ class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Teneral's own fields of a generation."""
 
     first_token: FirstToken | None = None  # None: as the server is set
+    cache_salt: str | None = None  # shares keys and values only with requests that give the same
 
 
 class NoExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

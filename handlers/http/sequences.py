@@ -61,6 +61,7 @@ class Sequences:
         self._metrics = service.metrics
         self._call = call
         self._generations: list[Generation] = []
+        self._is_first_choice: list[bool] = []  # of its prompt
         self._last_token_s: list[float | None] = []
         self._num_open = 0
         self._failure: TeneralError | None = None
@@ -72,6 +73,9 @@ class Sequences:
     def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         """All, or none: raises the engine's `CapacityError`, `ContextLengthError` or `DrainingError`."""
         for index, request in enumerate(requests):
+            # The choices of one prompt follow one another, and have the same tuple.
+            is_first = index == 0 or request.prompt_tokens is not requests[index - 1].prompt_tokens
+            self._is_first_choice.append(is_first)
             self._generations.append(engine.submit(request, partial(self._on_event, index)))
         self._last_token_s = [None] * len(requests)
         self._num_open = len(requests)
@@ -117,6 +121,8 @@ class Sequences:
         self.tally.add(event)
         if event.finish_reason is not None:
             self._num_open -= 1
+            if self._is_first_choice[index]:
+                self.tally.num_cached += self._generations[index].num_cached_tokens
         if event.tokens:
             now_s, last_s = time.monotonic(), self._last_token_s[index]
             if last_s is None:

@@ -42,8 +42,8 @@ from .trace import EngineTimeline, OnLayer
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
 IDLE_WAIT_S = 0.25  # who comes wakes it
-# Twice the prompt's time, for the draft and for the exact weights, and half of it in case that is more than was thought:
-# who gets exact tokens must not get the first one later for any draft.
+# Twice the prompt's time, for the draft and for the exact weights, and half of it in case they take longer: who gets
+# exact tokens must not get the first one later for any draft.
 EXACT_MARGIN = 2.5
 
 Events = list[tuple[TokenSequence, GenerationEvent]]
@@ -179,12 +179,12 @@ class EarlyPhase:
         new: list[_Member] = []
         for sequence in list(roster.waiting):
             num_blocks = roster.num_missing_blocks(sequence.exact, sequence.num_tokens + 1)
-            if len(roster.running) >= roster.options.max_running or num_blocks > roster.allocator.free_count:
+            if len(roster.running) >= roster.options.max_running or num_blocks > roster.num_available_blocks:
                 break
             roster.admit(sequence)
             roster.grow(sequence.exact, num_blocks)
             member = _Member(sequence, sequence.generation.request.first_token)
-            if self._has_time(member) and num_blocks <= roster.allocator.free_count:
+            if self._has_time(member) and num_blocks <= roster.num_available_blocks:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
                 roster.grow(sequence.draft, num_blocks)
             new.append(member)
@@ -274,7 +274,7 @@ class EarlyPhase:
         roster = self._roster
         missing = [(lane, len(lane.tokens)), (sequence.exact, len(lane.tokens) + 1)]
         needed = [(each, max(0, roster.num_missing_blocks(each, num))) for each, num in missing]
-        if sum(num for _, num in needed) > roster.allocator.free_count:
+        if sum(num for _, num in needed) > roster.num_available_blocks:
             return False
         for each, num in needed:
             if num:

@@ -15,6 +15,7 @@ detokenise.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -83,10 +84,12 @@ class Engine:
         timeline: Timeline | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         arrival: Arrival | None = None,
+        prefix_seed: bytes | None = None,
     ) -> None:
         """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
 
         With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is made use of (`early.py`).
+        `prefix_seed` says which model's keys and values the pool holds; by default they are this engine's own.
         """
         self.options = options
         self._model = model
@@ -111,7 +114,7 @@ class Engine:
         self._kv_bytes = num_blocks * bytes_per_block
         self._kv = model.new_kv(num_blocks, block_size)
         self._thread: threading.Thread | None = None
-        self._roster = Roster(num_blocks, options)
+        self._roster = Roster(num_blocks, options, prefix_seed=prefix_seed or secrets.token_bytes(32))
         self._early: EarlyPhase | None = None
         if arrival is not None:
             tiered = cast("TieredDecoder", model)
@@ -183,11 +186,12 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         roster = self._roster
         with roster.changed:
+            prefixes = roster.prefixes.statistics()
             return EngineStatistics(
                 running=len(roster.running),
                 queued=len(roster.waiting),
                 num_blocks=roster.allocator.num_blocks,
-                free_blocks=roster.allocator.free_count,
+                free_blocks=roster.num_available_blocks,
                 block_size=self.options.block_size,
                 kv_bytes=self._kv_bytes,
                 max_context=self.max_context,
@@ -201,6 +205,11 @@ class Engine:
                 drafted_tokens_total=roster.num_drafted_tokens,
                 accepted_proposals_total=roster.num_accepted_proposals,
                 rejected_proposals_total=roster.num_rejected_proposals,
+                cached_blocks=prefixes.num_cached,
+                idle_blocks=prefixes.num_idle,
+                prefix_hit_tokens_total=prefixes.hit_tokens_total,
+                prefix_lookup_tokens_total=prefixes.lookup_tokens_total,
+                prefix_evictions_total=prefixes.evictions_total,
             )
 
     def check_integrity(self) -> None:
@@ -249,9 +258,11 @@ class Engine:
                 if roster.running or roster.waiting:
                     break
                 roster.changed.wait()
-            plan = plan_step(roster.running, roster.waiting, roster.allocator.free_count, self._limits)
+            roster.attach_prefixes()
+            plan = plan_step(roster.running, roster.waiting, roster.num_available_blocks, self._limits)
             assert plan.shares, "the oldest sequence can always go on"
             roster.apply(plan)
+            roster.detach_prefixes()
             return plan
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
@@ -274,6 +285,8 @@ class Engine:
             if len(events) < len(choosing):
                 # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
                 roster.some_ended_early = True
+            for share in shares:
+                roster.remember(share.sequence)
             roster.note_events(events)
         for sequence, event in events:
             sequence.generation.emit(event)

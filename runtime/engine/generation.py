@@ -69,6 +69,7 @@ class Generation:
         self._num_delivered = 0  # events that `on_event` has been called with
         self._is_delivering = False
         self._ended = False
+        self.num_cached_tokens = 0  # of the prompt: found in the KV pool, once it has started
         self._queued_s = time.monotonic()
         self._started_s: float | None = None
         self._first_token_s: float | None = None
@@ -131,11 +132,14 @@ class Generation:
             num_rejected=sum(event.num_rejected for event in events),
         )
 
-    def mark_started(self) -> bool:
-        """For the engine: the sequence takes part in a step. True the first time only."""
+    def mark_started(self, *, num_cached_tokens: int = 0) -> bool:
+        """For the engine: the sequence takes part in a step, and so many of its tokens were computed before. True the
+        first time only.
+        """
         if self._started_s is not None:
             return False
         self._started_s = time.monotonic()
+        self.num_cached_tokens = num_cached_tokens
         return True
 
     def emit(self, event: GenerationEvent) -> bool:

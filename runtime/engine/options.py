@@ -21,6 +21,7 @@ class EngineOptions:
     max_step_tokens: int = 2_048  # of all sequences in a step: bounds the memory for activations
     max_prefill_tokens: int = 512  # of prompts, in a step in which others wait for their next token
     max_context: int | None = None  # None: what the model allows and the pool can hold
+    prefix_cache: bool = True  # blocks of past sequences are kept, for who begins in the same way
 
     def __post_init__(self) -> None:
         _require_at_least("kv_bytes", self.kv_bytes, 1)
@@ -63,6 +64,11 @@ class EngineStatistics:
     drafted_tokens_total: int = 0  # of the output tokens: chosen by weights that were not exact yet
     accepted_proposals_total: int = 0  # of the draft, which the exact weights confirmed
     rejected_proposals_total: int = 0
+    cached_blocks: int = 0  # that can be found by their prefix
+    idle_blocks: int = 0  # of these: not in use, and given up when blocks are needed
+    prefix_hit_tokens_total: int = 0
+    prefix_lookup_tokens_total: int = 0
+    prefix_evictions_total: int = 0
 
 
 def _require_at_least(key: str, value: int, least: int) -> None:

@@ -13,6 +13,7 @@ from ..errors import RequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_TOP_LOGPROBS = 20
+MAX_CACHE_SALT_CHARS = 256
 
 
 class FinishReason(enum.StrEnum):
@@ -80,6 +81,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     first_token: FirstToken = FirstToken.EXACT
+    cache_salt: str = ""  # who gives another one shares no keys and values with this one
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -93,6 +95,8 @@ class GenerationRequest:
                 f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
                 param="stop",
             )
+        if len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
+            raise RequestError(f"cache_salt may have {MAX_CACHE_SALT_CHARS} characters", param="cache_salt")
         if self.num_top_logprobs is not None:
             _in_range("top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
 

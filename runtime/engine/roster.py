@@ -11,10 +11,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import islice
 
 from ...loader.errors import TeneralError
 from ..errors import CapacityError
 from ..kv.blocks import BlockAllocator, Epoch
+from ..kv.prefixes import PrefixCache
 from .generation import Generation
 from .options import EngineOptions
 from .requests import FinishReason, GenerationEvent
@@ -28,10 +30,13 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
 class Roster:
     """Mutable, and public within the engine: but for what says so, callers hold `changed`."""
 
-    def __init__(self, num_blocks: int, options: EngineOptions) -> None:
+    def __init__(self, num_blocks: int, options: EngineOptions, *, prefix_seed: bytes) -> None:
+        """`prefix_seed` says whose keys and values these are; with another one nothing of this pool is found."""
         self.changed = threading.Condition()
         self.options = options
         self.allocator = BlockAllocator(num_blocks)
+        self.prefixes = PrefixCache(self.allocator)
+        self._prefix_seed = prefix_seed
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.refusal: TeneralError | None = None  # why nothing new is taken
@@ -79,14 +84,15 @@ class Roster:
         """From the queue to those that run."""
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        if sequence.generation.mark_started():
+        if sequence.generation.mark_started(num_cached_tokens=sequence.num_computed):
             self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.prefixes.count_lookup(sequence.num_prompt_tokens, sequence.num_computed)
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
         """Do as the scheduler decided."""
         for sequence in plan.preempted:
             self.running.remove(sequence)
-            self.allocator.release(sequence.forget_computed())
+            self.prefixes.release(sequence.forget_computed())
             self.waiting.appendleft(sequence)
         self.num_preemptions += len(plan.preempted)
         for sequence in plan.admitted:
@@ -97,8 +103,52 @@ class Roster:
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
+    @property
+    def num_available_blocks(self) -> int:
+        """Those that are free, and those whose content can be given up."""
+        return self.allocator.free_count + self.prefixes.num_idle
+
+    def attach_prefixes(self) -> None:
+        """Give those who wait for a place what is there of their beginnings, at least one token being left to compute.
+        Who gets no place gives it back: `detach_prefixes`. Nobody gets what would leave too little for the ones before.
+        """
+        if not self.options.prefix_cache or not self.waiting:
+            return
+        block_size = self.options.block_size
+        promised = (max(0, self.num_missing_blocks(each.exact, each.num_tokens + 1)) for each in self.running)
+        left = self.num_available_blocks - sum(promised) - len(self.running)
+        for sequence in islice(self.waiting, max(0, self.options.max_running - len(self.running))):
+            num_blocks = (sequence.num_tokens - 1) // block_size
+            hashes = sequence.block_hashes(num_blocks, block_size, self._prefix_seed)
+            found = self.prefixes.find(hashes[:num_blocks])
+            num_new = self.num_missing_blocks(sequence.exact, sequence.num_tokens + 1) - len(found)
+            left -= num_new + self.prefixes.num_idle_among(found)
+            if left < 0:
+                return
+            self.prefixes.take(found)
+            sequence.exact.blocks = tuple(found)
+            sequence.exact.num_computed = len(found) * block_size
+            sequence.num_remembered = len(found)
+
+    def detach_prefixes(self) -> None:
+        for sequence in self.waiting:
+            if sequence.blocks:
+                self.prefixes.release(sequence.forget_computed())
+
+    def remember(self, sequence: Sequence) -> None:
+        """Have the sequence's full blocks found by who begins in the same way."""
+        block_size = self.options.block_size
+        num_full = sequence.num_computed // block_size
+        if not self.options.prefix_cache or sequence.num_remembered == num_full:
+            return
+        hashes = sequence.block_hashes(num_full, block_size, self._prefix_seed)
+        for number in range(sequence.num_remembered, num_full):
+            self.prefixes.add(sequence.blocks[number], hashes[number])
+        sequence.num_remembered = num_full
+
     def grow(self, lane: Lane, num_blocks: int) -> None:
-        """That many more blocks, which must be free."""
+        """That many more blocks, which must be available."""
+        self.prefixes.make_room(num_blocks)
         last = lane.blocks[-1] if lane.blocks else None
         lane.blocks = (*lane.blocks, *self.allocator.allocate(num_blocks, after=last, epoch=lane.epoch))
 
@@ -110,9 +160,8 @@ class Roster:
         """Give back what the lane does not need for so many tokens."""
         surplus = -self.num_missing_blocks(lane, num_tokens)
         if surplus > 0:
-            kept, freed = lane.blocks[:-surplus], lane.blocks[-surplus:]
-            lane.blocks = kept
-            self.allocator.release(freed)
+            lane.blocks, freed = lane.blocks[:-surplus], lane.blocks[-surplus:]
+            self.prefixes.release(freed)
 
     def drop_draft(self, sequence: Sequence) -> None:
         """Forget what the draft made of it."""
@@ -127,7 +176,7 @@ class Roster:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        self.allocator.release(sequence.forget_computed())
+        self.prefixes.release(sequence.forget_computed())
 
     def forget_ended(self) -> list[Sequence]:
         """Forget those that have ended meanwhile, which it returns."""
@@ -182,8 +231,10 @@ class Roster:
     def check_integrity(self, max_context: int) -> None:
         """Raises AssertionError unless sequences and block pool agree."""
         self.allocator.check_integrity()
+        self.prefixes.check_integrity()
         lanes = [lane for sequence in self.running for lane in sequence.lanes]
         holders = Counter(block for lane in lanes for block in lane.blocks)
+        holders.update(self.prefixes.blocks())
         for block in range(self.allocator.num_blocks):
             assert self.allocator.reference_count(block) == holders[block], f"block {block} leaked"
         for lane in lanes:

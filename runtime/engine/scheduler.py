@@ -111,7 +111,7 @@ class _Step(Generic[SequenceT]):
         for sequence in waiting:
             if len(self.active) >= self.limits.max_running or min(self.tokens_left, self.prefill_left) < 1:
                 return
-            needed = self._num_blocks_for(sequence.num_tokens + 1)
+            needed = self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
             if spare is None:
                 spare = self.num_free_blocks - self._num_promised_blocks()
             # One more for each that runs, or the next decode steps would preempt what was just admitted.

@@ -13,6 +13,7 @@ import secrets
 from dataclasses import dataclass
 
 from ..kv.blocks import Epoch
+from ..kv.prefixes import chain_hash, seed_hash
 from ..text.detokenizer import Detokenizer, DetokenizerSource
 from ..text.stop import StopStrings
 from .generation import Generation
@@ -97,6 +98,7 @@ class Sequence:
 
     __slots__ = (
         "_detokenizer",
+        "_hashes",
         "_stop_strings",
         "draft",
         "end_tokens",
@@ -104,6 +106,7 @@ class Sequence:
         "generation",
         "max_new_tokens",
         "num_prompt_tokens",
+        "num_remembered",
         "sampling",
         "tokens",
     )
@@ -127,6 +130,8 @@ class Sequence:
         self.sampling = SamplingState(request)
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling)
         self.draft: Lane | None = None  # while the weights arrive
+        self.num_remembered = 0  # full blocks that others can find
+        self._hashes: list[bytes] = []  # of full blocks, the seed's before them
         self._detokenizer = Detokenizer(source, request.prompt_tokens)
         self._stop_strings = StopStrings(request.stop)
 
@@ -175,7 +180,20 @@ class Sequence:
         """Preempts: gives up the blocks of all lanes, which are the caller's to release, and keeps the tokens."""
         blocks = tuple(block for lane in self.lanes for block in lane.blocks)
         self.exact.blocks, self.exact.num_computed, self.draft = (), 0, None
+        self.num_remembered = 0
         return blocks
+
+    def block_hashes(self, num_blocks: int, block_size: int, seed: bytes) -> list[bytes]:
+        """What the first `num_blocks` blocks of its tokens are known by, and maybe more; all of them full. The seed and
+        the size must always be the same.
+        """
+        hashes = self._hashes
+        if not hashes:
+            hashes.append(seed_hash(seed, self.generation.request.cache_salt.encode()))
+        for number in range(len(hashes) - 1, num_blocks):
+            tokens = self.tokens[number * block_size : (number + 1) * block_size]
+            hashes.append(chain_hash(hashes[number], tokens))
+        return hashes[1:]
 
     def _event(self, choice: Choice, text: str, finish: FinishReason | None) -> GenerationEvent:
         logprobs = () if choice.logprob is None else (choice.logprob,)

@@ -66,10 +66,12 @@ class ToyDecoder:
         flat[0, batch.slots] = batch.tokens
         flat[1, batch.slots] = batch.positions
         logits = {}
-        held: set[int] = set()
+        block_size = kv.shape[2]
+        written: set[int] = set()
         for span in batch.spans:
-            assert not held & set(span.blocks), "two sequences hold one block"
-            held |= set(span.blocks)
+            own = set(span.blocks[(span.context_len - span.length) // block_size :])
+            assert not written & own, "two sequences write to one block"
+            written |= own
             self._check_span(span, batch, kv)
             history = kv[0, list(span.blocks)].flatten()[: span.context_len]
             for row in batch.logit_rows.tolist():

@@ -1,0 +1,152 @@
+"""Which blocks hold keys and values that somebody may need again: found by what led to them.
+
+A full block is known by a chain of hashes: SHA-256 over the hash of the block before it and its own tokens, the first
+one over a seed that says which model, precision, layout and tenant it belongs to. So equal hashes mean equal keys and
+values, and who does not know a seed cannot name, find or time what lies under it.
+
+The cache holds one reference to each of its blocks. One that nobody else refers to is *idle*: it can be found again,
+or given up for new content, least recently used first. A block is given up before the one it follows, so what is
+found is always a whole beginning. Nothing is known here of tensors, sequences or threads; the caller serialises access.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .blocks import BlockAllocator, Epoch
+
+HASH_BYTES = 32
+
+
+def seed_hash(*parts: bytes) -> bytes:
+    """(32,) The beginning of a chain: two lists of parts give the same only if they are the same."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
+    """(32,) Of a full block with these tokens, after what `previous` stands for."""
+    return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatistics:
+    """A moment's view of blocks; totals count from the start. Tokens are those of prompts that were looked up."""
+
+    num_cached: int
+    num_idle: int
+    hit_tokens_total: int
+    lookup_tokens_total: int
+    evictions_total: int
+
+
+class PrefixCache:
+    """The blocks of one pool that can be found again."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._blocks: dict[bytes, int] = {}  # by hash
+        self._hashes: dict[int, bytes] = {}  # by block
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first
+        self._num_hit_tokens = 0
+        self._num_lookup_tokens = 0
+        self._num_evictions = 0
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that can be had by giving up what they hold."""
+        return len(self._idle)
+
+    def find(self, hashes: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest beginning of this chain that is there. Takes no references."""
+        blocks: list[int] = []
+        for each in hashes:
+            block = self._blocks.get(each)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_idle_among(self, blocks: Iterable[int]) -> int:
+        return sum(block in self._idle for block in blocks)
+
+    def take(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of these blocks, which were found."""
+        self._allocator.share(blocks)
+        for block in blocks:
+            self._idle.pop(block, None)
+
+    def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
+        self._num_lookup_tokens += num_tokens
+        self._num_hit_tokens += num_hit_tokens
+
+    def add(self, block: int, block_hash: bytes) -> None:
+        """This block, which the caller refers to, is full and stands for that. If another does, that one stays."""
+        if block_hash in self._blocks or block in self._hashes:
+            return
+        if self._allocator.epoch(block) is not Epoch.EXACT:
+            raise ValueError(f"block {block} was not made by exact weights")
+        self._allocator.share((block,))
+        self._blocks[block_hash] = block
+        self._hashes[block] = block_hash
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each of a sequence's blocks, given in its order; what is cached stays there, idle when
+        nobody else refers to it.
+        """
+        self._allocator.release(blocks)
+        for block in reversed(blocks):  # the last one first: it is given up before those that it follows
+            if block in self._hashes and self._allocator.reference_count(block) == 1:
+                self._idle[block] = None
+                self._idle.move_to_end(block)
+
+    def make_room(self, num_blocks: int) -> None:
+        """Give up idle blocks until so many are free. ValueError, and nothing has changed, when there are too few."""
+        missing = num_blocks - self._allocator.free_count
+        if missing > len(self._idle):
+            raise ValueError(
+                f"{num_blocks} blocks asked for, {self._allocator.free_count + len(self._idle)} can be had"
+            )
+        for _ in range(missing):
+            block, _ = self._idle.popitem(last=False)
+            del self._blocks[self._hashes.pop(block)]
+            self._allocator.release((block,))
+            self._num_evictions += 1
+
+    def clear(self) -> None:
+        """Give up everything idle; what is in use is no longer found."""
+        self.make_room(self._allocator.free_count + len(self._idle))
+        for block in list(self._hashes):
+            self._allocator.release((block,))
+        self._blocks.clear()
+        self._hashes.clear()
+
+    def blocks(self) -> Iterable[int]:
+        """All that the cache holds a reference to."""
+        return self._hashes.keys()
+
+    def statistics(self) -> PrefixStatistics:
+        return PrefixStatistics(
+            num_cached=len(self._hashes),
+            num_idle=len(self._idle),
+            hit_tokens_total=self._num_hit_tokens,
+            lookup_tokens_total=self._num_lookup_tokens,
+            evictions_total=self._num_evictions,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the books agree. For tests."""
+        assert self._hashes == {block: each for each, block in self._blocks.items()}
+        for block in self._hashes:
+            count = self._allocator.reference_count(block)
+            assert count >= 1, f"block {block} is cached and free"
+            assert (count == 1) == (block in self._idle), f"block {block} has {count} references"
+            assert self._allocator.epoch(block) is Epoch.EXACT
+        assert set(self._idle) <= set(self._hashes)

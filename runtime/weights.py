@@ -236,6 +236,8 @@ class _TableGate:
         )
         self._table = RowParts(manifest, table) if table in present else None
         self._tiers = [part.tier for part in manifest.parts]
+        # A tier that the artifact lacks is held by what holds the first one that it has.
+        self._lowest = min(self._tiers, default=Tier.REFINE)
 
     def __call__(self, rows: torch.Tensor) -> None:
         if not self._is_open():
@@ -266,7 +268,7 @@ class _TableGate:
 
     def _parts(self, rows: torch.Tensor, tier: Tier = Tier.REFINE) -> set[int]:
         held = self._table.holding(rows.flatten().tolist()) if self._table is not None else set()
-        return {number for number in self._others | held if self._tiers[number] <= tier}
+        return {number for number in self._others | held if self._tiers[number] <= max(tier, self._lowest)}
 
 
 @contextmanager

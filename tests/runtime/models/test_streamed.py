@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import closing
 
 import pytest
@@ -13,10 +14,10 @@ from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_m
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.format import layout
-from teneral.loader.format.manifest import FRAME_ELEMENTS
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
 from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
+from teneral.loader.stream.options import LoadOptions, Order
 from teneral.loader.stream.rows import RowParts
 from teneral.loader.tools.pack import pack
 from teneral.runtime.models.build import build_model
@@ -100,6 +101,34 @@ def test_each_step_waits_for_the_rows_of_its_tokens_until_the_matrix_is_whole(
     stepper = Stepper(build_model(config_json(finished), DictWeights(tensors_of(finished))))
     for step, tokens in zip(ours, (prompt, [later], [4000]), strict=True):
         torch.testing.assert_close(step, stepper.step({"a": tokens})["a"], atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("tier", [Tier.SKETCH, Tier.DRAFT])
+def test_a_pass_over_the_draft_waits_for_its_rows_whatever_tiers_there_are(tmp_path, monkeypatch, tier):
+    monkeypatch.setattr(layout, "FINE_PART_ELEMENTS", FRAME_ELEMENTS)
+    folder = save_tiny("qwen2", tmp_path / "plain", dtype=torch.bfloat16, vocab_size=8 * 1024)
+    pack(open_source(str(folder)), open_store(str(tmp_path / "packed")))
+    source = PacedSource(open_source(str(tmp_path / "packed")))
+    manifest = open_artifact(source)
+    config = json.loads(read_file(source, manifest, "config.json"))
+    rows = torch.tensor([1, 8 * 1024 - 1])
+    asked = RowParts(manifest, "model.embed_tokens.weight").holding(rows.tolist())
+    held = source.hold(
+        reads_of(
+            manifest, *(part for part in manifest.parts if part.index in asked or part.tier is Tier.REFINE)
+        )
+    )
+    options = LoadOptions(rows_on_demand=True, connections=64, order=Order.DRAFT_FIRST)
+    with closing(source), WeightLoad(source, manifest, options=options) as load:
+        poison(load)
+        decoder = build_model(config, StreamedWeights(load))
+        load.start()
+        timer = threading.Timer(0.1, held.release)
+        timer.start()
+        with decoder.entry_gate.using(rows, tier):
+            assert held.released
+            assert decoder.embeddings[rows].isfinite().all()
+        timer.join()
 
 
 def test_an_encoder_begins_with_the_words_of_its_texts(tmp_path, monkeypatch):

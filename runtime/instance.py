@@ -337,6 +337,8 @@ class Instance:
             self._failure = error
         self.timeline.mark("process", "failed", error=error.message)
         self._settle(error)
+        for worker in self._workers():
+            worker.abort(error)
         with self._lock:
             if not self.ended.done():
                 self.ended.set_result(error)
@@ -411,7 +413,7 @@ def _verify_exact(load: WeightLoad | ProcessLoad, expected: tuple[bytes, ...]) -
     wrong = wrong_tensors(load.manifest, expected, content)
     if wrong:
         raise IntegrityError(
-            f"tensor {wrong[0].name!r}, and {len(wrong) - 1} others, are in memory not what was packed",
+            f"tensor {wrong[0].name!r} is in memory not what was packed; {len(wrong)} of {len(expected)} are not",
             where=wrong[0].name,
             hint="Each part was right when it arrived, so this is a defect of Teneral or of the machine's memory.",
         )

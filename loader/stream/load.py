@@ -369,10 +369,16 @@ class WeightLoad:
         if self._order is not Order.AUTO or self._started_at_s is None:
             return
         elapsed_s = time.monotonic() - self._started_at_s
-        if elapsed_s < MIN_WATCHED_S or (self._meter.num_reads < MIN_READS and elapsed_s < MAX_WATCHED_S):
+        # What the node's cache had says nothing about what it has not. Only where nothing comes from the store for
+        # long, all is taken to come so fast.
+        rate = self._work.link_statistics().rate_bytes_per_s
+        if elapsed_s < MIN_WATCHED_S or (
+            elapsed_s < MAX_WATCHED_S and (not rate or self._meter.num_reads < MIN_READS)
+        ):
             return
-        # What came from the node's cache counts, too; what is on its way does not.
-        rate = max(self._work.link_statistics().rate_bytes_per_s, self._meter.fetched_bytes / elapsed_s, 1.0)
+        rate = rate or self._meter.fetched_bytes / elapsed_s
+        if not rate:
+            return  # nothing has come, so there is nothing to decide about yet
         left = self._work.left_bytes()
         prediction = predict(
             Sizes(sum(left[:-1]), left[-1], self.manifest.weight_bytes),

@@ -143,14 +143,18 @@ class Embedder:
         with self._changed:
             self._refusal = self._refusal or _shutting_down()
             finished = self._changed.wait_for(lambda: not self._calls, timeout_s)
-        self._shut_down()
+        self._shut_down(_shutting_down())
         return finished
+
+    def abort(self, failure: TeneralError) -> None:
+        """Ends every call now, with this error, which is also what whoever asks later gets. Waits for nothing."""
+        self._shut_down(failure)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
         """Ends every call now (DrainingError), and the thread after its batch. False when the thread goes on
         after `timeout_s`, as it does while its batch waits for weights: cancel their load first.
         """
-        self._shut_down()
+        self._shut_down(_shutting_down())
         if self._thread is None:
             return True
         if self._thread is not threading.current_thread():
@@ -186,12 +190,12 @@ class Embedder:
                     param="input",
                 )
 
-    def _shut_down(self) -> None:
+    def _shut_down(self, reason: TeneralError) -> None:
         with self._changed:
-            self._refusal = self._refusal or _shutting_down()
+            self._refusal = self._refusal or reason
             self._is_stopping = True
             calls = self._take_out(self._calls)
-        _fail(calls, _shutting_down())
+        _fail(calls, reason)
 
     # -- the embedder's thread -------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class Engine:
         with roster.changed:
             roster.refuse(_shutting_down())
             finished = roster.changed.wait_for(roster.all_ended, timeout_s)
-        self._shut_down()
+        self._shut_down(_shutting_down())
         return finished
 
     def stop(self, timeout_s: float = 1.0) -> bool:
@@ -176,12 +176,16 @@ class Engine:
         thread goes on after `timeout_s`, as it does while its pass waits for weights: cancel their load
         first.
         """
-        self._shut_down()
+        self._shut_down(_shutting_down())
         if self._thread is None:
             return True
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def abort(self, failure: TeneralError) -> None:
+        """Ends every sequence now, with this error, which is also what whoever asks later gets. Waits for nothing."""
+        self._shut_down(failure)
 
     def statistics(self) -> EngineStatistics:
         roster = self._roster
@@ -348,15 +352,15 @@ class Engine:
         self._roster.note_end(generation, reason)
         self._timeline.add_request(generation, reason)
 
-    def _shut_down(self) -> None:
+    def _shut_down(self, reason: TeneralError) -> None:
         roster = self._roster
         with roster.changed:
-            roster.refuse(_shutting_down())
+            roster.refuse(reason)
             roster.is_stopping = True
             sequences = roster.everybody()
             roster.changed.notify_all()
         for sequence in sequences:
-            sequence.generation.emit(error_event(_shutting_down()))
+            sequence.generation.emit(error_event(reason))
 
 
 def _shutting_down() -> DrainingError:

@@ -122,6 +122,10 @@ def _cards(picture: Picture) -> str:
         cards.append(("weights in memory", format_bytes(figures.weight_bytes)))
     if figures.exact_s is not None:
         cards.append(("all exact after", format_s(figures.exact_s)))
+    if figures.decision:
+        cards.append(("tiers", escape(figures.decision)))
+    if figures.outcome:
+        cards.append(("draft", escape(figures.outcome)))
     shown = "".join(f"<div><dt>{name}</dt><dd>{figure}</dd></div>" for name, figure in cards)
     return f"<dl>{shown}</dl>"
 

@@ -80,6 +80,8 @@ class Figures:
     weight_bytes: int = 0
     fetch_s: float = 0.0
     failure: str = ""
+    decision: str = ""  # which tier the load had come first, and why
+    outcome: str = ""  # what came of drafting ahead
 
     @property
     def bytes_per_s(self) -> float:

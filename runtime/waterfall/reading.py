@@ -32,6 +32,7 @@ from .snapshot import Snapshot, clean_text, whole_number
 MAX_REQUEST_ROWS = 12
 MAX_TASK_ROWS = 40
 LOAD_LANES = ("fetch", "verify", "decode")
+DECISIONS = ("draft-first: ", "exact: ")  # how the mark begins that says which tier comes first
 OTHER_LANES = (*LOAD_LANES, "ready", "execute", "request")
 SMALLEST_END_S = 1e-3
 REQUEST_KINDS = {"queued": Kind.QUEUED, "prefill": Kind.PREFILL, "decode": Kind.GENERATE}
@@ -188,6 +189,8 @@ def _figures(lanes: dict[str, list[Span]], now_s: float) -> Figures:
         can_answer_s=moments.get("can answer"),
         exact_s=moments.get("all weights exact"),
         failure=failure if isinstance(failure, str) else "failed",
+        decision=next((span.name for span in lanes["process"] if span.name.startswith(DECISIONS)), ""),
+        outcome=_outcome(lanes["draft"]),
     )
     load = next((span for span in lanes["fetch"] if span.name == "load"), None)
     if load is not None:
@@ -202,6 +205,16 @@ def _figures(lanes: dict[str, list[Span]], now_s: float) -> Figures:
         return figures
     arrived = sum(whole_number(span.attributes.get("bytes")) or 0 for span in parts)
     return replace(figures, stored_bytes=arrived, fetch_s=max(0.0, now_s - parts[0].start_s))
+
+
+def _outcome(spans: Iterable[Span]) -> str:
+    """Of drafting ahead, in words; empty when it did not come to an end."""
+    last = next((span for span in spans if span.name == "exact from here on"), None)
+    if last is None:
+        return ""
+    keys = ("num_draft_steps", "num_accepted", "num_judged")
+    steps, accepted, judged = (whole_number(last.attributes.get(key)) or 0 for key in keys)
+    return f"drafted in {steps:,} steps, {accepted:,} of {judged:,} proposals confirmed"
 
 
 def _loaded_s(now_s: float, rows: Iterable[Row], fetches: list[Span]) -> float:

@@ -123,7 +123,8 @@ def _header(picture: Picture) -> list[Line]:
         lines.append(_styled(_load_figures(figures)))
     moments = [("can answer", figures.can_answer_s), ("exact", figures.exact_s)]
     reached = [f"{name} after {format_s(at_s)}" for name, at_s in moments if at_s is not None]
-    return [*lines, _styled(", ".join(reached))] if reached else lines
+    lines += [_styled(text) for text in (", ".join(reached), figures.decision, figures.outcome) if text]
+    return lines
 
 
 def _load_figures(figures: Figures) -> str:

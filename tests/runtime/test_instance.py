@@ -213,10 +213,15 @@ def test_a_tensor_that_is_not_what_was_packed_fails_the_instance_by_its_name(art
         load = instance._load
         load.wait(tensor.group, timeout_s=WAIT_S)
         load.slab(tensor.group)[tensor.offset_bytes + 7] ^= 1
+        running = instance.engine.result(WAIT_S).submit(request(max_tokens=2_000))
         last.release()
         failure = instance.ended.result(WAIT_S)
         assert isinstance(failure, IntegrityError)
         assert tensor.name in failure.message
+        with pytest.raises(IntegrityError):  # nobody goes on with such weights
+            running.result(WAIT_S)
+        with pytest.raises(IntegrityError):
+            instance.engine.result(WAIT_S).submit(request())
 
 
 def test_what_has_no_digests_of_its_tensors_cannot_be_compared(checkpoint: Path) -> None:

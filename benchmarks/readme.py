@@ -21,6 +21,7 @@ from benchmarks.report import RESULTS, newest, table
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- benchmark -->\n", "<!-- /benchmark -->"
 RATE_MB_S = 200.0
+DRAFT_RATE_MB_S = 100.0  # where there is time to draft ahead before importing torch has decided everything
 
 
 def main() -> int:
@@ -96,7 +97,7 @@ def cold_start(report: dict[str, Any]) -> str:
 
 def draft(report: dict[str, Any]) -> str:
     """The table at one rate, and the picture at the same."""
-    link = nearest(report["results"], RATE_MB_S)
+    link = nearest(report["results"], DRAFT_RATE_MB_S)
     rows = []
     for name, row in link["systems"].items():
         limit_s, sent_bytes = wire_s(link, name), row["sent_bytes"]

@@ -143,7 +143,7 @@ def test_another_processs_groups_do_not_concern_ours(fd: int, other: OtherProces
     guards.close()
 
 
-def test_threads_of_both_processes_that_wait_crosswise_are_no_deadlock(fd: int, other: OtherProcess) -> None:
+def wait_crosswise(fd: int, other: OtherProcess) -> None:
     """Each process holds what the other waits for; the system must not think that one of them has to give up."""
     guards = Guards(NUM_GROUPS, shared_fd=fd)
     user = Holder(guards, "using", 0)
@@ -159,6 +159,10 @@ def test_threads_of_both_processes_that_wait_crosswise_are_no_deadlock(fd: int, 
     assert waiting.has_it()
     waiting.drop()
     guards.close()
+
+
+def test_threads_of_both_processes_that_wait_crosswise_are_no_deadlock(fd: int, other: OtherProcess) -> None:
+    wait_crosswise(fd, other)
 
 
 @pytest.mark.parametrize("kind", ["using", "refining"])
@@ -271,21 +275,8 @@ def test_without_a_guard_halves_are_seen(fd: int, other: OtherProcess) -> None:
 
 
 def test_where_locks_belong_to_processes_waiting_crosswise_is_no_deadlock_either(
-    fd: int, monkeypatch
+    fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guards_module, "_has_file_locks", lambda fd, byte: False)
     with OtherProcess(fd, NUM_GROUPS, has_file_locks=False) as other:
-        guards = Guards(NUM_GROUPS, shared_fd=fd)
-        user = Holder(guards, "using", 0)
-        assert user.has_it()
-        other.take("refining 1")
-        waiting = Holder(guards, "using", 1)
-        other.tell("take refining 0")
-        waiting.must_wait()
-        other.must_be_silent()
-        user.drop()
-        other.expect("has refining 0")
-        other.drop("refining 1")
-        assert waiting.has_it()
-        waiting.drop()
-        guards.close()
+        wait_crosswise(fd, other)

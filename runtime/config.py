@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
-READY_S = (
-    1.5  # from a process's start until it can compute, most of which is importing torch; 0.1 from a standby
-)
+READY_S = 1.5  # from a process's start until it can compute, most of which is importing torch
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -74,6 +74,15 @@ class PartCache:
         self._tally.add(num_hits=1, read_bytes=len(buffer))
         return True
 
+    def holds(self, digest: bytes) -> bool:
+        """Whether `read_into` would look for the part here and find it, as far as can be said without reading it."""
+        if not self._is_readable or digest in self._rejected:
+            return False
+        try:
+            return self._folder.holds(digest)
+        except OSError:
+            return False  # reading will find out the same, and say so
+
     def offer(self, digest: bytes, data: memoryview) -> bool:
         """Have a whole part kept, whose digest was found right. Copies it; never waits for the disk.
 

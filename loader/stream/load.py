@@ -369,12 +369,12 @@ class WeightLoad:
         if self._order is not Order.AUTO or self._started_at_s is None:
             return
         elapsed_s = time.monotonic() - self._started_at_s
-        # What the node's cache had says nothing about what it has not. Only where nothing comes from the store for
-        # long, all is taken to come so fast.
+        if elapsed_s < MIN_WATCHED_S:
+            return
+        # How fast the node's cache gave what it had says nothing about what it has not.
         rate = self._work.link_statistics().rate_bytes_per_s
-        if elapsed_s < MIN_WATCHED_S or (
-            elapsed_s < MAX_WATCHED_S and (not rate or self._meter.num_reads < MIN_READS)
-        ):
+        is_known = rate > 0 and self._meter.num_reads >= MIN_READS
+        if not is_known and elapsed_s < MAX_WATCHED_S and not self._is_cached():
             return
         rate = rate or self._meter.fetched_bytes / elapsed_s
         if not rate:
@@ -394,6 +394,13 @@ class WeightLoad:
         if prediction.order is Order.EXACT:
             self._work.reorder(Order.EXACT)
         self._timeline.mark("process", f"{prediction.order}: {prediction.why}", **prediction._asdict())
+
+    def _is_cached(self) -> bool:
+        """Whether the node's cache has all that is left."""
+        cache = self._cache
+        return cache is not None and all(
+            part.digest is not None and cache.holds(part.digest) for part in self._work.left_parts()
+        )
 
     def _add_fetchers(self) -> None:
         """As many as should read by now. Those that there are too many of later wait for nothing."""

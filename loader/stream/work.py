@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..format.manifest import Tier
+from ..format.manifest import Part, Tier
 from .options import Order
 from .pace import LinkStatistics, Pace
 from .plan import Plan, Step
@@ -200,12 +200,18 @@ class WorkQueue:
     def left_bytes(self) -> list[int]:
         """What nobody has asked for, by tier."""
         left = [0] * len(Tier)
-        with self._lock:
-            for step in self._plan.steps:
-                begun = self._missing[step.number] < step.part.size_bytes or step.number in self._memory
-                if not begun and self._missing[step.number]:
-                    left[step.part.tier] += step.part.size_bytes
+        for part in self.left_parts():
+            left[part.tier] += part.size_bytes
         return left
+
+    def left_parts(self) -> list[Part]:
+        """Those of which nobody has asked for anything."""
+        with self._lock:
+            return [
+                step.part
+                for step in self._plan.steps
+                if 0 < self._missing[step.number] == step.part.size_bytes and step.number not in self._memory
+            ]
 
     def link_statistics(self) -> LinkStatistics:
         with self._lock:

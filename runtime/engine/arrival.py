@@ -45,10 +45,7 @@ class LoadArrival:
         return self.holds(Tier.REFINE)
 
     def holds(self, tier: Tier) -> bool:
-        progress = self._load.progress()
-        return progress.num_groups > 0 and all(
-            self._load.is_ready(group, tier) for group in range(progress.num_groups)
-        )
+        return all(self._load.is_ready(group.index, tier) for group in self._load.manifest.groups)
 
     def order(self) -> Order:
         return self._load.order

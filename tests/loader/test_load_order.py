@@ -21,6 +21,7 @@ from tests.support.store_server import StoreServer
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.file import FileStore
+from teneral.loader.stream import load as load_module
 from teneral.loader.stream.load import LoadOptions, WeightLoad
 from teneral.loader.stream.options import Order
 from teneral.loader.stream.prepare import is_possible
@@ -131,6 +132,57 @@ def test_a_model_without_tiers_is_loaded_in_order() -> None:
         load_all(load, built)
         assert load.order is Order.EXACT
     assert decisions(timeline)[0].attributes["why"] == "there is no refine tier, or nothing left of it"
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> tuple[BuiltArtifact, Path]:
+    """An artifact, and a cache on the node that holds all of it."""
+    built = small_parts()
+    with WeightLoad(built.store, built.manifest, options=auto(cache_dir=str(tmp_path))) as load:
+        load_all(load, built)
+        assert load.join_cache(WAIT_S)
+    return built, tmp_path
+
+
+def test_what_the_node_has_is_loaded_in_order_without_waiting_for_a_link_to_show_its_rate(
+    cached: tuple[BuiltArtifact, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, folder = cached
+    monkeypatch.setattr(load_module, "MIN_WATCHED_S", 0.0)
+    monkeypatch.setattr(load_module, "MAX_WATCHED_S", NEVER_S)
+    source, timeline = PacedSource(built.store), Timeline()
+    settings = auto(cache_dir=str(folder), ready_s=NEVER_S)
+    with WeightLoad(source, built.manifest, options=settings, timeline=timeline) as load:
+        load_all(load, built)
+        assert load.order is Order.EXACT
+    assert source.calls == []
+    assert len(decisions(timeline)) == 1
+
+
+def test_the_speed_of_the_nodes_cache_decides_nothing_about_what_it_lacks(
+    cached: tuple[BuiltArtifact, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, folder = cached
+    lacking = [part for group in (6, 7) for tier in Tier for part in built.manifest.parts_of(group, tier)]
+    for part in lacking:
+        assert part.digest is not None
+        (file,) = folder.rglob(part.digest.hex())
+        file.unlink()
+    monkeypatch.setattr(load_module, "MIN_WATCHED_S", 0.0)
+    monkeypatch.setattr(load_module, "MAX_WATCHED_S", NEVER_S)
+    source, timeline = PacedSource(built.store), Timeline()
+    held = source.hold()
+    with WeightLoad(source, built.manifest, options=auto(cache_dir=str(folder)), timeline=timeline) as load:
+        load.start()
+        for group in range(6):
+            load.wait(group, Tier.DRAFT, timeout_s=WAIT_S)
+        held.wait_reached()
+        assert load.order is Order.AUTO
+        held.release()
+        for group in built.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        said = decisions(timeline)[0].attributes
+        assert said["rate_bytes_per_s"] == pytest.approx(load.statistics().link.rate_bytes_per_s, rel=0.9)
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])

@@ -45,6 +45,7 @@ def _run(config: ServeConfig, prepared: Prepared | None) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     with listen(config.host, config.port) as sock:
+        timeline.mark("process", "port open")
         sent = send_for(config, timeline, prepared=prepared, fork=True)
         if config.standby_socket is not None:
             from ..standby.client import hand_over  # few have a pool
@@ -62,7 +63,6 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
     Blocks. Raises the error that ended the instance.
     """
     with sock, sent.take_over(timeline) if sent else nullcontext() as helpers:
-        timeline.mark("process", "port open")
         with timeline.span("process", "import runtime"):
             import logging
 

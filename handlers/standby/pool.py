@@ -246,6 +246,7 @@ def _serve(channel: Channel, order: Order, report: Callable[[TeneralError], int]
         from ..http.command import serve_on
 
         timeline = Timeline(started_at=order.started_at)
+        timeline.mark("process", "port open")
         timeline.mark("process", "taken over by a standby")
         serve_on(socket.socket(fileno=order.listener), order.config, timeline, order.sent)
     except TeneralError as error:

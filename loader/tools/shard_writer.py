@@ -134,7 +134,7 @@ class _TiersBefore:
 
     def __init__(self, manifest: Manifest) -> None:
         self._left = Counter((part.group, part.tier) for part in manifest.parts)
-        self._failed: set[int] = set()
+        self._failed: set[tuple[int, Tier]] = set()
         self._changed = threading.Condition()
 
     @contextmanager
@@ -143,7 +143,7 @@ class _TiersBefore:
         try:
             yield
         except BaseException:
-            self._failed.add(part.group)
+            self._failed.add((part.group, part.tier))
             raise
         finally:
             with self._changed:
@@ -157,7 +157,7 @@ class _TiersBefore:
         before = [(part.group, tier) for tier in Tier if tier < part.tier]
         with self._changed:
             self._changed.wait_for(lambda: not any(self._left[key] for key in before))
-        if part.group in self._failed:
+        if not self._failed.isdisjoint(before):  # of its own tier, or a later one, is no concern of this part
             raise LoadCancelledError(
                 "a part of a tier before could not be written"
             )  # whose own error is reported

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.support.checkpoints import (
     random_content,
     read_back,
 )
+from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.artifact import open_artifact
@@ -282,6 +284,25 @@ def test_a_damaged_draft_part_is_reported_as_itself(tmp_path: Path) -> None:
     store.put(name, bytes(len(data)))
     with pytest.raises(IntegrityError, match="part 0 "):
         unpack(store, tmp_path / "model", threads=3)
+
+
+def test_a_damaged_refine_part_is_reported_as_itself_also_when_it_comes_before_its_draft(
+    tmp_path: Path,
+) -> None:
+    store = packed(model_store(llama_contents()))
+    manifest = open_artifact(store)
+    (refine,) = manifest.parts_of(len(manifest.groups) - 1, Tier.REFINE)
+    name = manifest.blobs[refine.blob].name
+    data = bytearray(store.read(name, max_bytes=1 << 30)[0])
+    data[refine.offset_bytes] ^= 0x10
+    store.put(name, bytes(data))
+    source = PacedSource(store)
+    held = source.hold(reads_of(manifest, *manifest.parts_of(refine.group, Tier.DRAFT)))
+    timer = threading.Timer(0.2, held.release)  # the refine part was read, and found wrong, long before
+    timer.start()
+    with pytest.raises(IntegrityError, match=rf"part {refine.index} "):
+        unpack(source, tmp_path / "model", threads=4)
+    timer.join()
 
 
 def test_a_damaged_small_file_is_named_and_nothing_is_left(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ business (`blocks.py`), not known here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,28 @@ class KVStorage:
     @property
     def size_bytes(self) -> int:
         return self.data.nbytes
+
+    @property
+    def layout(self) -> str:
+        """How the bytes of a block are to be read: blocks of pools with equal layouts can be exchanged."""
+        num_layers = len(self._layers)
+        dtype = str(self.data.dtype).removeprefix("torch.")
+        return f"{dtype}[{num_layers}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}]"
+
+    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
+        """The content of these blocks: `into` is (len(blocks), bytes of a block) uint8, on the CPU, contiguous."""
+        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
+        content = by_block[:, :, :, list(blocks)].movedim(
+            3, 0
+        )  # (blocks, layers, 2, kv_heads, slots * head_dim)
+        into.view(self.data.dtype).view(content.shape).copy_(content)
+
+    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
+        places = by_block.movedim(3, 0)
+        shape = (len(blocks), *places.shape[1:])
+        places[list(blocks)] = content.view(self.data.dtype).view(shape).to(self.data.device)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""

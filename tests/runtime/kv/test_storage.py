@@ -71,3 +71,27 @@ def test_its_size_is_that_of_its_blocks(dtype):
 
     assert kv.size_bytes == BLOCKS * KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype)
     assert kv.size_bytes == kv.data.numel() * dtype.itemsize
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data):
+    there, here = storage(), storage()
+    here.data.fill_(-1.0)
+    some_blocks = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=6, unique=True)
+    blocks = tuple(data.draw(some_blocks))
+    others = tuple(data.draw(st.permutations(range(BLOCKS)))[: len(blocks)])
+    tokens = written(there, blocks, len(blocks) * BLOCK_SIZE)
+    block_bytes = KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, torch.float32)
+    content = torch.empty((len(blocks), block_bytes), dtype=torch.uint8)
+
+    there.copy_out(blocks, content)
+    here.copy_in(others, content)
+
+    keys, values = here.read(1, here.extent(SequenceSpan(0, 1, len(blocks) * BLOCK_SIZE, others), 0))
+    assert torch.equal(keys, tokens[:, 0].transpose(0, 1))
+    assert torch.equal(values, tokens[:, 1].transpose(0, 1))
+    untouched = [block for block in range(BLOCKS) if block not in others]
+    by_block = here.data.view(LAYERS, 2, HEADS, BLOCKS, -1)
+    assert (by_block[:, :, :, untouched] == -1.0).all()
+    assert there.layout == here.layout == "float32[2, 2, 3, 4, 4]"

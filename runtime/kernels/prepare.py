@@ -1,0 +1,90 @@
+"""Making a decoder's kernels beside the serving, once its weights are exact.
+
+Compiling takes seconds where nothing was compiled before, and milliseconds where it was: what numba has compiled it
+keeps in a folder. Nobody waits for it: until the kernels are there torch computes everything, and where they cannot be
+made it goes on doing so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...loader.timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..models.decoder import Decoder
+
+MAX_COMPILE_S = 300.0
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_kernels(decoder: Decoder, *, num_threads: int, timeline: Timeline) -> bool:
+    """Gives the decoder its kernels. False, and a word on the timeline, when it goes on without them.
+
+    Blocks for as long as compiling takes; the weights must be exact.
+    """
+    with timeline.span("process", "compile kernels") as said:
+        _keep_somewhere()
+        try:
+            from .compile import missing
+            from .decoder import SIZES, DecoderKernels, NotCompiledError
+        except ImportError:
+            said["outcome"] = "numba is not installed: pip install 'teneral[cpu]'"
+            return False
+        try:
+            kernels = DecoderKernels(decoder, num_threads=num_threads)
+            _compile_elsewhere(missing(kernels.kinds))
+            for num_rows in SIZES:
+                kernels_s, torch_s = kernels.measure(num_rows)
+                said[f"{num_rows} rows, ms a layer"] = f"{kernels_s * 1e3:.2f}, torch {torch_s * 1e3:.2f}"
+        except NotCompiledError as error:
+            said["outcome"] = str(error)
+            return False
+        except Exception as error:  # of a compiler, on a processor that we may not know: torch can do it all
+            logger.exception("the kernels could not be made; torch computes everything")
+            said["outcome"] = f"{type(error).__name__}: {error}"[:200]
+            return False
+        said["outcome"] = "used where they are faster"
+        kernels.install()
+        return True
+
+
+def _compile_elsewhere(kinds: list[str]) -> None:
+    """In a process of its own, for compiling holds Python up; what fails there fails here, too, and is told then."""
+    if kinds:
+        command = [sys.executable, "-m", "teneral.runtime.kernels.compile", *kinds]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=MAX_COMPILE_S,
+                check=False,
+            )
+
+
+def _keep_somewhere() -> None:
+    """Give numba a folder that it may write to: without one it compiles nothing, and reads nothing that it once kept.
+
+    What an image brings along (`NUMBA_CACHE_DIR`) is copied if it cannot be written to: some MiB.
+    """
+    brought = os.environ.get("NUMBA_CACHE_DIR")
+    here = Path(__file__).parent
+    beside_the_source = here / "__pycache__"
+    place = Path(brought or (beside_the_source if beside_the_source.exists() else here))
+    if os.access(place, os.W_OK) or (brought and not place.exists()):
+        return
+    own = tempfile.mkdtemp(prefix="teneral-kernels-")
+    if brought:
+        shutil.copytree(place, own, dirs_exist_ok=True)
+    os.environ["NUMBA_CACHE_DIR"] = own

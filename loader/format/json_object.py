@@ -1,16 +1,19 @@
-"""One JSON object of a manifest, read with distrust: it has the keys that it must have, and each value the
-type, range and spelling that is asked for. Anything else raises a `ManifestError` that names the place.
+"""JSON objects of a manifest, or of another document, read with distrust: each has the keys that it must have, and each
+value the type, range and spelling that is asked for. Anything else raises an error of the document's that names the
+place.
 
 It does not know what the values mean.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from ..errors import ManifestError, UsageError
+from ..errors import FormatError, ManifestError, UsageError
 from ..sources.base import check_name
 from .limits import MANIFEST_NAME
 
@@ -26,10 +29,58 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A kind of JSON document: its object's name, and what is raised about one that is wrong, and advised."""
+
+    name: str
+    error: type[FormatError]
+    damaged: str
+    newer: str
+
+    def refuse(self, message: str, where: str, *, hint: str = "") -> NoReturn:
+        """Raises the error about a place in the document, or, where that is its name, about all of it."""
+        place = where if where == self.name else f"{self.name}, {where}"
+        raise self.error(f"{place}: {message}", where=where, hint=hint or self.damaged)
+
+    def read(self, data: bytes, *, max_items: int) -> dict[str, Any]:
+        """The JSON object in `data`, in which no key stands twice and all numbers are integers."""
+        # One of these stands before every value but those of objects' first keys.
+        if data.count(b",") + data.count(b"[") + data.count(b"{") > max_items:
+            self.refuse(f"it holds more than {max_items} items", self.name)
+        try:
+            document = json.loads(
+                data.decode("utf-8"),
+                object_pairs_hook=self._unique_keys,
+                parse_float=self._refuse_number,
+                parse_constant=self._refuse_number,
+            )
+        except RecursionError:
+            self.refuse("it is nested too deeply", self.name)
+        except ValueError as error:  # of json, of UTF-8, or of an integer with thousands of digits
+            raise self.error(
+                f"{self.name} is not valid JSON: {error}", where=self.name, hint=self.damaged
+            ) from error
+        if type(document) is not dict:
+            self.refuse("it is not a JSON object", self.name)
+        return document
+
+    def _unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table: dict[str, Any] = dict(pairs)
+        if len(table) != len(pairs):
+            self.refuse("a key stands twice in one object", self.name)
+        return table
+
+    def _refuse_number(self, text: str) -> NoReturn:
+        self.refuse(f"the number {text[:40]} is not an integer", self.name)
+
+
+MANIFEST = Document(MANIFEST_NAME, ManifestError, DAMAGED, NEWER)
+
+
 def refuse(message: str, where: str, *, hint: str = DAMAGED) -> NoReturn:
     """Raises the `ManifestError` about a place in the manifest, or about all of it."""
-    place = where if where == MANIFEST_NAME else f"{MANIFEST_NAME}, {where}"
-    raise ManifestError(f"{place}: {message}", where=where, hint=hint)
+    MANIFEST.refuse(message, where, hint=hint)
 
 
 def is_unicode(value: Any) -> bool:
@@ -52,16 +103,20 @@ def is_text(value: Any) -> bool:
 class JsonObject:
     """A JSON object with exactly the keys `keys`, whose values are read by their keys."""
 
-    __slots__ = ("_value", "_where")
+    __slots__ = ("_document", "_value", "_where")
 
-    def __init__(self, value: Any, where: str, keys: frozenset[str]) -> None:
+    def __init__(
+        self, value: Any, where: str, keys: frozenset[str], *, document: Document = MANIFEST
+    ) -> None:
+        self._document = document
+        refuse = document.refuse
         if type(value) is not dict:
             refuse("it is not a JSON object", where)
         if missing := sorted(keys - value.keys()):
             refuse(f"key {missing[0]!r} is missing", where)
         if len(value) > len(keys):
             unknown = next(key for key in value if key not in keys)
-            refuse(f"key {unknown[:40]!r} is unknown", where, hint=NEWER)
+            refuse(f"key {unknown[:40]!r} is unknown", where, hint=document.newer)
         self._value: dict[str, Any] = value
         self._where = where
 
@@ -69,14 +124,14 @@ class JsonObject:
         """An integer from 0 to `maximum`."""
         value = self._value[key]
         if type(value) is not int or not 0 <= value <= maximum:  # True is an int, but not of that type
-            refuse(f"it is not an integer from 0 to {maximum}", self._place(key))
+            self._document.refuse(f"it is not an integer from 0 to {maximum}", self._place(key))
         return value
 
     def text(self, key: str) -> str:
         """A text, as `is_text` has it."""
         value = self._value[key]
         if not is_text(value):
-            refuse(
+            self._document.refuse(
                 f"it is not a string of 1 to {MAX_TEXT_BYTES} bytes without control characters",
                 self._place(key),
             )
@@ -87,7 +142,9 @@ class JsonObject:
         """What a text stands for. One that is not among `names` may be a newer version's."""
         text = self.text(key)
         if text not in names:
-            refuse(f"{text[:40]!r} is not one of {', '.join(names)}", self._place(key), hint=NEWER)
+            self._document.refuse(
+                f"{text[:40]!r} is not one of {', '.join(names)}", self._place(key), hint=self._document.newer
+            )
         return names[text]
 
     def found(self, key: str, find: Callable[[str], T | None]) -> T:
@@ -95,7 +152,9 @@ class JsonObject:
         text = self.text(key)
         value = find(text)
         if value is None:
-            refuse(f"{text[:40]!r} is not known here", self._place(key), hint=NEWER)
+            self._document.refuse(
+                f"{text[:40]!r} is not known here", self._place(key), hint=self._document.newer
+            )
         return value
 
     def object_name(self, key: str) -> str:
@@ -104,15 +163,15 @@ class JsonObject:
             return check_name(self.text(key))
         except UsageError as error:
             place = self._place(key)
-            raise ManifestError(
-                f"{MANIFEST_NAME}, {place}: {error.message}", where=place, hint=error.hint
+            raise self._document.error(
+                f"{self._document.name}, {place}: {error.message}", where=place, hint=error.hint
             ) from error
 
     def digest(self, key: str) -> bytes:
         """32 bytes, written as 64 lower-case hexadecimal digits."""
         value = self._value[key]
         if type(value) is not str or not _DIGEST.fullmatch(value):
-            refuse("it is not 64 lower-case hexadecimal digits", self._place(key))
+            self._document.refuse("it is not 64 lower-case hexadecimal digits", self._place(key))
         return bytes.fromhex(value)
 
     def items(self, key: str, maximum_count: int) -> Iterator[tuple[Any, str]]:
@@ -120,18 +179,18 @@ class JsonObject:
         place = self._place(key)
         values = self._value[key]
         if type(values) is not list or len(values) > maximum_count:
-            refuse(f"it is not a list of at most {maximum_count} items", place)
+            self._document.refuse(f"it is not a list of at most {maximum_count} items", place)
         return ((value, f"{place}[{index}]") for index, value in enumerate(values))
 
     def table(self, key: str, is_valid: Callable[[Any], bool]) -> dict[str, str]:
         """An object whose keys and values are such strings as `is_valid` lets pass."""
         table = self._value[key]
         if type(table) is not dict:
-            refuse("it is not a JSON object", self._place(key))
+            self._document.refuse("it is not a JSON object", self._place(key))
         for name, value in table.items():
             if not is_valid(name) or not is_valid(value):
-                refuse(f"{str(name)[:40]!r} or its value cannot stand here", self._place(key))
+                self._document.refuse(f"{str(name)[:40]!r} or its value cannot stand here", self._place(key))
         return table
 
     def _place(self, key: str) -> str:
-        return key if self._where == MANIFEST_NAME else f"{self._where}.{key}"
+        return key if self._where == self._document.name else f"{self._where}.{key}"

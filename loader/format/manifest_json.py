@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from blake3 import blake3
 
 from ..errors import IntegrityError, ManifestError
-from .json_object import DAMAGED, MAX_INTEGER, NEWER, JsonObject, is_text, is_unicode, refuse
+from .json_object import MANIFEST, MAX_INTEGER, NEWER, JsonObject, is_text, is_unicode, refuse
 from .limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .manifest import (
     DTYPE_BITS,
@@ -81,7 +81,7 @@ def parse_manifest(data: bytes, *, expected_digest: bytes | None = None) -> Mani
             got=digest.hex(),
             hint="The artifact was replaced, or the pin is another's: renew or drop the address's '@b3:…'.",
         )
-    document = _read_json(data)
+    document = MANIFEST.read(data, max_items=MAX_JSON_ITEMS)
     _check_version(document)
     top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
@@ -135,39 +135,6 @@ def dump_manifest(manifest: Manifest) -> bytes:
 
 
 # JSON
-
-
-def _read_json(data: bytes) -> dict[str, Any]:
-    # One of these stands before every value but those of objects' first keys.
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_ITEMS:
-        refuse(f"it holds more than {MAX_JSON_ITEMS} items", MANIFEST_NAME)
-    try:
-        document = json.loads(
-            data.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_float=_refuse_number,
-            parse_constant=_refuse_number,
-        )
-    except RecursionError:
-        refuse("it is nested too deeply", MANIFEST_NAME)
-    except ValueError as error:  # of json, of UTF-8, or of an integer with thousands of digits
-        raise ManifestError(
-            f"{MANIFEST_NAME} is not valid JSON: {error}", where=MANIFEST_NAME, hint=DAMAGED
-        ) from error
-    if type(document) is not dict:
-        refuse("it is not a JSON object", MANIFEST_NAME)
-    return document
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = dict(pairs)
-    if len(table) != len(pairs):
-        refuse("a key stands twice in one object", MANIFEST_NAME)
-    return table
-
-
-def _refuse_number(text: str) -> NoReturn:
-    refuse(f"the number {text[:40]} is not an integer", MANIFEST_NAME)
 
 
 def _check_version(document: dict[str, Any]) -> None:

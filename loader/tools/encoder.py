@@ -21,6 +21,7 @@ from ..format.codec import encode_segment
 from ..format.layout import Stretch
 from ..format.manifest import PLANE_ALIGNMENT_BYTES, Codec, Plane, Segment, Tier, align
 from ..sources.base import Source
+from .quantizing_reader import QuantizingReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,14 +46,20 @@ class EncodedPart:
 class Encoder:
     """Reads and encodes the jobs of one checkpoint. Thread-safe."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, source: Source, checkpoint: Checkpoint, quantizing: QuantizingReader | None = None
+    ) -> None:
+        """`quantizing` has the content of tensors that the checkpoint does not have so."""
         self._source = source
         self._checkpoint = checkpoint
+        self._quantizing = quantizing
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
         """Make jobs in work end with `LoadCancelledError` at their next tensor."""
         self._is_stopped.set()
+        if self._quantizing is not None:
+            self._quantizing.stop()
 
     def encode(self, stretches: Sequence[Stretch], buffer: Bytes) -> list[EncodedPart]:
         """The job's parts, one a tier, in the tiers' order.
@@ -76,6 +83,9 @@ class Encoder:
         return [builder.build(group) for builder in builders if builder.segments]
 
     def _read(self, stretch: Stretch, data: Bytes) -> None:
+        if self._quantizing is not None and stretch.tensor.name in self._quantizing:
+            self._quantizing.read(stretch, data)
+            return
         stored = self._checkpoint.tensors[stretch.tensor.name]
         shard = self._checkpoint.shards[stored.shard]
         start = stored.entry.begin + stretch.offset_bytes

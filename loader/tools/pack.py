@@ -36,6 +36,8 @@ from .encoder import EncodedPart, Encoder, buffer_bytes
 from .pack_plan import Job, PackPlan, forward_order, plan_pack
 from .progress_bar import TransferProgress, format_bytes
 from .publish import find_replaced, publish, remove_replaced
+from .quantize_plan import CONFIG_NAME, QuantizeOptions, QuantizePlan, plan_quantize
+from .quantizing_reader import QuantizingReader
 from .tier_options import TierOptions
 
 if TYPE_CHECKING:
@@ -69,17 +71,20 @@ def pack(
     store: Store,
     *,
     tiers: TierOptions | None = None,
+    quantize: QuantizeOptions | None = None,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
 ) -> PackResult:
     """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from this thread.
 
-    `tiers` says how many bits come in which tier. `source` and `store` may be the same folder: the artifact then
-    stands beside the safetensors files. An artifact that is there already is replaced only with `force`, in one
-    step; its old objects are then removed, which interrupts a reader that is still loading it. Raises `UsageError`
-    when the source is itself an artifact, `AlreadyExistsError` when the destination holds one or gets one meanwhile,
-    `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is left behind.
+    `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become integers, which
+    have none (docs/quantize.md). `source` and `store` may be the same folder: the artifact then stands beside the
+    safetensors files. An artifact that is there already is replaced only with `force`, in one step; its old objects
+    are then removed, which interrupts a reader that is still loading it. Raises `UsageError` when the source is itself
+    an artifact, or has nothing that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
+    meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is
+    left behind.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
@@ -88,13 +93,23 @@ def pack(
             f"{source.url} is an artifact already: it has a {MANIFEST_NAME}",
             hint="Serve it as it is, or give the folder of the original model.",
         )
+    if quantize is not None and tiers not in (None, TierOptions()):
+        raise UsageError(
+            "quantised weights have no tiers: --draft-bits and the like cannot go with --quantize",
+            key="quantize",
+            hint="Leave one of the two out.",
+        )
     replaced = find_replaced(store, force=force)
     checkpoint = open_checkpoint(source)
-    plan = plan_pack(checkpoint, find_aliases(source, checkpoint, forward_order(checkpoint)), tiers)
+    quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
+    aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
+    plan = plan_pack(checkpoint, aliases, tiers, quantized)
     threads = threads or min(_MAX_THREADS, available_cores())
     writer = BlobWriter(store)
     try:
-        manifest = _store_content(source, checkpoint, plan, writer, progress=progress, threads=threads)
+        manifest = _store_content(
+            source, checkpoint, plan, quantized, writer, progress=progress, threads=threads
+        )
         data = dump_manifest(manifest)
     except BaseException as error:
         writer.discard(error)
@@ -114,6 +129,7 @@ def _store_content(
     source: Source,
     checkpoint: Checkpoint,
     plan: PackPlan,
+    quantized: QuantizePlan | None,
     writer: BlobWriter,
     *,
     progress: Callable[[TransferProgress], None] | None,
@@ -123,14 +139,23 @@ def _store_content(
     read_bytes = 0
     parts: list[Part] = []
     hashes = [blake3() for _ in plan.manifest.tensors]
-    with closing(_encode_in_order(Encoder(source, checkpoint), plan.jobs, threads)) as results:
+    encoder = Encoder(
+        source, checkpoint, QuantizingReader(source, checkpoint, quantized) if quantized is not None else None
+    )
+    with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
         for job, content, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]
             _hash_tensors(job, content, hashes)
             read_bytes += sum(stretch.size_bytes for stretch in job)
             if progress is not None:
                 progress(TransferProgress(read_bytes, plan.read_bytes))
-    files = [writer.copy_file(source, info) for info in checkpoint.files if info.name != FILE_NAME]
+    files = [
+        writer.put_file(CONFIG_NAME, quantized.config)
+        if quantized is not None and info.name == CONFIG_NAME
+        else writer.copy_file(source, info)
+        for info in checkpoint.files
+        if info.name != FILE_NAME
+    ]
     digests = ((tensor, hashes[tensor.index].digest()) for tensor in plan.manifest.tensors)
     files.append(writer.put_file(FILE_NAME, dump_tensor_digests(digests)))
     parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order

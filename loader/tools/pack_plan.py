@@ -13,8 +13,9 @@ from ... import __version__
 from ..format.checkpoint import Checkpoint
 from ..format.encoding import Encoding, Tier
 from ..format.grouping import EMBED, HEAD, group_tensors
-from ..format.layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
+from ..format.layout import DtypeAndShape, Stretch, arrange_tensors, cut_parts, fine_part_elements
 from ..format.manifest import (
+    MAX_PART_ELEMENTS,
     PLANE_ALIGNMENT_BYTES,
     Blob,
     Codec,
@@ -27,6 +28,7 @@ from ..format.manifest import (
     decoded_plane_bytes,
 )
 from ..format.manifest_json import dump_manifest
+from .quantize_plan import Piece, QuantizePlan, is_scale
 from .tier_options import TierOptions
 
 Job = tuple[Stretch, ...]  # what becomes one part of each tier that it has
@@ -45,22 +47,28 @@ class PackPlan:
 
 
 def plan_pack(
-    checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions | None = None
+    checkpoint: Checkpoint,
+    aliases: Mapping[str, str],
+    options: TierOptions | None = None,
+    quantize: QuantizePlan | None = None,
 ) -> PackPlan:
-    """The plan for all tensors but the aliases, which share the storage of others.
+    """The plan for all tensors but the aliases, which share the storage of others. Where some are quantised, it has
+    what stands in their places, and everything is exact from the beginning.
 
     Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a model.
     """
-    entries = {name: stored.entry for name, stored in checkpoint.tensors.items() if name not in aliases}
+    options = options or TierOptions()
     groups, tensors = arrange_tensors(
-        {name: (entry.dtype, entry.shape) for name, entry in entries.items()},
-        _encodings(checkpoint, aliases, options or TierOptions()),
+        _stored_tensors(checkpoint, aliases, quantize),
+        _encodings(checkpoint, aliases, options) if quantize is None else _exact_encodings(options),
     )
     jobs = tuple(
         job
         for group in groups
         for job in _cut_group(
-            [tensors[index] for index in group.tensors], is_end=group in (groups[0], groups[-1])
+            [tensors[index] for index in group.tensors],
+            is_end=group in (groups[0], groups[-1]),
+            alone=_scales_of_tables(quantize) if group is groups[0] else frozenset(),
         )
     )
     manifest = Manifest(
@@ -70,18 +78,43 @@ def plan_pack(
         groups=groups,
         tensors=tensors,
         parts=(),
-        aliases=dict(aliases),
+        aliases=dict(aliases) if quantize is None else quantize.aliases(aliases),
         metadata=checkpoint.metadata,
     )
     dump_manifest(_uncompressed(manifest, jobs))
     return PackPlan(manifest, jobs)
 
 
-def _cut_group(tensors: list[Tensor], *, is_end: bool) -> Iterator[Job]:
-    """The jobs of one group: small ones at both ends of the model, as large as a part may be between."""
-    if is_end:
-        return cut_parts(tensors, max_elements=fine_part_elements(tensors))
-    return cut_parts(tensors)
+def _stored_tensors(
+    checkpoint: Checkpoint, aliases: Mapping[str, str], quantize: QuantizePlan | None
+) -> dict[str, DtypeAndShape]:
+    """Every tensor that the artifact has."""
+    found: dict[str, DtypeAndShape] = {}
+    for name, stored in checkpoint.tensors.items():
+        if name in aliases:
+            continue
+        if quantize is not None and name in quantize.matrices:
+            matrix = quantize.matrices[name]
+            found |= {matrix.piece_name(piece): (dtype, shape) for piece, dtype, shape in matrix.pieces()}
+        else:
+            found[name] = (stored.entry.dtype, stored.entry.shape)
+    return found
+
+
+def _scales_of_tables(quantize: QuantizePlan | None) -> frozenset[str]:
+    """What is needed whole, with whichever rows of a table: it had better not share a part with some of them."""
+    pieces = quantize.pieces if quantize is not None else {}
+    return frozenset(name for name, (_, piece) in pieces.items() if piece is not Piece.WEIGHT)
+
+
+def _cut_group(tensors: list[Tensor], *, is_end: bool, alone: frozenset[str]) -> Iterator[Job]:
+    """The jobs of one group: small ones at both ends of the model, as large as a part may be between. Those that are
+    called in `alone` share none with the ones before them.
+    """
+    max_elements = fine_part_elements(tensors) if is_end else MAX_PART_ELEMENTS
+    begins = [index for index, tensor in enumerate(tensors) if index == 0 or tensor.name in alone]
+    for begin, end in zip(begins, [*begins[1:], len(tensors)], strict=True):
+        yield from cut_parts(tensors[begin:end], max_elements=max_elements)
 
 
 def forward_order(checkpoint: Checkpoint) -> list[str]:
@@ -109,10 +142,16 @@ def _encodings(
             has_head |= group == HEAD and len(checkpoint.tensors[name].entry.shape) >= 2
 
     def encoding_of(name: str, dtype: str, shape: tuple[int, ...]) -> Encoding:
+        if is_scale(name, checkpoint):
+            return options.exact_encoding(dtype, shape)
         groups = used_in[name]
         return options.encoding(groups if has_head or EMBED not in groups else groups | {HEAD}, dtype, shape)
 
     return encoding_of
+
+
+def _exact_encodings(options: TierOptions) -> Callable[[str, str, tuple[int, ...]], Encoding]:
+    return lambda name, dtype, shape: options.exact_encoding(dtype, shape)
 
 
 def _uncompressed(manifest: Manifest, jobs: tuple[Job, ...]) -> Manifest:

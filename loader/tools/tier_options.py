@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..format.codec import DEFAULT_DRAFT_BITS, choose_encoding
+from ..format.codec import DEFAULT_DRAFT_BITS, MIN_SPLIT_ELEMENTS, choose_encoding
 from ..format.encoding import Encoding
 from ..format.grouping import EMBED, HEAD
 
@@ -48,6 +49,15 @@ class TierOptions:
         bits = [own.get(group) for group in groups]
         draft_bits = max((default if wanted is None else wanted for wanted in bits), default=default)
         return choose_encoding(dtype, shape, draft_bits=draft_bits, sketch_bits=self.sketch_bits)
+
+    def exact_encoding(self, dtype: str, shape: tuple[int, ...]) -> Encoding:
+        """Of a tensor whose bits are not cut: it is exact as soon as it is there."""
+        if dtype not in DEFAULT_DRAFT_BITS:
+            return choose_encoding(dtype, shape, sketch_bits=self.sketch_bits)
+        is_large = len(shape) >= 2 and math.prod(shape) >= MIN_SPLIT_ELEMENTS
+        if self.sketch_bits is not None:
+            return Encoding.BYTES_SKETCH if is_large else Encoding.WHOLE_SKETCH
+        return Encoding.BYTES if is_large else Encoding.WHOLE
 
     def _check_sketch(self, sketch_bits: int) -> None:
         fewest = self.draft_bits if self.draft_bits is not None else min(DEFAULT_DRAFT_BITS.values())

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import ModelError
 from .fields import Fields
 from .pooling_config import pooling_of
+from .quantization_config import QuantizationConfig, compute_dtype
 from .rope_config import MAX_POSITIONS, RopeConfig
 
 # model_type → the architectures whose weights this code can run
@@ -62,13 +63,15 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool  # queries and keys are normalised head by head
     tie_word_embeddings: bool
+    quantization: QuantizationConfig | None
+    dtype: str | None  # to compute in, where the model is quantised: embeddings do not always tell it
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DecoderConfig:
         """Raises `ModelError` naming the key that is missing, wrong or not supported."""
         config = Fields(data)
         family = _family(config, DECODER_FAMILIES)
-        _refuse_quantised(config)
+        quantization = QuantizationConfig.from_fields(config)
         shape = _shape(config)
         hidden_size, num_heads = shape["hidden_size"], shape["num_heads"]
         num_kv_heads = config.integer("num_key_value_heads", low=1, high=num_heads, default=num_heads)
@@ -95,6 +98,8 @@ class DecoderConfig:
             mlp_bias=family == "llama" and config.boolean("mlp_bias", default=False),
             qk_norm=family == "qwen3",
             tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
+            quantization=quantization,
+            dtype=compute_dtype(config) if quantization is not None else None,
         )
 
 
@@ -192,7 +197,7 @@ def _refuse_quantised(config: Fields) -> None:
     for key in ("quantization_config", "compression_config"):
         if key in config:
             raise ModelError(
-                f"config.json has a {key}: quantised checkpoints are not supported",
+                f"config.json has a {key}: quantised encoders are not supported",
                 hint="Use the model's bf16, fp16 or fp32 weights.",
             )
 

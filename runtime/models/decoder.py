@@ -12,68 +12,93 @@ come from, nor what a request is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ...loader.format.manifest import Tier
 from ..engine.batch import StepBatch
 from ..kv.attention import SpanPlan, paged_attention, plan_attention
-from ..kv.storage import KVStorage
+from ..kv.int8_storage import Int8KVStorage
+from ..kv.kinds import KVKind
+from ..kv.storage import KVPool, KVStorage
 from ..weights import Weights
 from .activations import activation
+from .compute_dtype import ComputeDtype, ComputePolicy
 from .config import DecoderConfig
+from .embeddings import take_embeddings
+from .expanded import ExpandedLinear, expansion_of
 from .forward_pass import ForwardPass, OnLayer
-from .linear import Linear, take_linear, take_stacked
+from .linear import take_linear, take_stacked
 from .norm import HeadRMSNorm, RMSNorm
 from .parameters import Parameters, check_computable
 from .rope import RopeTable, rotate_
+
+if TYPE_CHECKING:
+    from ..kernels.decoder import CompiledStep, DecoderKernels
+
+_STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
+    KVKind.MODEL: KVStorage,
+    KVKind.INT8: Int8KVStorage,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What all layers share in one forward pass."""
 
-    kv: KVStorage
+    kv: KVPool
     slots: torch.Tensor  # (T,) int64
     cos: torch.Tensor  # (T, 1, rotary_dim)
     sin: torch.Tensor
     plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
+    compiled: CompiledStep | None = None  # computes the layers in torch's place
 
 
 class Decoder:
     """A model and its weights. One forward pass at a time; the caller sees to it."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        """Raises `ModelError` when a tensor is missing or does not fit `config`."""
+    def __init__(self, config: DecoderConfig, weights: Weights, policy: ComputePolicy | None = None) -> None:
+        """Computes in the dtype that `policy` chooses, or in that of the stored weights. Raises `ModelError` when a
+        tensor is missing or does not fit `config`.
+        """
         root = "" if "embed_tokens.weight" in weights else "model."
-        embeddings = weights.tensor(f"{root}embed_tokens.weight")
-        check_computable(f"{root}embed_tokens.weight", embeddings)
         self.config = config
         self.num_layers = config.num_layers
-        self.dtype = embeddings.dtype
+        self.computes = computes = _choose(config, weights, f"{root}embed_tokens", policy)
+        self.dtype = computes.compute
+        expansion = expansion_of(computes)
 
-        entry = Parameters(weights, root, self.dtype)
-        self.embeddings = entry.take("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        def parameters(prefix: str) -> Parameters:
+            return Parameters(weights, prefix, computes.stored, config.quantization, expansion)
+
+        entry = parameters(root)
+        self.embeddings = take_embeddings(
+            entry, "embed_tokens", config.vocab_size, config.hidden_size, self.dtype
+        )
         self.entry_gate = entry.row_gate("embed_tokens.weight")
 
         self.layers = [
-            DecoderLayer(config, index, Parameters(weights, f"{root}layers.{index}.", self.dtype))
+            DecoderLayer(config, index, parameters(f"{root}layers.{index}."))
             for index in range(config.num_layers)
         ]
 
-        final = Parameters(weights, "", self.dtype)
+        final = parameters("")
         self.norm = RMSNorm(final.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
-        head_name = f"{root}embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        self.head = Linear(final.take(head_name, config.vocab_size, config.hidden_size))
+        head_name = f"{root}embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
         self.head_gate = final.gate()
+        # A head that is no integers may be multiplied in more precision than the layers; logits then keep it.
+        self._head_dtype = computes.matrices if isinstance(self.head, ExpandedLinear) else computes.compute
 
         self._rope = RopeTable(config.rope, config.max_context, self.dtype)
+        self.kernels: DecoderKernels | None = None  # for a few rows, once somebody has made them
 
-    def new_kv(self, num_blocks: int, block_size: int) -> KVStorage:
+    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = KVKind.MODEL) -> KVPool:
         """Empty storage of the right shape; `num_blocks` times `kv_block_bytes`."""
         config = self.config
-        return KVStorage(
+        return _STORAGES[kind](
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
@@ -83,9 +108,10 @@ class Decoder:
             device=self.embeddings.device,
         )
 
-    def kv_block_bytes(self, block_size: int) -> int:
+    def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
+        """The size of one block in what `new_kv` makes."""
         config = self.config
-        return KVStorage.block_bytes(
+        return _STORAGES[kind].block_bytes(
             config.num_layers, config.num_kv_heads, config.head_dim, block_size, self.dtype
         )
 
@@ -93,7 +119,7 @@ class Decoder:
     def forward(
         self,
         batch: StepBatch,
-        kv: KVStorage,
+        kv: KVPool,
         *,
         tier: Tier = Tier.REFINE,
         on_layer: OnLayer | None = None,
@@ -110,7 +136,7 @@ class Decoder:
             under_way.advance()
         return under_way.logits
 
-    def begin(self, batch: StepBatch, kv: KVStorage, *, on_layer: OnLayer | None = None) -> ForwardPass:
+    def begin(self, batch: StepBatch, kv: KVPool, *, on_layer: OnLayer | None = None) -> ForwardPass:
         """The same step with exact weights, to be taken layer by layer as they come."""
         return ForwardPass(self, batch, kv, on_layer=on_layer)
 
@@ -118,14 +144,25 @@ class Decoder:
         """Have what a forward pass over these tokens begins with sent for, up to this tier. Returns at once."""
         self.entry_gate.want(tokens, tier)
 
-    def plan(self, batch: StepBatch, kv: KVStorage) -> Step:
+    def plan(self, batch: StepBatch, kv: KVPool) -> Step:
         """What the layers will share in one forward pass. Computes with no weights."""
         cos, sin = self._rope.rows(batch.positions, max(span.context_len for span in batch.spans))
         plans = {
             window: plan_attention(batch.spans, kv, num_heads=self.config.num_heads, window=window)
             for window in set(self.config.windows)
         }
-        return Step(kv, batch.slots, cos, sin, plans)
+        step = Step(kv, batch.slots, cos, sin, plans)
+        kernels = self.kernels
+        if kernels is not None and isinstance(kv, KVStorage) and kernels.takes(batch, kv):
+            return replace(step, compiled=kernels.begin(batch, kv, step))
+        return step
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """(R, vocab_size) fp32 of what the last layer made of these rows (R, hidden_size)."""
+        logits = self.kernels.logits(x) if self.kernels is not None else None
+        if logits is not None:
+            return logits
+        return self.head(self.norm(x).to(self._head_dtype)).float()
 
 
 class DecoderLayer:
@@ -145,6 +182,11 @@ class DecoderLayer:
         self.gate = parameters.gate()
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x may be changed."""
+        return self.compute(x, step) if step.compiled is None else step.compiled.layer(self.index, x)
+
+    def compute(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The same, in torch whatever else there is; x is left as it is."""
         x = x + self.attention(self.attention_norm(x), step)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -205,6 +247,26 @@ class GatedMLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))
+
+
+def _choose(
+    config: DecoderConfig, weights: Weights, embeddings: str, policy: ComputePolicy | None
+) -> ComputeDtype:
+    stored = _stored_dtype(config, weights, embeddings)
+    if policy is None or weights.tensor(f"{embeddings}.weight").device.type != "cpu":
+        return ComputeDtype.as_stored(stored)
+    return policy.choose(stored, is_quantised=config.quantization is not None)
+
+
+def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> torch.dtype:
+    """That of the embeddings; where these are integers, what config.json says."""
+    tensor = weights.tensor(f"{embeddings}.weight")
+    if f"{embeddings}.weight_scale" in weights:
+        dtype: torch.dtype = getattr(torch, config.dtype or "bfloat16")  # a name that was checked
+        return dtype
+    if tensor.dtype not in (torch.int8, torch.uint8):  # of these a better complaint follows
+        check_computable(f"{embeddings}.weight", tensor)
+    return tensor.dtype
 
 
 def _take_head_norm(config: DecoderConfig, parameters: Parameters) -> HeadRMSNorm:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from ..errors import ContextLengthError, RequestError
 from ..weights import Weights
 from .activations import activation
+from .compute_dtype import ComputeDtype, ComputePolicy
 from .config import EncoderConfig
+from .expanded import expansion_of
 from .linear import take_linear, take_stacked
 from .norm import LayerNorm
 from .parameters import Parameters, check_computable
@@ -27,16 +29,24 @@ MAX_BATCH_TOKENS = 8_192  # of one padded batch: bounds the memory of activation
 class Encoder:
     """A model and its weights. One forward pass at a time; the caller sees to it."""
 
-    def __init__(self, config: EncoderConfig, weights: Weights) -> None:
-        """Raises `ModelError` when a tensor is missing or does not fit `config`."""
+    def __init__(self, config: EncoderConfig, weights: Weights, policy: ComputePolicy | None = None) -> None:
+        """Computes in the dtype that `policy` chooses, or in that of the stored weights. Raises `ModelError` when a
+        tensor is missing or does not fit `config`.
+        """
         root = _root(weights)
         word_name = f"{root}embeddings.word_embeddings.weight"
         word_embeddings = weights.tensor(word_name)
         check_computable(word_name, word_embeddings)
         self.config = config
-        self.dtype = word_embeddings.dtype
+        stored = word_embeddings.dtype
+        if policy is None or word_embeddings.device.type != "cpu":
+            self.computes = ComputeDtype.as_stored(stored)
+        else:
+            self.computes = policy.choose(stored, is_quantised=False)
+        self.dtype = self.computes.compute
+        expansion = expansion_of(self.computes)
 
-        entry = Parameters(weights, f"{root}embeddings.", self.dtype)
+        entry = Parameters(weights, f"{root}embeddings.", stored)
         hidden_size = config.hidden_size
         self._words = entry.take("word_embeddings.weight", config.vocab_size, hidden_size)
         self._positions = entry.take("position_embeddings.weight", config.max_positions, hidden_size)
@@ -44,7 +54,9 @@ class Encoder:
         self._norm = _take_layer_norm(entry, "LayerNorm", config)
         self._entry_gate = entry.row_gate("word_embeddings.weight")
         self._layers = [
-            EncoderLayer(config, Parameters(weights, f"{root}encoder.layer.{index}.", self.dtype))
+            EncoderLayer(
+                config, Parameters(weights, f"{root}encoder.layer.{index}.", stored, expansion=expansion)
+            )
             for index in range(config.num_layers)
         ]
 
@@ -73,7 +85,8 @@ class Encoder:
 
         self._entry_gate(padded)
         first = self.config.position_offset
-        x = F.embedding(padded, self._words) + self._types[0] + self._positions[first : first + length]
+        x = F.embedding(padded, self._words).to(self.dtype)
+        x = x + self._types[0].to(self.dtype) + self._positions[first : first + length].to(self.dtype)
         x = self._norm(x)  # (N, L, hidden_size)
         for layer in self._layers:
             layer.gate()

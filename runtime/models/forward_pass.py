@@ -13,14 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from ...loader.format.manifest import Tier
 from ..engine.batch import StepBatch, join, select
 from ..weights import Gate
 
 if TYPE_CHECKING:
-    from ..kv.storage import KVStorage
+    from ..kv.storage import KVPool
     from .decoder import Decoder, Step
 
 # Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
@@ -40,7 +39,7 @@ class ForwardPass:
         self,
         decoder: Decoder,
         batch: StepBatch,
-        kv: KVStorage,
+        kv: KVPool,
         *,
         tier: Tier = Tier.REFINE,
         on_layer: OnLayer | None = None,
@@ -120,7 +119,7 @@ class ForwardPass:
     def _run(self) -> str:
         decoder = self._decoder
         if self.stage == 0:
-            self._x = F.embedding(self.batch.tokens, decoder.embeddings)
+            self._x = decoder.embeddings(self.batch.tokens)
             return "embed"
         assert self._x is not None
         if self.stage <= decoder.num_layers:
@@ -129,7 +128,7 @@ class ForwardPass:
                 self._step = decoder.plan(self.batch, self._kv)
             self._x = layer(self._x, self._step)
             return layer.name
-        self._x = decoder.head(decoder.norm(self._x[self.batch.logit_rows])).float()
+        self._x = decoder.logits(self._x[self.batch.logit_rows])
         return "head"
 
 

@@ -7,34 +7,74 @@ dtypes are looked at here: content may still be missing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ..errors import ModelError
 from ..weights import Gate, RowGate, Weights
+from .expanded import Expansion
+from .quantization_config import QuantizationConfig
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_QUANTISED_HINT = "What is supported is in docs/quantize.md; `teneral pack --quantize` writes it."
 
 
 class Parameters:
     """The tensors whose names start with `prefix`. Make one for each gate."""
 
-    def __init__(self, weights: Weights, prefix: str, dtype: torch.dtype) -> None:
-        """`dtype` is what the model computes in, and what all its matrices must be stored in."""
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        dtype: torch.dtype,
+        quantization: QuantizationConfig | None = None,
+        expansion: Expansion | None = None,
+    ) -> None:
+        """`dtype` is what all matrices must be stored in that are not quantised; `quantization` is what config.json
+        says of those that are, and `expansion` how the others are multiplied unless it is in their own dtype.
+        """
         self._weights = weights
         self._prefix = prefix
         self._dtype = dtype
+        self.quantization = quantization
+        self.expansion = expansion
         self._taken: list[str] = []
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `prefix + name`, not copied. Raises `ModelError` unless it has this shape and dtype."""
         tensor = self._take(name, shape)
+        if tensor.dtype in (torch.int8, torch.uint8):
+            raise ModelError(
+                f"tensor {self._prefix}{name} is quantised, but there is no {self._prefix}{name}_scale",
+                hint="Pack the original model again, with --quantize.",
+            )
         if tensor.dtype != self._dtype:
             raise ModelError(
                 f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, "
-                f"but the model's embeddings are {dtype_name(self._dtype)}",
-                hint="Save it all in bf16, fp16 or fp32. Quantised checkpoints are not supported.",
+                f"but the model is stored in {dtype_name(self._dtype)}",
+                hint="Save it all in one of bf16, fp16 and fp32.",
             )
         return tensor
+
+    def take_as(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> torch.Tensor:
+        """The same, of a tensor that is stored in one of these dtypes."""
+        tensor = self._take(name, shape)
+        if tensor.dtype not in dtypes:
+            raise ModelError(
+                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, "
+                f"but must be {' or '.join(map(dtype_name, dtypes))}",
+                hint=_QUANTISED_HINT,
+            )
+        return tensor
+
+    def peek(self, name: str) -> torch.Tensor:
+        """The tensor, unchecked, and not counted as taken. Raises `ModelError` when there is none."""
+        return self._weights.tensor(self._prefix + name)
+
+    def full_name(self, name: str) -> str:
+        return self._prefix + name
 
     def take_norm(self, name: str, length: int) -> torch.Tensor:
         """A norm's vector, of any computable dtype: beside half precision some are kept in fp32."""
@@ -48,6 +88,10 @@ class Parameters:
     def gate(self) -> Gate:
         """Opens when all that has been taken so far holds its exact values."""
         return self._weights.gate(self._taken)
+
+    def gate_of(self, names: Iterable[str]) -> Gate:
+        """Opens when these of the tensors, as far as there are so called ones, hold their exact values."""
+        return self._weights.gate([self._prefix + name for name in names])
 
     def row_gate(self, table: str) -> RowGate:
         """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
@@ -70,7 +114,7 @@ def check_computable(name: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in COMPUTE_DTYPES:
         raise ModelError(
             f"tensor {name} is {dtype_name(tensor.dtype)}, which models are not computed in",
-            hint="Use its bf16, fp16 or fp32 weights. Quantised and fp8 checkpoints are not supported.",
+            hint="Use its bf16, fp16 or fp32 weights, and `teneral pack --quantize` to have it smaller.",
         )
 
 

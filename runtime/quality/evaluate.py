@@ -22,6 +22,7 @@ from ...loader.tools.progress_bar import TransferProgress
 from ..files import ModelFiles
 from ..instance import SENTENCE_FILES
 from ..models.build import build_model
+from ..models.compute_dtype import ComputePolicy
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from .decoders import DecoderQuality, compare_decoders
@@ -53,10 +54,7 @@ def evaluate_draft(
     from then on. Raises `UsageError` for plain safetensors, `InsufficientMemoryError` where two models do not fit,
     `ModelError` for what cannot be run, `IntegrityError` naming a bad part, and the source's errors.
     """
-    if not MIN_TOKENS <= max_tokens <= MAX_TOKENS:
-        raise UsageError(
-            f"max_tokens must be from {MIN_TOKENS} to {MAX_TOKENS}, not {max_tokens}", key="max_tokens"
-        )
+    check_max_tokens(max_tokens)
     manifest = open_artifact(source, digest=digest)
     if manifest.digest is None:
         raise UsageError(
@@ -77,6 +75,14 @@ def evaluate_draft(
         sentences=comparison.sentences,
         tiers=comparison.run(drafts, reading),
     )
+
+
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises `UsageError` for a number of tokens that nothing could be told from, or that is beyond reason."""
+    if not MIN_TOKENS <= max_tokens <= MAX_TOKENS:
+        raise UsageError(
+            f"max_tokens must be from {MIN_TOKENS} to {MAX_TOKENS}, not {max_tokens}", key="max_tokens"
+        )
 
 
 class _Reading:
@@ -147,6 +153,7 @@ def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
     return build_model(
         files.json("config.json", required=True),
         weights.tensors(),
+        policy=ComputePolicy.of_this_machine(),
         **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
     )
 

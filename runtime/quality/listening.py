@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import torch
 
 from ..models.decoder import Decoder
-from ..models.linear import Linear
+from ..models.linear import Projection
 
 
-class ListeningHead(Linear):
+class ListeningHead:
     """A head in front of another. `states` is what it read last, (R, hidden_size)."""
 
     __slots__ = ("_head", "states")
 
-    def __init__(self, head: Linear) -> None:
-        super().__init__(head.weight, head.bias)
+    def __init__(self, head: Projection) -> None:
+        self.states: torch.Tensor
         self._head = head
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -88,17 +88,12 @@ class EvaluationReport:
                 [*head, "", "exact only: this artifact has one tier, so there is no draft to compare it with"]
             )
         tables = ["\n".join(self._table(tier)) for tier in self.tiers]
-        return "\n\n".join(["\n".join([*head, f"text       {self._text()}"]), *tables])
+        return "\n\n".join(
+            ["\n".join([*head, f"text       {describe_text(self.text, self.num_tokens)}"]), *tables]
+        )
 
     def _encodings(self) -> str:
         return ", ".join(f"{count} tensors {name}" for name, count in sorted(self.encodings.items()))
-
-    def _text(self) -> str:
-        what = f"{self.text.name or 'built in'}, {self.num_tokens:,} tokens"
-        if self.num_tokens >= SMALL_TOKENS:
-            return what
-        advice = "" if self.text.name else "; give text like your own with --text FILE"
-        return f"{what}: small, so take the figures as a first impression{advice}"
 
     def _table(self, tier: TierReport) -> list[str]:
         rows: list[Row] = [
@@ -107,10 +102,10 @@ class EvaluationReport:
             ("of the weights", self._share(self.stored_bytes), self._share(tier.stored_bytes)),
         ]
         if isinstance(tier.quality, DecoderQuality):
-            rows += _decoder_rows(tier.quality)
+            rows += decoder_rows(tier.quality)
         else:
             rows += _encoder_rows(tier.quality)
-        lines = _aligned(rows)
+        lines = aligned(rows)
         if isinstance(tier.quality, EncoderQuality):
             lines.append(f"worst sentence: {self.sentences[tier.quality.worst_sentence][:200]!r}")
         return lines
@@ -119,14 +114,27 @@ class EvaluationReport:
         return f"{stored_bytes / self.weight_bytes:.1%}" if self.weight_bytes else "–"
 
 
+def describe_text(text: EvaluationText, num_tokens: int) -> str:
+    """Which text it was, how many of its tokens were used, and whether these are enough."""
+    what = f"{text.name or 'built in'}, {num_tokens:,} tokens"
+    if num_tokens >= SMALL_TOKENS:
+        return what
+    advice = "" if text.name else "; give text like your own with --text FILE"
+    return f"{what}: small, so take the figures as a first impression{advice}"
+
+
 def _tier_json(tier: TierReport) -> dict[str, Any]:
-    quality = tier.quality
+    return {"name": tier.name, "stored_bytes": tier.stored_bytes, **quality_json(tier.quality)}
+
+
+def quality_json(quality: DecoderQuality | EncoderQuality) -> dict[str, Any]:
+    """JSON-ready; `kind` says which of the two it is."""
     figures = asdict(quality)
     if isinstance(quality, DecoderQuality):
         figures["accepted"] = _acceptance_json(quality.accepted)
         figures["exact_accepted"] = _acceptance_json(quality.exact_accepted)
     kind = "decoder" if isinstance(quality, DecoderQuality) else "encoder"
-    return {"name": tier.name, "stored_bytes": tier.stored_bytes, "kind": kind, **figures}
+    return {"kind": kind, **figures}
 
 
 def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
@@ -138,7 +146,8 @@ def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
     }
 
 
-def _decoder_rows(quality: DecoderQuality) -> list[Row]:
+def decoder_rows(quality: DecoderQuality) -> list[Row]:
+    """Measures, of the exact model and of the other."""
     ratio = f"{quality.perplexity_ratio:.4f} ± {quality.perplexity_ratio_error:.4f}"
     exact_accepted, accepted = quality.exact_accepted, quality.accepted
     drafted, places = accepted.drafted, len(accepted.accepted)
@@ -172,7 +181,8 @@ def _encoder_rows(quality: EncoderQuality) -> list[Row]:
     return rows
 
 
-def _aligned(rows: Sequence[Row]) -> list[str]:
+def aligned(rows: Sequence[Row]) -> list[str]:
+    """The lines of a table whose first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{name:<{widths[0]}}  {exact:>{widths[1]}}  {this:>{widths[2]}}".rstrip()

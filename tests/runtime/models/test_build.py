@@ -56,7 +56,7 @@ def test_more_layers_in_the_config_than_in_the_weights_is_an_error():
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.float64])
 def test_weights_of_another_kind_than_half_or_single_precision_are_refused(family, dtype):
     model = tiny_model(family)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(model).items()}
@@ -66,12 +66,20 @@ def test_weights_of_another_kind_than_half_or_single_precision_are_refused(famil
     assert "bf16, fp16 or fp32" in caught.value.hint
 
 
+def test_integers_without_their_scales_are_refused_by_name():
+    model = tiny_model("llama")
+    tensors = {name: tensor.to(torch.int8) for name, tensor in tensors_of(model).items()}
+
+    with pytest.raises(ModelError, match=r"no model\.embed_tokens\.weight_scale"):
+        build_model(config_json(model), DictWeights(tensors))
+
+
 def test_a_matrix_of_another_dtype_than_the_embeddings_is_refused():
     model = tiny_model("llama")
     tensors = tensors_of(model)
     name = "model.layers.1.mlp.up_proj.weight"
 
-    with pytest.raises(ModelError, match="bfloat16, but the model's embeddings are float32") as caught:
+    with pytest.raises(ModelError, match="bfloat16, but the model is stored in float32") as caught:
         build_model(config_json(model), DictWeights({**tensors, name: tensors[name].bfloat16()}))
     assert name in caught.value.message
 

@@ -180,13 +180,10 @@ def test_a_config_that_is_no_object_is_refused(data):
         is_encoder(data)
 
 
-@pytest.mark.parametrize("data", [LLAMA, BERT])
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_quantised_checkpoints_are_refused(data, key):
-    read = DecoderConfig.from_json if data is LLAMA else EncoderConfig.from_json
-
+def test_quantised_encoders_are_refused(key):
     with pytest.raises(ModelError, match="quantised") as caught:
-        read({**data, key: {"quant_method": "gptq", "bits": 4}})
+        EncoderConfig.from_json({**BERT, key: {"quant_method": "gptq", "bits": 4}})
     assert key in caught.value.message
 
 

@@ -87,7 +87,7 @@ def test_each_step_waits_for_the_rows_of_its_tokens_until_the_matrix_is_whole(
         decoder = build_model(config, StreamedWeights(load))
         load.want_parts(asked)  # or all connections would wait for what is held back
         load.start()
-        embeddings = decoder.embeddings
+        embeddings = decoder.embeddings.weight
         decoder.entry_gate(torch.tensor(prompt))
         assert embeddings[prompt].isfinite().all()
         decoder.entry_gate(torch.tensor([later]))
@@ -127,7 +127,7 @@ def test_a_pass_over_the_draft_waits_for_its_rows_whatever_tiers_there_are(tmp_p
         timer.start()
         with decoder.entry_gate.using(rows, tier):
             assert held.released
-            assert decoder.embeddings[rows].isfinite().all()
+            assert decoder.embeddings(rows).isfinite().all()
         timer.join()
 
 

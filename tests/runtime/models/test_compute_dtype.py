@@ -1,0 +1,99 @@
+"""What is computed in follows from what is stored and what the CPU is fast at, and changes no weight."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from teneral.runtime.models.compute_dtype import ComputeDtype, ComputePolicy, CpuDtypes
+from teneral.runtime.models.parameters import COMPUTE_DTYPES
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NEITHER, ONLY_BF16, ONLY_FP16, BOTH = (
+    CpuDtypes(bfloat16=False, float16=False),
+    CpuDtypes(bfloat16=True, float16=False),
+    CpuDtypes(bfloat16=False, float16=True),
+    CpuDtypes(bfloat16=True, float16=True),
+)
+CPUS = (NEITHER, ONLY_BF16, ONLY_FP16, BOTH)
+
+
+@pytest.mark.parametrize(
+    ("stored", "cpu", "compute", "why"),
+    [
+        (BF16, ONLY_BF16, BF16, "as stored"),
+        (BF16, BOTH, BF16, "as stored"),
+        (BF16, NEITHER, FP32, "the CPU has no fast bf16"),
+        (BF16, ONLY_FP16, FP32, "the CPU has no fast bf16"),
+        (FP16, ONLY_FP16, FP16, "as stored"),
+        (FP16, BOTH, FP16, "as stored"),
+        (FP16, NEITHER, FP32, "the CPU has no fast fp16"),
+        (FP16, ONLY_BF16, FP32, "the CPU has no fast fp16"),
+        *((FP32, cpu, FP32, "as stored") for cpu in CPUS),
+    ],
+)
+def test_floats_are_computed_as_they_are_stored_or_in_fp32_where_the_cpu_is_slow(stored, cpu, compute, why):
+    chosen = ComputePolicy(cpu).choose(stored, is_quantised=False)
+
+    assert (chosen.compute, chosen.matrices, chosen.why) == (compute, compute, why)
+
+
+@pytest.mark.parametrize(
+    ("stored", "cpu", "compute", "matrices"),
+    [
+        (BF16, ONLY_BF16, BF16, BF16),
+        (BF16, BOTH, BF16, BF16),
+        (BF16, NEITHER, FP32, FP32),
+        (BF16, ONLY_FP16, FP32, FP32),
+        (FP16, ONLY_BF16, BF16, FP32),  # a head in fp16 would lose bits in bf16
+        (FP16, BOTH, BF16, FP32),
+        (FP16, NEITHER, FP32, FP32),
+        (FP16, ONLY_FP16, FP32, FP32),
+        *((FP32, cpu, FP32, FP32) for cpu in CPUS),
+    ],
+)
+def test_integers_are_computed_in_bf16_where_it_is_fast_and_floats_beside_them_lose_nothing(
+    stored, cpu, compute, matrices
+):
+    chosen = ComputePolicy(cpu).choose(stored, is_quantised=True)
+
+    assert (chosen.compute, chosen.matrices) == (compute, matrices)
+
+
+@pytest.mark.parametrize("asked", COMPUTE_DTYPES)
+def test_what_was_asked_for_is_taken_on_every_cpu_and_to_the_letter(asked):
+    for cpu, stored, is_quantised in itertools.product(CPUS, COMPUTE_DTYPES, [False, True]):
+        policy = ComputePolicy(cpu, asked=str(asked).removeprefix("torch."))
+
+        chosen = policy.choose(stored, is_quantised=is_quantised)
+
+        assert chosen == ComputeDtype(
+            stored, asked, asked, takes_few_rows_as_stored=False, why="it was asked for"
+        )
+
+
+def test_the_timeline_is_told_both_dtypes_and_why():
+    chosen = ComputePolicy(NEITHER).choose(FP16, is_quantised=False)
+
+    assert chosen.told == {
+        "stored_dtype": "float16",
+        "compute_dtype": "float32",
+        "why": "the CPU has no fast fp16",
+    }
+
+
+def test_this_machine_says_something_of_itself():
+    found = CpuDtypes.of_this_machine()
+
+    assert found in CPUS
+    assert found == CpuDtypes.of_this_machine()
+
+
+def test_what_torch_cannot_say_is_taken_for_slow(monkeypatch):
+    for query in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, query, raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+    assert not CpuDtypes.of_this_machine().bfloat16

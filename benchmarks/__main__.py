@@ -3,7 +3,7 @@
     python -m benchmarks [NAME …] [--save] [--list]
 
 Each is a command of its own, with options of its own (`python -m benchmarks.cold_start --help`); here they run with
-their defaults. Each takes up to ten minutes on two cores. Trust figures only from a machine that does nothing else.
+their defaults. Each takes up to fifteen minutes on two cores. Trust figures only from a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ BENCHMARKS = {
     "faults": "a load through stalls, cuts, flips and 503s, beside a clean one",
     "node_cache": "what the node cache costs the load that fills it, and gains the next",
     "decode": "decoding alone",
+    "hot": "tokens/s of prompts and answers, alone and in batches, beside llama.cpp and transformers",
+    "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
+    "goodput": "answers in time at up to 10 times the load that saturates the server",
+    "overhead": "a step and an invocation without a model",
+    "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
 CANNOT_SAVE = ("node_cache",)
 

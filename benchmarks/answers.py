@@ -21,12 +21,15 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Answer:
-    """`token_times_s` is not empty. The counts are those of the usage's details, 0 where it has none."""
+    """`token_times_s` is not empty. The counts are those of the usage's details, 0 where it has none; `num_cached` of
+    the prompt's tokens were not computed.
+    """
 
     token_times_s: tuple[float, ...]
     num_drafted: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    num_cached: int = 0
 
 
 def of_stream(lines: Iterable[bytes], clock: Clock, on_first_token: Callable[[], None]) -> Answer:
@@ -46,7 +49,9 @@ def of_stream(lines: Iterable[bytes], clock: Clock, on_first_token: Callable[[],
         if num_tokens and not times_s:
             on_first_token()
         times_s += [now_s] * num_tokens
-        details = (chunk.get("usage") or {}).get("completion_tokens_details") or details
+        usage = chunk.get("usage") or {}
+        for part in ("completion_tokens_details", "prompt_tokens_details"):
+            details |= usage.get(part) or {}
     return _answer(times_s, details)
 
 
@@ -73,4 +78,5 @@ def _answer(times_s: list[float], details: dict[str, int]) -> Answer:
         num_drafted=details.get("drafted_tokens", 0),
         num_accepted=details.get("accepted_prediction_tokens", 0),
         num_rejected=details.get("rejected_prediction_tokens", 0),
+        num_cached=details.get("cached_tokens", 0),
     )

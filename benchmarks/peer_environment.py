@@ -25,7 +25,8 @@ REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 PROGRAMS = Path(__file__).parent / "peers"
 _VERSIONS = """
 import importlib.metadata as metadata, json
-names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer")
+names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer",
+         "llama-cpp-python", "gguf")
 found = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
 print(json.dumps(found))
 """
@@ -64,7 +65,10 @@ def make(work: Path) -> None:
     scheme = {"base": str(home), "platbase": str(home)}
     Path(sysconfig.get_path("purelib", "venv", scheme), "project.pth").write_text(f"{packages}\n")
     install = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=environment()).returncode:
+    built = environment(
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+    )  # llama.cpp, from source: with all that this CPU has
+    if subprocess.run([*install, "-r", str(REQUIREMENTS)], check=False, env=built).returncode:
         raise SystemExit("not all peers could be installed: benchmarks leave out those that are missing")
     mark.write_text(made_for)
 

@@ -1,13 +1,15 @@
 """Batches what several callers want embedded, and runs the encoder over it in one thread.
 
-Texts are taken in the order in which they came, of one call the longest first so that a batch holds texts of
-similar length; a long call is spread over batches. Invariant: a call is resolved by whoever takes it out of
-the queue, and never with a lock held. Nothing is known here of text or tokenizers.
+A batch has texts of similar length, of whatever calls, the oldest among them (`text_queue.py`). It begins with what is
+there, and fills up while the one before runs; only when all who wait have just come, and the batch before had more
+callers, are these given a moment to come back. A caller who is alone never waits. Invariant: a call is resolved by
+whoever takes it out of the queue, and never with a lock held. Nothing is known here of text or tokenizers.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ import numpy as np
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import WEIGHTS_LOST, CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+from .text_queue import TextQueue
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +67,7 @@ class EmbedderStatistics:
 class _Call:
     token_lists: list[list[int]]
     future: Future[np.ndarray]
-    left: list[int]  # indices of the texts not taken yet, the longest last
+    came_s: float  # on time.monotonic()'s clock
     num_missing: int  # texts without their embedding
     claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
     embeddings: np.ndarray | None = field(default=None)  # (N, dim) float32, once the first batch tells dim
@@ -79,19 +82,24 @@ class Embedder:
         *,
         max_queued: int = 256,
         max_batch_tokens: int = 8_192,
+        max_delay_s: float = 0.0,
         timeline: Timeline | None = None,
     ) -> None:
         """`max_queued` calls may wait beside the one that is worked on. A batch has up to `max_batch_tokens`,
-        padding included, or a single text.
+        padding included, or a single text. No call waits for others to come when it is `max_delay_s` old.
         """
         self._model = model
         self.max_tokens = model.config.max_tokens
         self._max_queued = max_queued
         self._max_batch_tokens = max_batch_tokens
+        self._max_delay_s = max_delay_s
         self._timeline = timeline
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards all that follows
-        self._calls: list[_Call] = []
+        self._calls: dict[_Call, None] = {}  # in the order in which they came
+        self._texts: TextQueue[_Call] = TextQueue()  # of these calls, not taken yet
+        self._num_callers = 0  # calls that there were when the last batch was taken
+        self._batch_end_s = -math.inf
         self._refusal: TeneralError | None = None  # why nothing new is taken
         self._is_stopping = False
         self._num_batches = 0
@@ -119,8 +127,7 @@ class Embedder:
         """
         self._check(token_lists)
         texts = [list(tokens) for tokens in token_lists]
-        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        call = _Call(texts, Future(), by_length, len(texts))
+        call = _Call(texts, Future(), time.monotonic(), len(texts))
         with self._changed:
             if self._refusal is not None:
                 # Without the traceback of the last time, to which each raise would add.
@@ -130,7 +137,8 @@ class Embedder:
                     f"{len(self._calls)} calls are running or waiting: that is all that this instance takes",
                     hint="Try again later, or run more instances.",
                 )
-            self._calls.append(call)
+            self._calls[call] = None
+            self._texts.add(call, [len(tokens) for tokens in texts])
             self._changed.notify_all()
         # A cancelled call gives its place back at once.
         call.future.add_done_callback(lambda _: self._take_out([call]))
@@ -194,7 +202,7 @@ class Embedder:
         with self._changed:
             self._refusal = self._refusal or reason
             self._is_stopping = True
-            calls = self._take_out(self._calls)
+            calls = self._take_out(list(self._calls))
         _fail(calls, reason)
 
     # -- the embedder's thread -------------------------------------------------------------------------------
@@ -212,23 +220,30 @@ class Embedder:
             while True:
                 if self._is_stopping:
                     return None
-                batch = self._take_texts()
+                delay_s = self._delay_s()
+                if delay_s > 0:
+                    self._changed.wait(delay_s)
+                    continue
+                num_callers = len(self._calls)
+                batch = [text for text in self._texts.take(self._max_batch_tokens) if _claim(text[0])]
                 if batch:
+                    self._num_callers = num_callers
                     return batch
-                self._changed.wait()
+                if not self._texts:
+                    self._changed.wait()
 
-    def _take_texts(self) -> list[tuple[_Call, int]]:
-        batch: list[tuple[_Call, int]] = []
-        longest = 0
-        for call in self._calls:
-            while call.left:
-                longest = max(longest, len(call.token_lists[call.left[-1]]))
-                if batch and longest * (len(batch) + 1) > self._max_batch_tokens:
-                    return batch
-                if not _claim(call):
-                    break
-                batch.append((call, call.left.pop()))
-        return batch
+    def _delay_s(self) -> float:
+        """How long the callers of the last batch are still given to come back; 0 or less: a batch is taken now.
+
+        That is when all that wait came within `max_delay_s` of its end. The first of them alone would be hardly
+        cheaper than all together.
+        """
+        if not self._texts or len(self._calls) >= self._num_callers:
+            return 0.0
+        oldest = next(iter(self._calls))
+        if not 0 <= oldest.came_s - self._batch_end_s <= self._max_delay_s:
+            return 0.0
+        return oldest.came_s + self._max_delay_s - time.monotonic()
 
     def _embed_batch(self, batch: list[tuple[_Call, int]]) -> None:
         texts = [call.token_lists[index] for call, index in batch]
@@ -261,6 +276,7 @@ class Embedder:
                 tokens=num_tokens,
             )
         with self._changed:
+            self._batch_end_s = end_s
             self._num_batches += 1
             self._num_texts += len(texts)
             self._num_tokens += num_tokens
@@ -285,7 +301,9 @@ class Embedder:
         """Those of the calls that were still in the queue and not cancelled: they are the taker's to resolve."""
         with self._changed:
             present = [call for call in calls if call in self._calls]
-            self._calls = [call for call in self._calls if call not in present]
+            for call in present:
+                del self._calls[call]
+                self._texts.discard(call)
             self._changed.notify_all()
             return [call for call in present if _claim(call)]
 

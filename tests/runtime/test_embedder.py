@@ -24,15 +24,15 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class ToyLimits:
-    max_tokens: int = 16
+    max_tokens: int
     vocab_size: int = 100
 
 
 class ToyEncoder:
     """A text's embedding is (its length, the sum of its tokens, its last token)."""
 
-    def __init__(self):
-        self.config = ToyLimits()
+    def __init__(self, max_tokens=16):
+        self.config = ToyLimits(max_tokens)
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -51,8 +51,8 @@ class ToyEncoder:
 class Rig:
     """An embedder over a toy; leaving it stops it."""
 
-    def __init__(self, *, start=True, **options):
-        self.model = ToyEncoder()
+    def __init__(self, *, start=True, max_tokens=16, **options):
+        self.model = ToyEncoder(max_tokens)
         self.embedder = Embedder(self.model, **options)
         if start:
             self.embedder.start()
@@ -107,6 +107,41 @@ def test_texts_of_similar_length_share_a_batch():
     with Rig(max_batch_tokens=27) as rig:
         assert_embeds(rig.embed(*texts), *texts)
         assert [sorted(map(len, batch)) for batch in rig.model.batches] == [[9, 9, 9], [1, 1, 1]]
+
+
+def test_texts_of_similar_length_share_a_batch_across_calls():
+    short, long = [1] * 2, [1] * 90
+    with Rig(start=False, max_tokens=100) as rig:
+        futures = [rig.embed(text) for text in (short, long, short, long)]
+        rig.embedder.start()
+        for future, text in zip(futures, (short, long, short, long), strict=True):
+            assert_embeds(future, text)
+        assert rig.model.batches == [[short, short], [long, long]]
+
+
+def test_who_is_alone_never_waits_for_others():
+    with Rig(max_delay_s=TIMEOUT_S) as rig:
+        for number in range(3):
+            assert_embeds(rig.embed([number]), [number])
+
+
+def test_the_callers_of_the_last_batch_are_given_time_to_come_back():
+    with Rig(start=False, max_delay_s=TIMEOUT_S) as rig:
+        futures = [rig.embed([number]) for number in range(3)]
+        rig.embedder.start()
+        assert not wait(futures, TIMEOUT_S).not_done
+        futures = [rig.embed([number]) for number in range(3)]
+        assert not wait(futures, TIMEOUT_S).not_done
+        assert [len(batch) for batch in rig.model.batches] == [3, 3]
+
+
+def test_whoever_does_not_come_back_is_waited_for_no_longer_than_the_delay():
+    with Rig(start=False, max_delay_s=0.01) as rig:
+        futures = [rig.embed([number]) for number in range(3)]
+        rig.embedder.start()
+        assert not wait(futures, TIMEOUT_S).not_done
+        assert_embeds(rig.embed([5]), [5])
+        assert_embeds(rig.embed([6]), [6])
 
 
 def test_a_text_larger_than_a_batch_goes_alone():

@@ -1,0 +1,119 @@
+"""A Qwen2 checkpoint as llama.cpp reads models: `to_gguf.py DIRECTORY TARGET` writes TARGET/bf16.gguf, and from it
+q8_0.gguf and q4_0.gguf as llama.cpp's own quantiser makes them, which keeps the head in 8 bits, and q4_0_pure.gguf
+with every matrix in 4 bits.
+
+The vocabulary is left out: what is compared are tokens. Vectors are stored in fp32, as llama.cpp wants them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import torch
+from gguf import GGMLQuantizationType as StoredAs
+from safetensors import safe_open
+
+QUANTIZED = {
+    "q8_0": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, False),
+    "q4_0": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, False),
+    "q4_0_pure": (llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, True),
+}
+_OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def main() -> None:
+    source, target = map(Path, sys.argv[1:])
+    target.mkdir(parents=True, exist_ok=True)
+    whole = target / "bf16.gguf"
+    if not whole.exists():
+        unfinished = target / "bf16.unfinished"
+        convert(source, unfinished)
+        unfinished.rename(whole)
+    for name, (kind, is_pure) in QUANTIZED.items():
+        if not (target / f"{name}.gguf").exists():
+            unfinished = target / f"{name}.unfinished"
+            quantize(whole, unfinished, kind, is_pure)
+            unfinished.rename(target / f"{name}.gguf")
+
+
+def convert(source: Path, target: Path) -> None:
+    """Raises SystemExit for anything but a Qwen2 model."""
+    config = json.loads((source / "config.json").read_text())
+    if config["model_type"] != "qwen2":
+        raise SystemExit(f"only qwen2 is converted here, not {config['model_type']}")
+    writer = gguf.GGUFWriter(target, "qwen2")
+    _describe(writer, config)
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no dict
+                _add(writer, stored_name(name), file.get_tensor(name))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored_name(name: str) -> str:
+    """What llama.cpp calls the tensor."""
+    if name in _OUTER:
+        return _OUTER[name]
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    if not found or found[2] not in _INNER:
+        raise SystemExit(f"no tensor of Qwen2: {name}")
+    return f"blk.{found[1]}.{_INNER[found[2]]}.{found[3]}"
+
+
+def quantize(source: Path, target: Path, kind: int, is_pure: bool) -> None:
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = kind
+    settings.pure = is_pure
+    settings.nthread = 2
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
+        raise SystemExit(f"{source} could not be quantised")
+
+
+def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(llama_cpp.LLAMA_FTYPE_MOSTLY_BF16)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() == 1:
+        writer.add_tensor(name, tensor.float().numpy())
+    else:
+        as_bytes = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, as_bytes, raw_dtype=StoredAs.BF16)
+
+
+if __name__ == "__main__":
+    main()

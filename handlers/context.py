@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from ..runtime.engine.requests import check_owner
 from .lifetime import Lifetime
 from .model import Model, ModelHost
 
@@ -28,14 +29,19 @@ class Context:
         timeout_s: float | None = None,
         session: str | None = None,
     ) -> None:
-        """`host` is the instance that serves the model; `timeout_s` counts from now, None is no deadline."""
+        """`host` is the instance that serves the model; `timeout_s` counts from now, None is no deadline. RequestError
+        for a `session` that cannot be meant.
+        """
+        check_owner(session=session or "")
         self.request_id = request_id
-        self.session = session  # names the KV cache to go on from; None: a fresh one
+        self.session = (
+            session  # what is computed is kept for the next invocation that names the same; None: none
+        )
         self.logger: logging.LoggerAdapter[logging.Logger] = logging.LoggerAdapter(
             logging.getLogger(LOGGER_NAME), {"request_id": request_id}
         )
         self._lifetime = Lifetime(timeout_s)
-        self.model = Model(host, self._lifetime, request_id)
+        self.model = Model(host, self._lifetime, request_id, session=session)
 
     @property
     def deadline(self) -> float | None:

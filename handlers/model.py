@@ -57,7 +57,11 @@ class Model:
     cannot do it, and the load's own error when loading failed.
     """
 
-    def __init__(self, host: ModelHost, lifetime: Lifetime, request_id: str) -> None:
+    def __init__(
+        self, host: ModelHost, lifetime: Lifetime, request_id: str, *, session: str | None = None
+    ) -> None:
+        """`session` is that of generations which name none."""
+        self._session = session or ""
         self._host = host
         self._lifetime = lifetime
         self._request_id = request_id
@@ -150,6 +154,10 @@ class Model:
             stop=options.stop,
             ignore_eos=options.ignore_eos,
             first_token=options.first_token or FirstToken(self._host.config.first_token),
+            session=options.session or self._session,
+            tenant=options.tenant,
+            cache_salt=options.cache_salt,
+            priority=options.priority,
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..runtime.engine.requests import FirstToken, SamplingParams
+from ..runtime.engine.requests import FirstToken, Priority, SamplingParams
 from ..runtime.errors import RequestError
 
 MAX_LOGIT_BIASES = 1_024
@@ -34,6 +34,12 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
     first_token: Literal["exact", "draft", "sketch"] | None  # None: as the instance is set
+    session: (
+        str | None
+    )  # keeps what was computed for the next call that names the same; None: the invocation's
+    tenant: str | None  # shares its turns in the queue with calls that give the same
+    cache_salt: str | None  # shares keys and values only with calls that give the same
+    priority: Literal["interactive", "batch"] | None  # None: interactive
     tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
     template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
 
@@ -47,6 +53,10 @@ class ParsedOptions:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     first_token: FirstToken | None = None
+    session: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: Priority = Priority.INTERACTIVE
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
 
@@ -92,6 +102,20 @@ def _first_token(name: str, value: Any) -> FirstToken:
     except ValueError:
         shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
         raise RequestError(f"{name} must be 'exact', 'draft' or 'sketch', not {shown}", param=name) from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, "a string", value)
+    return value
+
+
+def _priority(name: str, value: Any) -> Priority:
+    try:
+        return Priority(value)
+    except ValueError:
+        shown = repr(value[:50]) if isinstance(value, str) else type(value).__name__
+        raise RequestError(f"{name} must be 'interactive' or 'batch', not {shown}", param=name) from None
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -144,6 +168,10 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "stop": _texts,
     "ignore_eos": _flag,
     "first_token": _first_token,
+    "session": _text,
+    "tenant": _text,
+    "cache_salt": _text,
+    "priority": _priority,
     "tools": _mappings,
     "template": _mapping,
 }

@@ -190,13 +190,69 @@ class ServeConfig:
     kv_bytes: int | None = _setting(
         None, parse_bytes, "memory for the KV pool (default: a share of what is free)", metavar="SIZE"
     )
+    kv_dtype: str = _setting(
+        "model",
+        _choice("model", "int8"),
+        "how the KV pool stores: in the model's dtype, or in half of its memory as int8",
+    )
     prefix_cache: bool = _setting(
         True, _flag, "keep what was computed of past requests, for those that begin in the same way"
     )
+    kv_host_bytes: int | None = _setting(
+        None,
+        parse_bytes,
+        "memory for what the KV pool gives up; of use where the pool is on another device",
+        metavar="SIZE",
+    )
+    kv_disk_bytes: int | None = _setting(
+        None, parse_bytes, "the same on a local disk: needs --kv-disk-dir", metavar="SIZE"
+    )
+    kv_disk_dir: str | None = _setting(None, _text, "folder on a local disk for that", metavar="DIR")
+    kv_snapshot: str | None = _setting(
+        None,
+        _text,
+        "where computed prefixes are kept between instances; may end in @b3:DIGEST",
+        metavar="ADDRESS",
+    )
+    kv_snapshot_bytes: int = _setting(
+        256 << 20, parse_bytes, "most that is read from and left there", metavar="SIZE"
+    )
+    kv_snapshot_save: bool = _setting(
+        True, _flag, "at the end, leave there what several requests began with; --no-… only reads"
+    )
+    session_kv_bytes: int | None = _setting(
+        None,
+        parse_bytes,
+        "most of it that sessions may keep for their next turn (default: half)",
+        metavar="SIZE",
+    )
+    session_idle_s: float = _setting(
+        900.0, _seconds(0, 86_400), "time after which a session keeps it no longer", metavar="SECONDS"
+    )
     max_running: int = _setting(32, _integer(1, 4096), "sequences that decode at the same time")
     max_queued: int = _setting(256, _integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")
+    max_queued_per_tenant: int | None = _setting(
+        None, _integer(0, 1 << 20), "requests of one tenant that may wait (default: half of --max-queued)"
+    )
+    embed_delay_s: float = _setting(
+        0.0,
+        _seconds(0, 10),
+        "longest time that a text waits for others to share its batch; one that is alone never does",
+        metavar="SECONDS",
+    )
+    compute_dtype: str = _setting(
+        "auto",
+        _choice("auto", "bfloat16", "float16", "float32"),
+        "what to compute in (auto: that of the weights where the CPU is fast in it, or what it is fast in)",
+        metavar="DTYPE",
+    )
     threads: int | None = _setting(
         None, _integer(1, 1024), "threads that compute (default: the cores at hand)"
+    )
+    kernels: bool = _setting(
+        True,
+        _flag,
+        "compile kernels that generate faster on a CPU, in the background, where numba is installed",
     )
     trim_imports: bool = _setting(
         False,
@@ -243,7 +299,7 @@ class ServeConfig:
         return LoadOptions(
             connections=self.connections,
             staging_bytes=self.staging_bytes,
-            reserved_bytes=self.kv_bytes or 0,
+            reserved_bytes=(self.kv_bytes or 0) + (self.kv_host_bytes or 0),
             order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
             sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token

@@ -7,6 +7,8 @@ TeneralError
 ├── CapacityError          too much at once: try again after `retry_after_s`
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
+├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
+│   └── SnapshotMismatchError  … or was made for something else than it is to be used with
 ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
 └── PortInUseError
 """
@@ -51,6 +53,14 @@ class CancelledError(TeneralError):
 
 class DrainingError(TeneralError):
     """The instance takes no new work because it is shutting down."""
+
+
+class SnapshotError(FormatError):
+    """A KV snapshot is damaged, hostile, or from a newer version. Nothing of it was used."""
+
+
+class SnapshotMismatchError(SnapshotError):
+    """A sound KV snapshot of another model, dtype, epoch, layout or block size."""
 
 
 class HandlerError(TeneralError):

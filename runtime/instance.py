@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..loader.stream.process_load import ProcessLoad
     from .engine.embedder import Embedder
     from .engine.engine import Engine
+    from .kv.snapshots.service import SnapshotService
     from .models.decoder import Decoder
     from .models.encoder import Encoder
     from .text.tokenizer import TextTokenizer
@@ -84,6 +85,7 @@ class Instance:
         self._source = source
         self._helpers = helpers
         self._load: WeightLoad | ProcessLoad | None = helpers.load if helpers else None
+        self._snapshots: SnapshotService | None = None
         self._draining = False
         self._failure: TeneralError | None = None
         self._lock = threading.Lock()
@@ -94,6 +96,8 @@ class Instance:
         """Begin everything; return at once. What cannot even begin fails the instance, as what fails later does."""
         if self._helpers is None and self._source is None:
             self._run(self._start_helpers)  # before all imports, so that they run beside them
+        if self.config.kv_snapshot is not None:
+            self._run(self._start_snapshots)
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
             threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
         return self
@@ -105,7 +109,14 @@ class Instance:
         finished = True
         for worker in self._workers():
             finished &= worker.drain(max(0.0, deadline_s - time.monotonic()))
+        self.save_snapshot(deadline_s - time.monotonic())
         return finished
+
+    def save_snapshot(self, timeout_s: float) -> bool:
+        """Leave what was computed to the next instance, where the configuration says so: within this time, or not.
+        Blocks; raises nothing. True when something was saved.
+        """
+        return self._snapshots is not None and self._failure is None and self._snapshots.save(timeout_s)
 
     def close(self) -> None:
         """Stop everything and free what can be freed. Tensors that somebody still holds stay valid.
@@ -126,6 +137,8 @@ class Instance:
             worker.stop()
         if self._source is not None:
             self._source.close()
+        if self._snapshots is not None:
+            self._snapshots.close()
         with self._lock:
             if not self.ended.done():
                 self.ended.set_result(self._failure)
@@ -145,6 +158,11 @@ class Instance:
     @property
     def failure(self) -> TeneralError | None:
         return self._failure
+
+    @property
+    def digest(self) -> bytes | None:
+        """Of the manifest, once something could be loaded by it; None for plain safetensors. Raises the failure."""
+        return self._opened.result()[1].digest
 
     @property
     def state(self) -> State:
@@ -179,6 +197,8 @@ class Instance:
                 figures["load"] = statistics
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
+        if self._snapshots is not None:
+            figures["kv_snapshot"] = self._snapshots.statistics()
         return figures
 
     # the three threads
@@ -188,6 +208,27 @@ class Instance:
         if sent is not None:
             self._helpers = sent.take_over(self.timeline)
             self._load = self._helpers.load
+
+    def _start_snapshots(self) -> None:
+        from .kv.snapshots.service import SnapshotService  # few have them
+
+        assert self.config.kv_snapshot is not None
+        if not self.config.prefix_cache:
+            raise UsageError(
+                "a KV snapshot is for the prefix cache, and that is turned off",
+                key="kv_snapshot",
+                hint="Leave it out, or turn the prefix cache on.",
+            )
+        self._snapshots = SnapshotService(
+            self.config.kv_snapshot,
+            self.config.source_options,
+            limit_bytes=min(
+                self.config.kv_snapshot_bytes, self.config.kv_bytes or self.config.kv_snapshot_bytes
+            ),
+            saves=self.config.kv_snapshot_save,
+            timeline=self.timeline,
+        )
+        self._snapshots.start(self._opened)
 
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
@@ -251,18 +292,21 @@ class Instance:
             import torch  # the longest import by far: it runs beside the fetch
 
             from .models.build import build_model
+            from .models.compute_dtype import ComputePolicy
             from .models.encoder import Encoder
             from .weights import StreamedWeights
         torch.set_num_threads(self.config.threads or available_cores())
         source, manifest = self._opened.result()
         assert self._load is not None
-        with self.timeline.span("model", "build"):
+        with self.timeline.span("model", "build") as said:
             files = ModelFiles(source, manifest, self.config.load_options)
             model = build_model(
                 files.json("config.json", required=True),
                 StreamedWeights(self._load),
+                policy=ComputePolicy.of_this_machine(self.config.compute_dtype),
                 **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
             )
+            said.update(model.computes.told)
         if isinstance(model, Encoder):
             self._start_embedder(model)
         else:
@@ -272,6 +316,7 @@ class Instance:
         from ..loader.memory import available_bytes
         from .engine.arrival import LoadArrival
         from .engine.engine import Engine, EngineOptions  # they import torch
+        from .kv.kinds import KVKind
 
         refuse = ModelError(
             f"{self.model_name} generates text and makes no embeddings",
@@ -284,7 +329,14 @@ class Instance:
                 max_running=self.config.max_running,
                 max_queued=self.config.max_queued,
                 max_context=self.config.max_context,
+                kv_dtype=KVKind(self.config.kv_dtype),
                 prefix_cache=self.config.prefix_cache,
+                max_queued_per_tenant=self.config.max_queued_per_tenant,
+                session_kv_bytes=self.config.session_kv_bytes,
+                session_idle_s=self.config.session_idle_s,
+                kv_host_bytes=self.config.kv_host_bytes or 0,
+                kv_disk_bytes=self.config.kv_disk_bytes or 0,
+                kv_disk_dir=self.config.kv_disk_dir,
                 kv_bytes=self.config.kv_bytes or default_kv_bytes(manifest.weight_bytes, available_bytes()),
             )
         tokenizer = self.tokenizer.result()
@@ -298,9 +350,21 @@ class Instance:
             arrival=LoadArrival(self._load),
             prefix_seed=_prefix_seed(manifest, model),
         )
+        if self._snapshots is not None:  # for those who wait for the engine already
+            self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
         engine.start()
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
+        self._prepare_kernels(model)
+
+    def _prepare_kernels(self, model: Decoder) -> None:
+        """Have generating computed faster than torch does it, when nothing else is left to do for the start."""
+        if not self.config.kernels or self._exact.exception() is not None:
+            return
+        from .kernels.prepare import prepare_kernels  # nothing that starts needs it
+
+        threads = self.config.threads or available_cores()
+        prepare_kernels(model, num_threads=threads, timeline=self.timeline)
 
     def _start_embedder(self, model: Encoder) -> None:
         from .engine.embedder import Embedder  # imports torch
@@ -313,7 +377,12 @@ class Instance:
         _resolve(self.kind, "encoder")
         assert self._load is not None
         self._load.reorder(Order.EXACT)  # nobody is served by the draft of an embedding
-        embedder = Embedder(model, max_queued=self.config.max_queued, timeline=self.timeline)
+        embedder = Embedder(
+            model,
+            max_queued=self.config.max_queued,
+            max_delay_s=self.config.embed_delay_s,
+            timeline=self.timeline,
+        )
         embedder.start()
         _resolve(self.embedder, embedder)
         self.timeline.mark("process", "can answer")

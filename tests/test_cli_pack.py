@@ -1,4 +1,4 @@
-"""The flags of `teneral pack` that say how many bits come when."""
+"""The flags of `teneral pack` that say how many bits come when, and how many there are."""
 
 from __future__ import annotations
 
@@ -40,6 +40,47 @@ def test_bits_are_given_by_flags_and_shown_by_inspect(
     ],
 )
 def test_bits_that_cannot_be_meant_end_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtypes"),
+    [
+        (["int8"], {"I8": 9, "BF16": 12}),
+        (["int4"], {"U8": 7, "I8": 2, "BF16": 12}),
+        (["int4", "--group-size", "32", "--asymmetric"], {"U8": 14, "I8": 2, "BF16": 12}),
+    ],
+)
+def test_weights_are_quantised_by_flags(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    dtypes: dict[str, int],
+) -> None:
+    out = str(tmp_path / "out")
+    assert cli.run(["pack", str(checkpoint), out, "--quiet", "--quantize", *flags]) == 0
+    assert cli.run(["verify", out, "--quiet"]) == 0
+    capsys.readouterr()
+    assert cli.run(["inspect", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtypes"] == dtypes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--group-size", "64"], "say how to quantise"),
+        (["--asymmetric"], "say how to quantise"),
+        (["--quantize", "int8", "--asymmetric"], "--asymmetric is for int4"),
+        (["--quantize", "int4", "--group-size", "100"], "--group-size 100 is not supported"),
+        (["--quantize", "int4", "--draft-bits", "3"], "quantised weights have no tiers"),
+    ],
+)
+def test_ways_to_quantise_that_cannot_be_meant_end_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2

@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler as RouteHandler
 from ...runtime.metrics import Metrics
 from .chat import ChatRoute
 from .completions import CompletionRoute
+from .debug import DebugRoutes
 from .edge import edge, stamp
 from .embeddings import EmbeddingRoute
 from .errors import ApiError
@@ -46,6 +47,7 @@ def create_app(
             web.get("/readyz", health.readyz),
             web.get("/metrics", health.metrics),
             web.get("/timeline", health.timeline),
+            web.get("/debug/kv", DebugRoutes(service).kv),
             web.get("/v1/models", models.list),
             web.get("/v1/models/{id:.+}", models.get),  # names may have slashes: org/model
             web.post("/v1/completions", CompletionRoute(service).post),

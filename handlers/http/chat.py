@@ -16,7 +16,14 @@ from ...runtime.engine.requests import FirstToken, GenerationEvent, GenerationRe
 from ...runtime.errors import RequestError
 from .drafts import Untold
 from .logprobs import chat_logprobs
-from .parameters import check_stream, check_top_logprobs, num_choices, sequences, wanted_first_token
+from .parameters import (
+    check_extras,
+    check_stream,
+    check_top_logprobs,
+    num_choices,
+    sequences,
+    wanted_first_token,
+)
 from .respond import respond
 from .responses import (
     ChatChoice,
@@ -64,6 +71,7 @@ class ChatFormat:
 
     def __init__(self, body: ChatBody, *, model: str, max_sequences: int, first_token: FirstToken) -> None:
         check_stream(body)
+        check_extras(body)
         _refuse_unsupported(body)
         self.body = body
         self.first_token = wanted_first_token(body, default=first_token)

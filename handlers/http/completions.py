@@ -15,7 +15,14 @@ from ...runtime.engine.requests import FirstToken, GenerationRequest, TokenLogpr
 from ...runtime.errors import RequestError
 from .drafts import Untold
 from .logprobs import completion_logprobs
-from .parameters import check_stream, check_top_logprobs, num_choices, sequences, wanted_first_token
+from .parameters import (
+    check_extras,
+    check_stream,
+    check_top_logprobs,
+    num_choices,
+    sequences,
+    wanted_first_token,
+)
 from .prompts import split_prompt, tokens_of
 from .respond import respond
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage, encode
@@ -58,6 +65,7 @@ class CompletionFormat:
         self, body: CompletionBody, *, model: str, max_sequences: int, first_token: FirstToken
     ) -> None:
         check_stream(body)
+        check_extras(body)
         _refuse_unsupported(body)
         self.body = body
         self.first_token = wanted_first_token(body, default=first_token)

@@ -23,6 +23,8 @@ from .schemas import Decoder
 from .service import CALL, Service
 from .sse import NDJSON, SSE, EventStream, Framing
 
+SESSION_HEADER = "Teneral-Session"  # `context.session`
+
 
 class InvokeRoute:
     def __init__(self, service: Service, handler: Handler) -> None:
@@ -35,7 +37,10 @@ class InvokeRoute:
         async with service.admission.body(request) as data:
             event = self._decoder.decode(data) if data else None
             timeout_s = service.limits.request_timeout_s
-            context = Context(service.instance, request_id=call.request_id, timeout_s=timeout_s)
+            session = request.headers.get(SESSION_HEADER)
+            context = Context(
+                service.instance, request_id=call.request_id, timeout_s=timeout_s, session=session or None
+            )
             values = cast(AsyncGenerator[Any, None], run(self._handler, event, context))
             async with aclosing(values):
                 try:

@@ -10,9 +10,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ...runtime.engine.requests import MAX_TOP_LOGPROBS, FirstToken, GenerationRequest, SamplingParams
+from ...runtime.engine.requests import (
+    MAX_TOP_LOGPROBS,
+    FirstToken,
+    GenerationRequest,
+    Priority,
+    SamplingParams,
+    check_owner,
+    queue_name,
+)
 from ...runtime.errors import RequestError
-from .schemas import GenerationBody
+from .schemas import Extras, GenerationBody
 
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -45,6 +53,22 @@ def wanted_first_token(body: GenerationBody, *, default: FirstToken) -> FirstTok
     """What the request says, or else the server's own."""
     asked = None if body.teneral is None else body.teneral.first_token
     return default if asked is None else asked
+
+
+def check_extras(body: GenerationBody) -> None:
+    """Raises `RequestError` for names that cannot be meant."""
+    extras = body.teneral or Extras()
+    check_owner(session=extras.session or "", tenant=extras.tenant or "", cache_salt=extras.cache_salt or "")
+
+
+def queue_of(body: GenerationBody) -> str:
+    """`GenerationRequest.queue_name` of what is made of this body."""
+    extras = body.teneral or Extras()
+    return queue_name(extras.tenant or "", extras.cache_salt or "")
+
+
+def priority_of(body: GenerationBody) -> Priority:
+    return (body.teneral and body.teneral.priority) or Priority.INTERACTIVE
 
 
 def sampling(body: GenerationBody) -> SamplingParams:
@@ -98,7 +122,7 @@ def sequences(
     params = sampling(body)
     stop = stop_strings(body)
     stop_token_ids = stop_tokens(body)
-    cache_salt = (body.teneral and body.teneral.cache_salt) or ""
+    extras = body.teneral or Extras()
     return [
         GenerationRequest(
             request_id=f"{request_id}-{prompt_number * n + choice}",
@@ -110,7 +134,10 @@ def sequences(
             ignore_eos=bool(body.ignore_eos),
             num_top_logprobs=num_top_logprobs,
             first_token=first_token,
-            cache_salt=cache_salt,
+            cache_salt=extras.cache_salt or "",
+            session=extras.session or "",
+            tenant=extras.tenant or "",
+            priority=priority_of(body),
         )
         for prompt_number, prompt in enumerate(prompts)
         for choice in range(n)

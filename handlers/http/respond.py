@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from ...runtime.engine.requests import FirstToken, GenerationRequest
 from .drafts import DRAFTED_TOKENS_HEADER
+from .parameters import priority_of, queue_of
 from .responses import Usage
 from .schemas import GenerationBody
 from .sequences import Outcome, Sequences, Step
@@ -119,6 +120,7 @@ async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) ->
 async def _submit(service: Service, call: Call, fmt: Format, sequences: Sequences, body_bytes: int) -> None:
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     with service.admission.waiting(fmt.num_sequences):
+        service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
         tokenizer = await service.tokenizer()
         if fmt.prepare_may_block or body_bytes > INLINE_PROMPT_BYTES:
             requests = await asyncio.to_thread(fmt.prepare, tokenizer)

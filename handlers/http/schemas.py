@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from ...runtime.engine.requests import FirstToken
+from ...runtime.engine.requests import FirstToken, Priority
 from ...runtime.errors import RequestError
 
 MAX_MESSAGE_CHARS = 300  # of an error: it may quote what the client sent
@@ -31,6 +31,9 @@ class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     first_token: FirstToken | None = None  # None: as the server is set
     cache_salt: str | None = None  # shares keys and values only with requests that give the same
+    session: str | None = None  # keeps what was computed for the next request that names the same
+    tenant: str | None = None  # shares its turns in the queue with requests that give the same
+    priority: Priority | None = None  # None: interactive
 
 
 class NoExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -69,7 +70,9 @@ async def serve(
             )
             await stop.wait()
             logger.info("draining: %d requests in work, %g s", len(service.in_flight), drain_timeout_s)
+            deadline_s = time.monotonic() + drain_timeout_s
             await service.in_flight.drain(drain_timeout_s)
+            await asyncio.to_thread(service.instance.save_snapshot, deadline_s - time.monotonic())
             return service.instance.failure
     finally:
         if listener is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from ...loader.errors import TeneralError
-from ...runtime.engine.requests import FirstToken
+from ...runtime.engine.requests import FirstToken, Priority
 from ...runtime.errors import ModelError, RequestError
 from ...runtime.state import State
 from .admission import Admission
@@ -118,6 +118,13 @@ class Service:
             if error is self.instance.failure:
                 raise
             raise RequestError(error.message, param="model", hint=error.hint) from error
+
+    def require_room(self, queue_name: str, priority: Priority, num_sequences: int) -> None:
+        """Raises `CapacityError` where the engine would, before anything is done for the request. One that is still
+        loading says so when it gets the request.
+        """
+        if self.instance.engine.done() and self.instance.engine.exception() is None:
+            self.instance.engine.result().require_room(queue_name, priority, num_sequences)
 
     def check_model(self, name: str | None) -> None:
         """Raises 404 for another model than the one served; a request need not name one."""

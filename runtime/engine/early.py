@@ -67,7 +67,7 @@ class _Member:
 
     sequence: TokenSequence
     first_token: FirstToken
-    num_planned: int = 0  # tokens that are in some exact pass, or were
+    num_planned: int  # tokens that are in some exact pass, or were, or were computed before
     can_draft: bool = True
 
     @property
@@ -174,20 +174,28 @@ class EarlyPhase:
         self._model.want(torch.tensor(tokens), tier)
 
     def _admit(self) -> list[_Member]:
-        """Take in who waits, first come first served, as long as there is room for them in both lanes, or in one."""
+        """Take in who waits, in the order of their turns, as long as there is room for them in both lanes, or in one.
+
+        What is in the pool of their beginnings is theirs: the exact lane goes on behind it. Batch work that runs keeps
+        its place: it would have to begin again when its weights are about to be exact.
+        """
         roster = self._roster
         new: list[_Member] = []
-        for sequence in list(roster.waiting):
-            num_blocks = roster.num_missing_blocks(sequence.exact, sequence.num_tokens + 1)
-            if len(roster.running) >= roster.options.max_running or num_blocks > roster.num_available_blocks:
+        roster.waiting.arrange()
+        roster.attach_prefixes()
+        for sequence in roster.ready():
+            num_blocks = roster.lending.num_missing(sequence.exact, sequence.num_tokens + 1)
+            if len(roster.running) >= roster.options.max_running or num_blocks > roster.lending.num_available:
                 break
             roster.admit(sequence)
-            roster.grow(sequence.exact, num_blocks)
-            member = _Member(sequence, sequence.generation.request.first_token)
-            if self._has_time(member) and num_blocks <= roster.num_available_blocks:
+            roster.lending.grow(sequence.exact, num_blocks)
+            member = _Member(sequence, sequence.generation.request.first_token, sequence.num_computed)
+            num_draft_blocks = num_blocks + sequence.num_remembered
+            if self._has_time(member) and num_draft_blocks <= roster.lending.num_available:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
-                roster.grow(sequence.draft, num_blocks)
+                roster.lending.grow(sequence.draft, num_draft_blocks)
             new.append(member)
+        roster.detach_prefixes()
         self._members += new
         return new
 
@@ -214,8 +222,8 @@ class EarlyPhase:
         for member in members:
             sequence = member.sequence
             if sequence in self._roster.running:
-                self._roster.drop_draft(sequence)
-                self._roster.shrink(sequence.exact, sequence.num_tokens)
+                self._roster.lending.drop_draft(sequence)
+                self._roster.lending.shrink(sequence.exact, sequence.num_tokens)
 
     # -- what is done next -----------------------------------------------------------------------------------
 
@@ -273,12 +281,12 @@ class EarlyPhase:
         """Blocks for the lane's tokens, and for these and one more in the exact lane, if the pool has them."""
         roster = self._roster
         missing = [(lane, len(lane.tokens)), (sequence.exact, len(lane.tokens) + 1)]
-        needed = [(each, max(0, roster.num_missing_blocks(each, num))) for each, num in missing]
-        if sum(num for _, num in needed) > roster.num_available_blocks:
+        needed = [(each, max(0, roster.lending.num_missing(each, num))) for each, num in missing]
+        if sum(num for _, num in needed) > roster.lending.num_available:
             return False
         for each, num in needed:
             if num:
-                roster.grow(each, num)
+                roster.lending.grow(each, num)
         return True
 
     def _plan_passes(self, *, is_time: bool) -> None:

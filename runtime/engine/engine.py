@@ -26,6 +26,9 @@ import torch
 from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
 from ..errors import WEIGHTS_LOST, ContextLengthError, DrainingError, RequestError
+from ..kv.kinds import KVKind
+from ..kv.prefix_pool import PrefixPool
+from ..kv.view import PoolView, view_pool
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
 from .arrival import Arrival
@@ -33,10 +36,10 @@ from .batch import StepBatch
 from .early import EarlyPhase, TieredDecoder
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
-from .requests import FinishReason, GenerationEvent, GenerationRequest
+from .requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from .roster import Roster
 from .sampling import choose_tokens
-from .scheduler import Share, StepPlan, plan_step
+from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
 from .sequence import Sequence as TokenSequence
 from .step_batch import Rows, build_batch
 from .trace import EngineTimeline, OnLayer
@@ -62,10 +65,10 @@ class DecoderLike(Protocol):
     @property
     def config(self) -> DecoderLimits: ...
 
-    def kv_block_bytes(self, block_size: int) -> int:
+    def kv_block_bytes(self, block_size: int, *, kind: KVKind = ...) -> int:
         """The size of one block of `block_size` tokens in what `new_kv` makes."""
 
-    def new_kv(self, num_blocks: int, block_size: int) -> Any:
+    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = ...) -> Any:
         """Storage for keys and values, for `forward`; its memory is not touched before it is written."""
 
     def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
@@ -98,7 +101,9 @@ class Engine:
         self._timeline = EngineTimeline(timeline)
         self._limits = options.scheduler_limits()
         block_size = options.block_size
-        bytes_per_block = model.kv_block_bytes(block_size)
+        # Who knows only one kind of storage, as stand-ins for models do, need not hear of others.
+        kind = {} if options.kv_dtype is KVKind.MODEL else {"kind": options.kv_dtype}
+        bytes_per_block = model.kv_block_bytes(block_size, **kind)
         num_blocks = options.kv_bytes // bytes_per_block
         wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
         # Tokens of prompt and answer together; fewer than wanted when the pool holds fewer.
@@ -112,9 +117,19 @@ class Engine:
                 hint=f"A context of {wanted_context} tokens takes {num_wanted_blocks * bytes_per_block}.",
             )
         self._kv_bytes = num_blocks * bytes_per_block
-        self._kv = model.new_kv(num_blocks, block_size)
+        self._kv = model.new_kv(num_blocks, block_size, **kind)
         self._thread: threading.Thread | None = None
-        self._roster = Roster(num_blocks, options, prefix_seed=prefix_seed or secrets.token_bytes(32))
+        prefix_seed = prefix_seed or secrets.token_bytes(32)
+        self._roster = Roster(
+            num_blocks,
+            options,
+            prefix_seed=prefix_seed,
+            max_pinned_blocks=options.max_pinned_blocks(num_blocks, bytes_per_block),
+        )
+        lending = self._roster.lending
+        # Computed blocks come in and go out this way, in any thread.
+        self.prefix_pool = PrefixPool(lending, self._kv, seed=prefix_seed)
+        lending.open_spill(self._kv, bytes_per_block, self._roster.num_promised_blocks)
         self._early: EarlyPhase | None = None
         if arrival is not None:
             tiered = cast("TieredDecoder", model)
@@ -130,6 +145,8 @@ class Engine:
             # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
             self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
             self._thread.start()
+            if self._roster.lending.spill is not None:
+                self._roster.lending.spill.start()
 
     def submit(self, request: GenerationRequest, on_event: OnEvent | None = None) -> Generation:
         """Queues the request and returns at once.
@@ -159,6 +176,14 @@ class Engine:
             generation.emit(GenerationEvent("", (), finish_reason=FinishReason.LENGTH))
         return generation
 
+    def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
+        """Raises CapacityError when so many requests of this tenant (`GenerationRequest.queue_name`) would be refused
+        now, or the reason for which everything is.
+        """
+        with self._roster.changed:
+            self._roster.require_open()
+            self._roster.require_room(queue_name, priority, num_sequences)
+
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; what
         has not ended in time gets its last event (ERROR, DrainingError). Does not wait for the thread: `stop`
@@ -178,6 +203,7 @@ class Engine:
         """
         self._shut_down(_shutting_down())
         if self._thread is None:
+            self._stop_spill()
             return True
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -188,14 +214,14 @@ class Engine:
         self._shut_down(failure)
 
     def statistics(self) -> EngineStatistics:
-        roster = self._roster
+        roster, lending = self._roster, self._roster.lending
         with roster.changed:
-            prefixes = roster.prefixes.statistics()
+            prefixes, sessions = lending.prefixes.statistics(), lending.sessions.statistics()
             return EngineStatistics(
                 running=len(roster.running),
                 queued=len(roster.waiting),
-                num_blocks=roster.allocator.num_blocks,
-                free_blocks=roster.num_available_blocks,
+                num_blocks=lending.allocator.num_blocks,
+                free_blocks=lending.num_available,
                 block_size=self.options.block_size,
                 kv_bytes=self._kv_bytes,
                 max_context=self.max_context,
@@ -204,7 +230,7 @@ class Engine:
                 prompt_tokens_total=roster.num_prompt_tokens,
                 output_tokens_total=roster.num_output_tokens,
                 computed_tokens_total=roster.num_computed_tokens,
-                preemptions_total=roster.num_preemptions,
+                preemptions_total=roster.num_preemptions.total(),
                 ended_total=dict(roster.num_ended),
                 drafted_tokens_total=roster.num_drafted_tokens,
                 accepted_proposals_total=roster.num_accepted_proposals,
@@ -214,6 +240,26 @@ class Engine:
                 prefix_hit_tokens_total=prefixes.hit_tokens_total,
                 prefix_lookup_tokens_total=prefixes.lookup_tokens_total,
                 prefix_evictions_total=prefixes.evictions_total,
+                spill=None if lending.spill is None else lending.spill.statistics(),
+                queued_by_priority=roster.waiting.num_by_priority(),
+                tenants_waiting=roster.waiting.num_tenants(),
+                preemptions_by_reason_total=dict(roster.num_preemptions),
+                sessions=sessions.num_sessions,
+                pinned_blocks=sessions.num_pinned_blocks,
+                sessions_unpinned_total=sessions.unpinned_total,
+            )
+
+    def kv_view(self) -> PoolView:
+        """What the KV pool holds, without anything by which who asks could tell whose it is."""
+        lending = self._roster.lending
+        with lending.changed:
+            return view_pool(
+                lending.allocator,
+                lending.prefixes,
+                lending.ledger,
+                lending.sessions.statistics(),
+                block_size=self.options.block_size,
+                now_s=time.monotonic(),
             )
 
     def check_integrity(self) -> None:
@@ -232,6 +278,7 @@ class Engine:
                         continue
                     plan = self._next_plan()
                     if plan is None:
+                        self._stop_spill()
                         return
                     self._execute(plan.shares)
                 except Exception as error:  # a bug of ours: nobody may be left waiting for ever
@@ -250,7 +297,7 @@ class Engine:
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
         """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
-        roster = self._roster
+        roster, lending = self._roster, self._roster.lending
         with roster.changed:
             while True:
                 if roster.some_ended_early:
@@ -259,15 +306,43 @@ class Engine:
                     # Whoever stops the engine gives these their last events, maybe after this thread has gone.
                     roster.forget_all()
                     return None
-                if roster.running or roster.waiting:
-                    break
-                roster.changed.wait()
-            roster.attach_prefixes()
-            plan = plan_step(roster.running, roster.waiting, roster.num_available_blocks, self._limits)
-            assert plan.shares, "the oldest sequence can always go on"
-            roster.apply(plan)
-            roster.detach_prefixes()
-            return plan
+                if not roster.running and not roster.waiting:
+                    roster.changed.wait()
+                    continue
+                self._take_turns()
+                roster.attach_prefixes()
+                plan = plan_step(
+                    roster.running,
+                    roster.ready(),
+                    lending.num_available,
+                    self._limits,
+                    freed_by=lending.num_freed_by,
+                )
+                roster.apply(plan)
+                roster.detach_prefixes()
+                if plan.shares:
+                    return plan
+                wait_s = None if lending.spill is None else lending.spill.wait_s()
+                assert wait_s is not None, "the oldest sequence can always go on"
+                roster.changed.wait(wait_s)
+
+    def _take_turns(self) -> None:
+        """Those that wait in the order of their turns; batch work makes way for what is interactive. Under the lock."""
+        roster, lending = self._roster, self._roster.lending
+        lending.sessions.expire(time.monotonic())
+        has_batch = any(sequence.is_batch for sequence in roster.running)
+        if not roster.waiting or (len(roster.running) == self.options.max_running and not has_batch):
+            return
+        roster.waiting.arrange()
+        if has_batch:
+            victims = make_way(
+                roster.running,
+                roster.wanted_blocks(),
+                lending.num_available,
+                self._limits,
+                lending.num_freed_by,
+            )
+            roster.preempt(victims, Preempted.PRIORITY)
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
@@ -284,19 +359,21 @@ class Engine:
             for sequence, choice in zip(choosing, choices, strict=True)
             if not sequence.generation.ended
         ]
-        roster = self._roster
+        roster, lending = self._roster, self._roster.lending
         with roster.changed:
             if len(events) < len(choosing):
                 # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
                 roster.some_ended_early = True
             for share in shares:
-                roster.remember(share.sequence)
+                lending.remember(share.sequence)
             roster.note_events(events)
+            if lending.spill is not None:
+                lending.spill.poke()
         for sequence, event in events:
             sequence.generation.emit(event)
 
     def _forward(self, batch: StepBatch) -> torch.Tensor:
-        step = self._roster.num_steps
+        step, spill = self._roster.num_steps, self._roster.lending.spill
         start_s = time.monotonic()
         try:
             return self._model.forward(batch, self._kv, on_layer=self._timeline.on_layer(step))
@@ -304,6 +381,8 @@ class Engine:
             end_s = time.monotonic()
             with self._roster.changed:
                 self._roster.note_step(len(batch.tokens), end_s - start_s)
+                if spill is not None:
+                    spill.note_step(len(batch.tokens), end_s - start_s)
             self._timeline.add_step(step, batch, start_s, end_s)
 
     def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
@@ -326,6 +405,10 @@ class Engine:
             sequence.generation.emit(error_event(failure))
 
     # -- whatever the thread ---------------------------------------------------------------------------------
+
+    def _stop_spill(self) -> None:
+        if self._roster.lending.spill is not None:
+            self._roster.lending.spill.stop()
 
     def _check(self, request: GenerationRequest) -> None:
         limits = self._model.config

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...loader.errors import UsageError
-from .requests import FinishReason
-from .scheduler import SchedulerLimits
+from ..kv.kinds import KVKind
+from .requests import FinishReason, Priority
+from .scheduler import Preempted, SchedulerLimits
+
+if TYPE_CHECKING:
+    from ..kv.sessions import Unpinned
+    from ..kv.spill.spill import SpillStatistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +27,15 @@ class EngineOptions:
     max_step_tokens: int = 2_048  # of all sequences in a step: bounds the memory for activations
     max_prefill_tokens: int = 512  # of prompts, in a step in which others wait for their next token
     max_context: int | None = None  # None: what the model allows and the pool can hold
+    kv_dtype: KVKind = KVKind.MODEL  # how keys and values are stored
     prefix_cache: bool = True  # blocks of past sequences are kept, for who begins in the same way
+    max_queued_per_tenant: int | None = None  # of those who name themselves; None: half of max_queued
+    session_kv_bytes: int | None = None  # that sessions may pin; None: half of the pool
+    session_idle_s: float = 900.0  # after which one that nobody has come back to loses its pins
+    max_sessions: int = 1_024
+    kv_host_bytes: int = 0  # memory beside the pool, for what it gives up
+    kv_disk_bytes: int = 0  # the same on a disk: in a file without a name, in this folder
+    kv_disk_dir: str | None = None
 
     def __post_init__(self) -> None:
         _require_at_least("kv_bytes", self.kv_bytes, 1)
@@ -33,6 +47,33 @@ class EngineOptions:
         _require_at_least("max_prefill_tokens", self.max_prefill_tokens, 1)
         if self.max_context is not None:
             _require_at_least("max_context", self.max_context, 2)
+        _require_at_least("max_queued_per_tenant", self.max_queued_of_tenant, 0)
+        _require_at_least("session_kv_bytes", self.session_kv_bytes or 0, 0)
+        _require_at_least("session_idle_s", self.session_idle_s, 0)
+        _require_at_least("max_sessions", self.max_sessions, 0)
+        _require_at_least("kv_host_bytes", self.kv_host_bytes, 0)
+        _require_at_least("kv_disk_bytes", self.kv_disk_bytes, 0)
+        if (self.kv_host_bytes or self.kv_disk_bytes) and not self.prefix_cache:
+            raise UsageError(
+                "kv_host_bytes and kv_disk_bytes are for what the prefix cache gives up, and that is turned off",
+                key="prefix_cache",
+                hint="Leave them out, or turn the prefix cache on.",
+            )
+
+    @property
+    def max_queued_batch(self) -> int:
+        """Of batch work of all tenants."""
+        return -(-self.max_queued // 2)
+
+    @property
+    def max_queued_of_tenant(self) -> int:
+        return -(-self.max_queued // 2) if self.max_queued_per_tenant is None else self.max_queued_per_tenant
+
+    def max_pinned_blocks(self, num_blocks: int, bytes_per_block: int) -> int:
+        """How many of the pool's blocks sessions may pin."""
+        if self.session_kv_bytes is None:
+            return num_blocks // 2
+        return min(num_blocks, self.session_kv_bytes // bytes_per_block)
 
     def scheduler_limits(self) -> SchedulerLimits:
         return SchedulerLimits(
@@ -69,8 +110,15 @@ class EngineStatistics:
     prefix_hit_tokens_total: int = 0
     prefix_lookup_tokens_total: int = 0
     prefix_evictions_total: int = 0
+    spill: SpillStatistics | None = None
+    queued_by_priority: Mapping[Priority, int] = field(default_factory=dict)
+    tenants_waiting: int = 0
+    preemptions_by_reason_total: Mapping[Preempted, int] = field(default_factory=dict)
+    sessions: int = 0
+    pinned_blocks: int = 0  # by sessions: idle or in use
+    sessions_unpinned_total: Mapping[Unpinned, int] = field(default_factory=dict)
 
 
-def _require_at_least(key: str, value: int, least: int) -> None:
+def _require_at_least(key: str, value: float, least: int) -> None:
     if value < least:
         raise UsageError(f"{key} is {value}, but must be at least {least}", key=key)

@@ -5,6 +5,7 @@ is known.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 
 from ...loader.errors import TeneralError
@@ -14,6 +15,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_SALT_CHARS = 256
+MAX_NAME_CHARS = 128  # of a session or a tenant
+_NAME = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_NAME_CHARS}}}")
 
 
 class FinishReason(enum.StrEnum):
@@ -34,6 +37,13 @@ class FirstToken(enum.StrEnum):
     def sends_drafts(self) -> bool:
         """Whether a client may get tokens that no exact weights have confirmed."""
         return self is not FirstToken.EXACT
+
+
+class Priority(enum.StrEnum):
+    """Who goes first, and who makes way."""
+
+    INTERACTIVE = "interactive"  # somebody waits for each token
+    BATCH = "batch"  # gets what the others leave, and gives it back when they need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,9 @@ class GenerationRequest:
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     first_token: FirstToken = FirstToken.EXACT
     cache_salt: str = ""  # who gives another one shares no keys and values with this one
+    session: str = ""  # what is computed of it is kept for the next request that names the same; '': none
+    tenant: str = ""  # who shares a queue fairly with the others; '': who gives the same salt is one
+    priority: Priority = Priority.INTERACTIVE
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens:
@@ -95,10 +108,19 @@ class GenerationRequest:
                 f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
                 param="stop",
             )
-        if len(self.cache_salt) > MAX_CACHE_SALT_CHARS:
-            raise RequestError(f"cache_salt may have {MAX_CACHE_SALT_CHARS} characters", param="cache_salt")
+        check_owner(session=self.session, tenant=self.tenant, cache_salt=self.cache_salt)
         if self.num_top_logprobs is not None:
             _in_range("top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+
+    @property
+    def queue_name(self) -> str:
+        """With whom this request shares its turn: the same for all requests of a tenant."""
+        return queue_name(self.tenant, self.cache_salt)
+
+    @property
+    def session_key(self) -> tuple[str, str, str] | None:
+        """The session among those of all tenants and salts; None: there is none."""
+        return (self.tenant, self.cache_salt, self.session) if self.session else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +152,30 @@ class GenerationEvent:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+
+
+def check_owner(*, session: str = "", tenant: str = "", cache_salt: str = "") -> None:
+    """Raises RequestError for a name that cannot be meant; '' is none. A salt may be any text."""
+    for param, name in (("session", session), ("tenant", tenant)):
+        if name and not _NAME.fullmatch(name):
+            raise RequestError(
+                f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits or characters of ._:/+=@- in ASCII",
+                param=param,
+                hint="Give the digest of what it stands for.",
+            )
+    if len(cache_salt) > MAX_CACHE_SALT_CHARS:
+        raise RequestError(f"cache_salt may have {MAX_CACHE_SALT_CHARS} characters", param="cache_salt")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError:
+        raise RequestError("cache_salt is no text: it has half of a pair", param="cache_salt") from None
+
+
+def queue_name(tenant: str, cache_salt: str) -> str:
+    """Of a request with this tenant and salt; no tenant's is the same as a salt's."""
+    if tenant:
+        return f"tenant:{tenant}"
+    return f"salt:{cache_salt}" if cache_salt else ""
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:

@@ -1,4 +1,4 @@
-"""Who waits for a place, who runs, and which blocks of the KV pool each of them holds.
+"""Who waits for a place and who runs.
 
 Invariants: all of it is read and changed under `changed`, whose waiters are told when something comes or ends. A
 sequence's blocks are free before its last event can be seen; if it ends in the middle of a step, as soon as that step
@@ -9,35 +9,38 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 
 from ...loader.errors import TeneralError
-from ..errors import CapacityError
-from ..kv.blocks import BlockAllocator, Epoch
-from ..kv.prefixes import PrefixCache
+from ..kv.blocks import Epoch
+from .capacity import Capacity
 from .generation import Generation
+from .lending import Lending
 from .options import EngineOptions
-from .requests import FinishReason, GenerationEvent
-from .scheduler import StepPlan
-from .sequence import Lane, Sequence
-
-NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
+from .requests import FinishReason, GenerationEvent, Priority
+from .scheduler import Preempted, StepPlan
+from .sequence import Sequence
+from .waiting import WaitingList
 
 
 class Roster:
     """Mutable, and public within the engine: but for what says so, callers hold `changed`."""
 
-    def __init__(self, num_blocks: int, options: EngineOptions, *, prefix_seed: bytes) -> None:
-        """`prefix_seed` says whose keys and values these are; with another one nothing of this pool is found."""
+    def __init__(
+        self, num_blocks: int, options: EngineOptions, *, prefix_seed: bytes, max_pinned_blocks: int
+    ) -> None:
+        """`prefix_seed` and `max_pinned_blocks` as for `Lending` and `SessionPins`."""
         self.changed = threading.Condition()
         self.options = options
-        self.allocator = BlockAllocator(num_blocks)
-        self.prefixes = PrefixCache(self.allocator)
-        self._prefix_seed = prefix_seed
-        self.waiting: deque[Sequence] = deque()
+        self.lending = Lending(
+            num_blocks,
+            options,
+            self.changed,
+            prefix_seed=prefix_seed,
+            max_pinned_blocks=max_pinned_blocks,
+        )
+        self.waiting: WaitingList[Sequence] = WaitingList()
         self.running: list[Sequence] = []  # in the order of admission
         self.refusal: TeneralError | None = None  # why nothing new is taken
         self.is_stopping = False
@@ -48,28 +51,34 @@ class Roster:
         self.num_computed_tokens = 0
         self.num_steps = 0
         self.forward_s = 0.0
-        self.num_preemptions = 0
+        self.num_preemptions: Counter[Preempted] = Counter()
         self.num_drafted_tokens = 0
         self.num_accepted_proposals = 0
         self.num_rejected_proposals = 0
-        self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
+        self._capacity = Capacity(options)
 
     # -- taking in -------------------------------------------------------------------------------------------
 
     def enqueue(self, sequence: Sequence) -> None:
         """Raises the refusal, or CapacityError: then nothing has changed."""
         self.require_open()
-        num_taken = len(self.waiting) + len(self.running)
-        if num_taken >= self.options.max_queued + self.options.max_running:
-            ends_s = self._recent_ends_s
-            between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else 0.0
-            raise CapacityError(
-                f"{num_taken} requests are running or waiting: that is all that this instance takes",
-                retry_after_s=min(max(between_ends_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
-                hint="Try again later, or run more instances.",
-            )
-        self.waiting.append(sequence)
+        self.require_room(sequence.queue_name, sequence.priority)
+        self.waiting.join(sequence)
+        session = sequence.generation.request.session_key
+        if session is not None:
+            self.lending.sessions.touch(session, time.monotonic())
         self.changed.notify_all()
+
+    def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
+        """Raises CapacityError unless so many sequences like this can be taken now."""
+        waiting = self.waiting
+        self._capacity.require_room(
+            num_sequences,
+            num_running=len(self.running),
+            num_waiting=len(waiting),
+            num_of_tenant=waiting.num_of_tenant(queue_name) if queue_name else None,
+            num_batch=waiting.num_by_priority()[priority] if priority is Priority.BATCH else None,
+        )
 
     def require_open(self) -> None:
         if self.refusal is not None:
@@ -82,101 +91,71 @@ class Roster:
 
     def admit(self, sequence: Sequence) -> None:
         """From the queue to those that run."""
-        self.waiting.remove(sequence)
+        self.waiting.start(sequence)
         self.running.append(sequence)
         if sequence.generation.mark_started(num_cached_tokens=sequence.num_computed):
+            num_to_compute = sequence.num_prompt_tokens - sequence.num_computed
+            self.waiting.charge(sequence, num_prompt_tokens=num_to_compute)
             self.num_prompt_tokens += sequence.num_prompt_tokens
-            self.prefixes.count_lookup(sequence.num_prompt_tokens, sequence.num_computed)
+            self.lending.note_begin(sequence)
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
         """Do as the scheduler decided."""
-        for sequence in plan.preempted:
-            self.running.remove(sequence)
-            self.prefixes.release(sequence.forget_computed())
-            self.waiting.appendleft(sequence)
-        self.num_preemptions += len(plan.preempted)
+        self.preempt(plan.preempted, Preempted.BLOCKS)
         for sequence in plan.admitted:
             self.admit(sequence)
         for share in plan.shares:
             if share.num_new_blocks:
-                self.grow(share.sequence.exact, share.num_new_blocks)
+                self.lending.grow(share.sequence.exact, share.num_new_blocks)
+
+    def preempt(self, sequences: Iterable[Sequence], reason: Preempted) -> None:
+        """From those that run back to the queue. They keep their tokens."""
+        for sequence in sequences:
+            self.running.remove(sequence)
+            self.lending.take_back(sequence)
+            sequence.fetch = None  # what is given up of it now may be worth bringing back
+            self.waiting.put_back(sequence)
+            self.num_preemptions[reason] += 1
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
-    @property
-    def num_available_blocks(self) -> int:
-        """Those that are free, and those whose content can be given up."""
-        return self.allocator.free_count + self.prefixes.num_idle
+    def ready(self) -> list[Sequence]:
+        """Those that wait for a place, and not for blocks that are on their way back."""
+        return [each for each in self.waiting if not each.waits_for_blocks]
 
     def attach_prefixes(self) -> None:
-        """Give those who wait for a place what is there of their beginnings, at least one token being left to compute.
-        Who gets no place gives it back: `detach_prefixes`. Nobody gets what would leave too little for the ones before.
+        """Give those who wait for a place what is there of their beginnings. Who gets no place gives it back:
+        `detach_prefixes`.
         """
-        if not self.options.prefix_cache or not self.waiting:
-            return
-        block_size = self.options.block_size
-        promised = (max(0, self.num_missing_blocks(each.exact, each.num_tokens + 1)) for each in self.running)
-        left = self.num_available_blocks - sum(promised) - len(self.running)
-        for sequence in islice(self.waiting, max(0, self.options.max_running - len(self.running))):
-            num_blocks = (sequence.num_tokens - 1) // block_size
-            hashes = sequence.block_hashes(num_blocks, block_size, self._prefix_seed)
-            found = self.prefixes.find(hashes[:num_blocks])
-            num_new = self.num_missing_blocks(sequence.exact, sequence.num_tokens + 1) - len(found)
-            left -= num_new + self.prefixes.num_idle_among(found)
-            if left < 0:
-                return
-            self.prefixes.take(found)
-            sequence.exact.blocks = tuple(found)
-            sequence.exact.num_computed = len(found) * block_size
-            sequence.num_remembered = len(found)
+        if self.waiting:
+            self.lending.attach(
+                self.waiting,
+                num_places=self.options.max_running - len(self.running),
+                num_promised=self.num_promised_blocks(),
+            )
 
     def detach_prefixes(self) -> None:
-        for sequence in self.waiting:
-            if sequence.blocks:
-                self.prefixes.release(sequence.forget_computed())
+        self.lending.detach(self.waiting)
 
-    def remember(self, sequence: Sequence) -> None:
-        """Have the sequence's full blocks found by who begins in the same way."""
-        block_size = self.options.block_size
-        num_full = sequence.num_computed // block_size
-        if not self.options.prefix_cache or sequence.num_remembered == num_full:
-            return
-        hashes = sequence.block_hashes(num_full, block_size, self._prefix_seed)
-        for number in range(sequence.num_remembered, num_full):
-            self.prefixes.add(sequence.blocks[number], hashes[number])
-        sequence.num_remembered = num_full
+    def num_promised_blocks(self) -> int:
+        """Available ones that those who run will need."""
+        return self.lending.num_promised(self.running)
 
-    def grow(self, lane: Lane, num_blocks: int) -> None:
-        """That many more blocks, which must be available."""
-        self.prefixes.make_room(num_blocks)
-        last = lane.blocks[-1] if lane.blocks else None
-        lane.blocks = (*lane.blocks, *self.allocator.allocate(num_blocks, after=last, epoch=lane.epoch))
-
-    def num_missing_blocks(self, lane: Lane, num_tokens: int) -> int:
-        """How many more blocks the lane needs to hold so many tokens; below 0, so many it has too many."""
-        return -(-num_tokens // self.options.block_size) - len(lane.blocks)
-
-    def shrink(self, lane: Lane, num_tokens: int) -> None:
-        """Give back what the lane does not need for so many tokens."""
-        surplus = -self.num_missing_blocks(lane, num_tokens)
-        if surplus > 0:
-            lane.blocks, freed = lane.blocks[:-surplus], lane.blocks[-surplus:]
-            self.prefixes.release(freed)
-
-    def drop_draft(self, sequence: Sequence) -> None:
-        """Forget what the draft made of it."""
-        if sequence.draft is not None:
-            self.allocator.release(sequence.draft.blocks)
-            sequence.draft = None
+    def wanted_blocks(self) -> list[int]:
+        """Available blocks that each interactive sequence in the queue needs, in its order; of as many as could run."""
+        interactive = [each for each in self.ready() if not each.is_batch]
+        return [self.lending.num_wanted(each) for each in interactive[: self.options.max_running]]
 
     # -- ending ----------------------------------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
         if sequence in self.running:
             self.running.remove(sequence)
+            self.waiting.end(sequence)
         else:
-            self.waiting.remove(sequence)
-        self.prefixes.release(sequence.forget_computed())
+            self.waiting.withdraw(sequence)
+        self.lending.keep_for_session(sequence)
+        self.lending.take_back(sequence)
 
     def forget_ended(self) -> list[Sequence]:
         """Forget those that have ended meanwhile, which it returns."""
@@ -208,6 +187,7 @@ class Roster:
         """Count what is about to be handed out, and free what ends with it."""
         for sequence, event in events:
             self.num_output_tokens += len(event.tokens)
+            self.waiting.charge(sequence, num_output_tokens=len(event.tokens))
             self.num_drafted_tokens += event.num_drafted
             self.num_accepted_proposals += event.num_accepted
             self.num_rejected_proposals += event.num_rejected
@@ -218,11 +198,11 @@ class Roster:
         """A generation's last event is about to be seen; called by the thread that ends it, without `changed`."""
         with self.changed:
             self.num_ended[reason] += 1
-            self._recent_ends_s.append(time.monotonic())
+            self._capacity.note_end()
             # Its place in the queue is free at once; blocks may be in use by the step that is running.
             waiting = next((each for each in self.waiting if each.generation is generation), None)
             if waiting is not None:
-                self.waiting.remove(waiting)
+                self.waiting.withdraw(waiting)
             self.some_ended_early = True
             self.changed.notify_all()
 
@@ -230,16 +210,8 @@ class Roster:
 
     def check_integrity(self, max_context: int) -> None:
         """Raises AssertionError unless sequences and block pool agree."""
-        self.allocator.check_integrity()
-        self.prefixes.check_integrity()
-        lanes = [lane for sequence in self.running for lane in sequence.lanes]
-        holders = Counter(block for lane in lanes for block in lane.blocks)
-        holders.update(self.prefixes.blocks())
-        for block in range(self.allocator.num_blocks):
-            assert self.allocator.reference_count(block) == holders[block], f"block {block} leaked"
-        for lane in lanes:
-            assert all(self.allocator.epoch(block) is lane.epoch for block in lane.blocks)
-            assert lane.num_computed <= len(lane.blocks) * self.options.block_size
+        self.waiting.check_integrity()
+        self.lending.check_integrity([lane for sequence in self.running for lane in sequence.lanes])
         for sequence in self.running:
             assert sequence.num_computed <= sequence.num_tokens <= max_context
             assert sequence.exact.epoch is Epoch.EXACT

@@ -4,19 +4,24 @@
   take what is left, oldest first, in chunks; while somebody decodes no more than `max_prefill_tokens` of a
   step, so that the pauses between tokens stay short. With nobody decoding they may fill the step, so that a
   prompt follows arriving weights in one pass.
-- A sequence is admitted, first come first served, when the pool has room for all of its tokens beside what
-  the running ones still need. Nobody overtakes.
+- A sequence is admitted when the pool has room for all of its tokens beside what the running ones still need.
+  The queue comes in the order of turns (`fairness.py`), and nobody overtakes.
 - When blocks run out the sequence admitted last gives up all of its blocks to an older one and is computed
   again later. The oldest one can therefore always go on, given that the pool holds one sequence of full
   length.
+- Batch work counts as admitted after all that is interactive, whenever that came: it computes prompts, is
+  admitted and keeps its blocks only where nothing interactive wants the same. `make_way` says which of it is
+  preempted for interactive work that waits.
 
 Nothing here is changed, allocated or computed; tensors and threads are unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import enum
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 
@@ -34,6 +39,17 @@ class Schedulable(Protocol):
     @property
     def num_computed(self) -> int:
         """Tokens whose keys and values are in those blocks."""
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it makes way for those that are not."""
+
+
+class Preempted(enum.StrEnum):
+    """Why a sequence had to give up its place."""
+
+    BLOCKS = "blocks"  # an older one needed them
+    PRIORITY = "priority"  # it was batch work, and something interactive waited
 
 
 SequenceT = TypeVar("SequenceT", bound=Schedulable)
@@ -68,59 +84,130 @@ class StepPlan(Generic[SequenceT]):
     shares: tuple[Share[SequenceT], ...]  # of sequences that run or are admitted, in the order of admission
 
 
+FreedBy = Callable[[Sequence[SequenceT]], int]
+"""How many blocks can be had when these give up theirs: those that nobody else uses, too."""
+
+
 def plan_step(
     running: Sequence[SequenceT],
     waiting: Iterable[SequenceT],
     num_free_blocks: int,
     limits: SchedulerLimits,
+    *,
+    freed_by: FreedBy[SequenceT] | None = None,
 ) -> StepPlan[SequenceT]:
-    """The next step. `running` is in the order of admission, `waiting` in that of the queue."""
-    step = _Step(running, num_free_blocks, limits)
-    step.continue_running()
-    admitted = () if step.preempted else tuple(step.admit(waiting))
+    """The next step. `running` is in the order of admission, `waiting` in that of the queue, batch work last. Without
+    `freed_by`, no two sequences use the same block.
+    """
+    queue = list(waiting)
+    step = _Step(running, num_free_blocks, limits, freed_by or _all_their_own)
+    step.decode()
+    step.prefill(is_batch=False)
+    all_are_in = step.admit(sequence for sequence in queue if not sequence.is_batch)
+    step.prefill(is_batch=True)
+    if all_are_in:
+        step.admit(sequence for sequence in queue if sequence.is_batch)
     shares = tuple(step.shares[id(sequence)] for sequence in step.active if id(sequence) in step.shares)
-    return StepPlan(tuple(step.preempted), admitted, shares)
+    return StepPlan(tuple(step.preempted), tuple(step.admitted), shares)
+
+
+def make_way(
+    running: Sequence[SequenceT],
+    wanted: Sequence[int],
+    num_free_blocks: int,
+    limits: SchedulerLimits,
+    freed_by: FreedBy[SequenceT],
+) -> tuple[SequenceT, ...]:
+    """Batch work that is to be preempted, the latest admitted first, before the next step is planned.
+
+    `wanted` has the blocks that each interactive sequence in the queue needs, in its order. As many of these get their
+    places and blocks as can, and nobody is preempted in vain.
+    """
+    staying = list(running)
+    batch = [sequence for sequence in reversed(running) if sequence.is_batch]
+    leaving: list[SequenceT] = []
+    num_leaving = 0
+    for number, num_blocks in enumerate(accumulate(wanted), 1):
+        while not _fits(staying, number, num_blocks, num_free_blocks + freed_by(leaving), limits):
+            if len(leaving) == len(batch):
+                return tuple(leaving[:num_leaving])
+            leaving.append(batch[len(leaving)])
+            staying.remove(leaving[-1])
+        num_leaving = len(leaving)
+    return tuple(leaving)
+
+
+def _fits(
+    running: Sequence[Schedulable], number: int, num_blocks: int, num_free: int, limits: SchedulerLimits
+) -> bool:
+    """Whether so many more can be admitted that need so many blocks together."""
+    num_others = len(running) + number - 1
+    if num_others >= limits.max_running:
+        return False
+    promised = sum(
+        max(0, -(-(each.num_tokens + 1) // limits.block_size) - each.num_blocks) for each in running
+    )
+    return num_blocks <= num_free - promised - num_others
+
+
+def _all_their_own(sequences: Sequence[Schedulable]) -> int:
+    return sum(sequence.num_blocks for sequence in sequences)
 
 
 class _Step(Generic[SequenceT]):
     """A plan in the making. Sequences are told apart by identity."""
 
-    def __init__(self, running: Sequence[SequenceT], num_free_blocks: int, limits: SchedulerLimits) -> None:
+    def __init__(
+        self,
+        running: Sequence[SequenceT],
+        num_free_blocks: int,
+        limits: SchedulerLimits,
+        freed_by: FreedBy[SequenceT],
+    ) -> None:
         self.limits = limits
-        self.active = list(running)
+        self.active = sorted(running, key=lambda sequence: sequence.is_batch)  # who comes later makes way
         self.shares: dict[int, Share[SequenceT]] = {}
         self.preempted: list[SequenceT] = []
+        self.admitted: list[SequenceT] = []
         self.num_free_blocks = num_free_blocks
+        self.freed_by = freed_by
+        self.num_freed_blocks = 0  # by those that were preempted
         self.tokens_left = limits.max_step_tokens
         self.prefill_left = limits.max_step_tokens
 
-    def continue_running(self) -> None:
+    def decode(self) -> None:
         decoding = [sequence for sequence in self.active if _num_missing(sequence) == 1]
         if decoding:
             self.prefill_left = self.limits.max_prefill_tokens
         for sequence in decoding:
             self._give(sequence, min(1, self.tokens_left))
-        if len(decoding) == len(self.active):
-            return
+
+    def prefill(self, *, is_batch: bool) -> None:
+        """Go on with the prompts of those that run."""
         for sequence in list(self.active):
-            if _num_missing(sequence) > 1:
+            if sequence.is_batch is is_batch and _num_missing(sequence) > 1:
                 self._give_prefill(sequence)
 
-    def admit(self, waiting: Iterable[SequenceT]) -> Iterable[SequenceT]:
+    def admit(self, waiting: Iterable[SequenceT]) -> bool:
+        """From the first on, as many as can be. Whether all could."""
+        if self.preempted:
+            return False
         spare: int | None = None
         for sequence in waiting:
             if len(self.active) >= self.limits.max_running or min(self.tokens_left, self.prefill_left) < 1:
-                return
+                return False
             needed = self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
             if spare is None:
                 spare = self.num_free_blocks - self._num_promised_blocks()
             # One more for each that runs, or the next decode steps would preempt what was just admitted.
             if needed > (spare - len(self.active) if self.active else self.num_free_blocks):
-                return
+                return False
             spare -= needed
-            self.active.append(sequence)
+            num_before = len(self.active) - (0 if sequence.is_batch else self._num_batch())
+            self.active.insert(num_before, sequence)
             self._give_prefill(sequence)
-            yield sequence
+            self.admitted.append(sequence)
+        return True
 
     def _give_prefill(self, sequence: SequenceT) -> None:
         wanted = min(_num_missing(sequence), self.tokens_left, self.prefill_left)
@@ -144,7 +231,9 @@ class _Step(Generic[SequenceT]):
 
     def _preempt(self, victim: SequenceT) -> None:
         self.preempted.append(victim)
-        self.num_free_blocks += victim.num_blocks
+        num_freed_blocks = self.freed_by(self.preempted)
+        self.num_free_blocks += num_freed_blocks - self.num_freed_blocks
+        self.num_freed_blocks = num_freed_blocks
         share = self.shares.pop(id(victim), None)
         if share is not None:
             self.num_free_blocks += share.num_new_blocks
@@ -163,6 +252,9 @@ class _Step(Generic[SequenceT]):
             held = sequence.num_blocks + (share.num_new_blocks if share is not None else 0)
             promised += max(0, self._num_blocks_for(sequence.num_tokens + 1) - held)
         return promised
+
+    def _num_batch(self) -> int:
+        return sum(sequence.is_batch for sequence in self.active)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)

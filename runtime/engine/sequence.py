@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 from ..kv.blocks import Epoch
 from ..kv.prefixes import chain_hash, seed_hash
+from ..kv.spill.fetch import Fetch
 from ..text.detokenizer import Detokenizer, DetokenizerSource
 from ..text.stop import StopStrings
 from .generation import Generation
-from .requests import FinishReason, GenerationEvent, GenerationRequest, SamplingParams, TokenLogprob
+from .requests import (
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    Priority,
+    SamplingParams,
+    TokenLogprob,
+)
 
 
 class SamplingState:
@@ -103,10 +111,14 @@ class Sequence:
         "draft",
         "end_tokens",
         "exact",
+        "fetch",
         "generation",
+        "is_batch",
         "max_new_tokens",
         "num_prompt_tokens",
         "num_remembered",
+        "priority",
+        "queue_name",
         "sampling",
         "tokens",
     )
@@ -124,6 +136,9 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_tokens)  # prompt and output
         self.num_prompt_tokens = len(self.tokens)
         self.max_new_tokens = max_new_tokens
+        self.queue_name = request.queue_name
+        self.priority = request.priority
+        self.is_batch = request.priority is Priority.BATCH
         self.end_tokens = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
@@ -131,6 +146,7 @@ class Sequence:
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks that others can find
+        self.fetch: Fetch | None = None  # of its blocks that are no longer in the pool, since it waits
         self._hashes: list[bytes] = []  # of full blocks, the seed's before them
         self._detokenizer = Detokenizer(source, request.prompt_tokens)
         self._stop_strings = StopStrings(request.stop)
@@ -154,6 +170,11 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         return len(self.exact.blocks)
+
+    @property
+    def waits_for_blocks(self) -> bool:
+        """Whether some are on their way back to the pool for it."""
+        return self.fetch is not None and not self.fetch.is_done
 
     def accept(self, choice: Choice) -> GenerationEvent:
         """Appends the token and gives the event that tells of it, the last one if the sequence ends with it.

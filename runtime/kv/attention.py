@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..engine.batch import SequenceSpan
-from .storage import Extent, KVStorage
+from .storage import Extent, KVPool
 
 MAX_FOLDED_ROWS = 16  # where folding stops being faster on CPU, measured with 7 query heads a key head
 
@@ -36,14 +36,14 @@ class SpanPlan:
 
 
 def plan_attention(
-    spans: Sequence[SequenceSpan], kv: KVStorage, *, num_heads: int, window: int | None
+    spans: Sequence[SequenceSpan], kv: KVPool, *, num_heads: int, window: int | None
 ) -> tuple[SpanPlan, ...]:
     """Plans for all layers whose tokens see `window` tokens back, themselves included (None: all)."""
     heads_a_key_head = num_heads // kv.num_kv_heads
     return tuple(_plan_span(span, kv, heads_a_key_head, window) for span in spans)
 
 
-def _plan_span(span: SequenceSpan, kv: KVStorage, heads_a_key_head: int, window: int | None) -> SpanPlan:
+def _plan_span(span: SequenceSpan, kv: KVPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
     num_past = span.context_len - span.length
     # Keys before the first row's window are seen by no row, and so are not read.
     first = 0 if window is None else max(0, num_past + 1 - window)
@@ -56,8 +56,8 @@ def _plan_span(span: SequenceSpan, kv: KVStorage, heads_a_key_head: int, window:
         hidden = _hidden(range(num_past, span.context_len), range(first, span.context_len), window)
         if folded:
             hidden = hidden.repeat_interleave(heads_a_key_head, dim=0)
-        mask = torch.zeros(hidden.shape, dtype=kv.data.dtype).masked_fill_(hidden, float("-inf"))
-        mask = mask.to(kv.data.device)
+        mask = torch.zeros(hidden.shape, dtype=kv.dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.to(kv.device)
     return SpanPlan(span.start, span.length, kv.extent(span, first), folded, is_causal, mask)
 
 
@@ -69,7 +69,7 @@ def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:
 
 
 def paged_attention(
-    queries: torch.Tensor, kv: KVStorage, layer: int, plans: Sequence[SpanPlan], scale: float
+    queries: torch.Tensor, kv: KVPool, layer: int, plans: Sequence[SpanPlan], scale: float
 ) -> torch.Tensor:
     """queries (T, heads, head_dim) → (T, heads * head_dim). Keys and values must have been written."""
     outputs = [

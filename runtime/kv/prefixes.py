@@ -6,16 +6,19 @@ values, and who does not know a seed cannot name, find or time what lies under i
 
 The cache holds one reference to each of its blocks. One that nobody else refers to is *idle*: it can be found again,
 or given up for new content, least recently used first. A block is given up before the one it follows, so what is
-found is always a whole beginning. Nothing is known here of tensors, sequences or threads; the caller serialises access.
+found is always a whole beginning. Blocks may be *pinned* (`sessions.py`): these are given up only when no other idle
+one is left, and whoever pinned them says which. Nothing is known here of tensors, sequences or threads; the caller
+serialises access.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from .blocks import BlockAllocator, Epoch
 
@@ -54,7 +57,11 @@ class PrefixCache:
         self._allocator = allocator
         self._blocks: dict[bytes, int] = {}  # by hash
         self._hashes: dict[int, bytes] = {}  # by block
-        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first, without …
+        self._idle_pinned: set[int] = set()  # … these
+        self._pins: Counter[int] = Counter()  # by block
+        self._on_shortage: Callable[[], None] | None = None
+        self._watched: set[int] = set()  # cached blocks whose giving up is to be noticed
         self._num_hit_tokens = 0
         self._num_lookup_tokens = 0
         self._num_evictions = 0
@@ -62,7 +69,11 @@ class PrefixCache:
     @property
     def num_idle(self) -> int:
         """Blocks that can be had by giving up what they hold."""
-        return len(self._idle)
+        return len(self._idle) + len(self._idle_pinned)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest beginning of this chain that is there. Takes no references."""
@@ -75,13 +86,18 @@ class PrefixCache:
         return blocks
 
     def num_idle_among(self, blocks: Iterable[int]) -> int:
-        return sum(block in self._idle for block in blocks)
+        return sum(block in self._idle or block in self._idle_pinned for block in blocks)
+
+    def num_users(self, block: int) -> int:
+        """How many refer to it beside the cache."""
+        return self._allocator.reference_count(block) - (block in self._hashes)
 
     def take(self, blocks: Sequence[int]) -> None:
         """One more reference to each of these blocks, which were found."""
         self._allocator.share(blocks)
         for block in blocks:
             self._idle.pop(block, None)
+            self._idle_pinned.discard(block)
 
     def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
         self._num_lookup_tokens += num_tokens
@@ -104,38 +120,90 @@ class PrefixCache:
         self._allocator.release(blocks)
         for block in reversed(blocks):  # the last one first: it is given up before those that it follows
             if block in self._hashes and self._allocator.reference_count(block) == 1:
-                self._idle[block] = None
-                self._idle.move_to_end(block)
+                self._note_idle(block)
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Keep these different blocks, which are cached, for as long as there is something else to give up."""
+        for block in blocks:
+            self._pins[block] += 1
+            if block in self._idle:
+                del self._idle[block]
+                self._idle_pinned.add(block)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Take back one `pin` of each of these blocks, given in their order."""
+        for block in reversed(blocks):
+            self._pins[block] -= 1
+            if not self._pins[block]:
+                del self._pins[block]
+                if block in self._idle_pinned:
+                    self._idle_pinned.remove(block)
+                    self._note_idle(block)
+
+    def on_shortage(self, unpin_some: Callable[[], None]) -> None:
+        """Have this called, whenever idle blocks are needed that are pinned, until enough of them are not."""
+        self._on_shortage = unpin_some
 
     def make_room(self, num_blocks: int) -> None:
         """Give up idle blocks until so many are free. ValueError, and nothing has changed, when there are too few."""
         missing = num_blocks - self._allocator.free_count
-        if missing > len(self._idle):
+        if missing > self.num_idle:
             raise ValueError(
-                f"{num_blocks} blocks asked for, {self._allocator.free_count + len(self._idle)} can be had"
+                f"{num_blocks} blocks asked for, {self._allocator.free_count + self.num_idle} can be had"
             )
+        while missing > len(self._idle):
+            self._unpin_some()
         for _ in range(missing):
             block, _ = self._idle.popitem(last=False)
+            self._watched.discard(block)
             del self._blocks[self._hashes.pop(block)]
             self._allocator.release((block,))
             self._num_evictions += 1
 
     def clear(self) -> None:
         """Give up everything idle; what is in use is no longer found."""
-        self.make_room(self._allocator.free_count + len(self._idle))
+        while self._pins:
+            self._unpin_some()
+        self.make_room(self._allocator.free_count + self.num_idle)
         for block in list(self._hashes):
             self._allocator.release((block,))
         self._blocks.clear()
         self._hashes.clear()
+        self._watched.clear()
+
+    def next_idle(self, limit: int) -> list[tuple[int, bytes]]:
+        """Up to `limit` idle blocks and their hashes, in the order in which they are given up; of pinned ones, which
+        come last, nobody knows it.
+        """
+        return [(block, self._hashes[block]) for block in islice(chain(self._idle, self._idle_pinned), limit)]
+
+    def watch(self, blocks: Iterable[int]) -> None:
+        """Notice if one of these cached blocks is given up. A cached block is never written to, so what was read of
+        those that `unwatch` returns was theirs to the end; and nobody had to wait for the reader. There can be one.
+        """
+        self._watched = set(blocks)
+
+    def unwatch(self) -> set[int]:
+        """Those of the watched blocks that have been cached all the time."""
+        kept, self._watched = self._watched, set()
+        return kept
 
     def blocks(self) -> Iterable[int]:
         """All that the cache holds a reference to."""
         return self._hashes.keys()
 
+    def by_hash(self) -> Mapping[bytes, int]:
+        """The same by their hashes, to be read only."""
+        return self._blocks
+
+    def pins(self) -> dict[int, int]:
+        """How often each block that is pinned is."""
+        return dict(self._pins)
+
     def statistics(self) -> PrefixStatistics:
         return PrefixStatistics(
             num_cached=len(self._hashes),
-            num_idle=len(self._idle),
+            num_idle=self.num_idle,
             hit_tokens_total=self._num_hit_tokens,
             lookup_tokens_total=self._num_lookup_tokens,
             evictions_total=self._num_evictions,
@@ -144,9 +212,27 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books agree. For tests."""
         assert self._hashes == {block: each for each, block in self._blocks.items()}
+        idle = set(self._idle) | self._idle_pinned
         for block in self._hashes:
             count = self._allocator.reference_count(block)
             assert count >= 1, f"block {block} is cached and free"
-            assert (count == 1) == (block in self._idle), f"block {block} has {count} references"
+            assert (count == 1) == (block in idle), f"block {block} has {count} references"
             assert self._allocator.epoch(block) is Epoch.EXACT
-        assert set(self._idle) <= set(self._hashes)
+        assert idle <= set(self._hashes)
+        assert all(count > 0 for count in self._pins.values())
+        assert set(self._pins) <= set(self._hashes), "a block is pinned that cannot be found"
+        assert self._idle_pinned == idle & set(self._pins)
+        assert self._watched <= set(self._hashes)
+
+    def _note_idle(self, block: int) -> None:
+        """Nobody refers to it but the cache; of all that is idle it was used last."""
+        if block in self._pins:
+            self._idle_pinned.add(block)
+        else:
+            self._idle[block] = None
+            self._idle.move_to_end(block)
+
+    def _unpin_some(self) -> None:
+        if self._on_shortage is None:
+            raise ValueError("blocks are pinned, and nobody is there to unpin them")
+        self._on_shortage()

@@ -4,12 +4,16 @@ A block is the same stretch of slots in every layer. Token t of a sequence lies 
 its blocks, in slot t % block_size of that block. Heads come before slots, so a run of consecutive blocks is,
 for one head, one stretch of memory, and reading it costs nothing. Who owns which block is the allocator's
 business (`blocks.py`), not known here.
+
+`KVPool` is what a model and an engine need of any storage; every kind passes the one contract suite in
+`tests/runtime/kv/test_storage.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,6 +31,48 @@ class Extent:
     start: int
     count: int
     blocks: torch.Tensor | None = None  # (num_blocks,) int64
+
+
+class KVPool(Protocol):
+    """Keys and values of `num_blocks` blocks, however they are stored. Methods as `KVStorage` has them."""
+
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype  # of what is written and read
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def element_bytes(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def layout(self) -> str: ...
+
+    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None: ...
+
+    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None: ...
+
+    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None: ...
+
+    def extent(self, span: SequenceSpan, first: int = 0) -> Extent: ...
+
+    def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def extent_of(span: SequenceSpan, first: int, block_size: int, device: torch.device) -> Extent:
+    """Where the tokens [first, span.context_len) of a sequence lie, in blocks of so many tokens."""
+    count = span.context_len - first
+    first_block, skipped = divmod(first, block_size)
+    blocks = span.blocks[first_block : -(-span.context_len // block_size)]
+    if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
+        return Extent(blocks[0] * block_size + skipped, count)
+    return Extent(skipped, count, torch.tensor(blocks, device=device))
 
 
 class KVStorage:
@@ -47,6 +93,7 @@ class KVStorage:
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype  # of what is written and read
         self.data = torch.empty(
             (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim), dtype=dtype, device=device
         )
@@ -65,6 +112,15 @@ class KVStorage:
     @property
     def size_bytes(self) -> int:
         return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the numbers that a block's bytes are."""
+        return self.data.element_size()
 
     @property
     def layout(self) -> str:
@@ -95,12 +151,7 @@ class KVStorage:
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
         """Where the tokens [first, span.context_len) of a sequence lie."""
-        count = span.context_len - first
-        first_block, skipped = divmod(first, self.block_size)
-        blocks = span.blocks[first_block : -(-span.context_len // self.block_size)]
-        if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
-            return Extent(blocks[0] * self.block_size + skipped, count)
-        return Extent(skipped, count, torch.tensor(blocks, device=self.data.device))
+        return extent_of(span, first, self.block_size, self.device)
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each.

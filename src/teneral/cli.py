@@ -23,6 +23,7 @@ from .loader import errors as loading
 if TYPE_CHECKING:
     from .loader.sources.base import SourceOptions
     from .loader.stream.prepare import Prepared
+    from .loader.tools.quantize_plan import QuantizeOptions
 
 # One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
 # docs/cli.md.
@@ -154,10 +155,30 @@ def _pack(options: argparse.Namespace) -> int:
     store = open_store(options.artifact, _source_options(options))
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
-            source, store, tiers=tiers, force=options.force, threads=options.threads, progress=bar.update
+            source,
+            store,
+            tiers=tiers,
+            quantize=_quantize_options(options),
+            force=options.force,
+            threads=options.threads,
+            progress=bar.update,
         )
     print(result.render())
     return 0
+
+
+def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
+    from .loader.tools.quantize_plan import QuantizeOptions
+
+    if options.quantize is not None:
+        return QuantizeOptions(
+            int(options.quantize.removeprefix("int")), options.group_size, options.asymmetric
+        )
+    if options.group_size is not None or options.asymmetric:
+        raise loading.UsageError(
+            "--group-size and --asymmetric say how to quantise", key="quantize", hint="Add --quantize int4."
+        )
+    return None
 
 
 def _unpack(options: argparse.Namespace) -> int:
@@ -226,6 +247,34 @@ def _eval_draft(options: argparse.Namespace) -> int:
     return 0
 
 
+def _eval(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.quality.text import read_text
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.quality.against import Candidate, evaluate_against
+
+    text = read_text(options.text)
+
+    def candidate(argument: str) -> Candidate:
+        address, digest = split_pin(argument)
+        return Candidate(open_source(address, _source_options(options)), digest)
+
+    with ProgressBar("reading", quiet=options.quiet) as bar:
+        report = evaluate_against(
+            candidate(options.artifact),
+            candidate(options.against),
+            text,
+            max_tokens=options.max_tokens,
+            threads=options.threads,
+            progress=bar.update,
+        )
+    _print_json(report.as_json()) if options.json else print(report.render())
+    return 0
+
+
 def _serve(options: argparse.Namespace) -> int:
     from .handlers.http.command import run_server
     from .runtime.config import resolve
@@ -245,6 +294,70 @@ def _invoke(options: argparse.Namespace) -> int:
 
     config = resolve(_settings(options), os.environ, options.config)
     return invoke_once(options.function, options.event, config, timeout_s=options.timeout_s)
+
+
+def _kv(options: argparse.Namespace) -> int:
+    return {"export": _kv_export, "inspect": _kv_inspect, "verify": _kv_verify, "import": _kv_import}[
+        options.action
+    ](options)
+
+
+def _kv_export(options: argparse.Namespace) -> int:
+    from .runtime.config import resolve
+    from .runtime.kv.snapshots.export import export_prefixes, read_prefix
+
+    prefixes = [read_prefix(given, is_system=False) for given in options.prefix]
+    prefixes += [read_prefix(given, is_system=True) for given in options.chat_system]
+    settings = {**_settings(options), "model": options.artifact, "draft_ahead": False}
+    config = resolve({name: value for name, value in settings.items() if value is not None}, {})
+    report = export_prefixes(
+        config, options.snapshot, prefixes, cache_salt=options.cache_salt, force=options.force
+    )
+    print(report.render())
+    return 0
+
+
+def _kv_inspect(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source
+    from .runtime.kv.snapshots.parts import open_snapshot
+    from .runtime.kv.snapshots.tools import describe, render_table
+
+    address, digest = split_pin(options.snapshot)
+    source = open_source(address, _source_options(options))
+    snapshot, _ = open_snapshot(source, digest=digest)
+    description = describe(snapshot, source.url)
+    _print_json(description) if options.json else print(render_table(description))
+    return 0
+
+
+def _kv_verify(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.kv.snapshots.tools import verify_snapshot
+
+    address, digest = split_pin(options.snapshot)
+    source = open_source(address, _source_options(options))
+    with ProgressBar("verifying", quiet=options.quiet) as bar:
+        report = verify_snapshot(source, digest=digest, progress=bar.update)
+    print(report.render())
+    return 0 if report.ok else exit_code(loading.IntegrityError("damaged"))
+
+
+def _kv_import(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_source, open_store
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.kv.snapshots.tools import copy_snapshot
+
+    address, digest = split_pin(options.source)
+    source = open_source(address, _source_options(options))
+    store = open_store(options.snapshot, _source_options(options))
+    with ProgressBar("importing", quiet=options.quiet) as bar:
+        report = copy_snapshot(source, store, digest=digest, force=options.force, progress=bar.update)
+    print(report.render())
+    return 0
 
 
 def _timeline(options: argparse.Namespace) -> int:
@@ -307,9 +420,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "inspect": _inspect,
     "eval-draft": _eval_draft,
+    "eval": _eval,
     "serve": _serve,
     "standby": _standby,
     "invoke": _invoke,
+    "kv": _kv,
     "timeline": _timeline,
     "synth": _synth,
 }

@@ -53,6 +53,23 @@ def _pack(command: argparse.ArgumentParser) -> None:
         ),
     ):
         tiers.add_argument(flag, type=_natural, default=None, metavar="N", help=help_text)
+    weights = command.add_argument_group("smaller weights, of a decoder; without tiers")
+    weights.add_argument(
+        "--quantize",
+        choices=("int8", "int4"),
+        default=None,
+        help="integers for the matrices (default: as they are)",
+    )
+    weights.add_argument(
+        "--group-size",
+        type=_natural,
+        default=None,
+        metavar="N",
+        help="columns that share a scale: 32, 64 or 128 (default: of int8 all of a row, of int4 64)",
+    )
+    weights.add_argument(
+        "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"
+    )
     _add_work_flags(command)
 
 
@@ -78,6 +95,11 @@ def _inspect(command: argparse.ArgumentParser) -> None:
 
 def _eval_draft(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
+    _add_text_flags(command)
+
+
+def _add_text_flags(command: argparse.ArgumentParser) -> None:
+    """For commands that let models read a text."""
     command.add_argument(
         "--text", metavar="FILE", help="text like your own, UTF-8 (default: a small one in here)"
     )
@@ -90,6 +112,14 @@ def _eval_draft(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="for machines")
     _add_work_flags(command)
+
+
+def _eval(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    command.add_argument(
+        "--against", metavar="ORIGINAL", required=True, help="what it was made of: another of the two"
+    )
+    _add_text_flags(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
@@ -117,6 +147,47 @@ def _invoke(command: argparse.ArgumentParser) -> None:
         "--timeout-s", type=float, default=600.0, metavar="SECONDS", help="time the handler has"
     )
     _add_settings(command, model_flag=True)
+
+
+def _kv(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
+    export = actions.add_parser("export", help="compute prefixes and store their keys and values")
+    export.add_argument("artifact", metavar="ARTIFACT")
+    export.add_argument(
+        "snapshot", metavar="SNAPSHOT", help="where to write it: a path or s3://bucket/prefix"
+    )
+    for flag, help_text in (
+        ("--prefix", "a text that prompts begin with"),
+        ("--chat-system", "a system prompt, as the model's chat template writes it"),
+    ):
+        export.add_argument(
+            flag, action="append", default=[], metavar="NAME=FILE", help=f"{help_text}; may be given again"
+        )
+    export.add_argument(
+        "--cache-salt", default="", metavar="SALT", help="that of the requests which may find them"
+    )
+    export.add_argument("--force", action="store_true", help="replace what was made for something else")
+    export.add_argument(
+        "--kv-dtype", choices=("model", "int8"), default="model", help="that of the servers that will use it"
+    )
+    export.add_argument("--kv-bytes", default=None, metavar="SIZE", help="memory for the longest prefix")
+    export.add_argument(
+        "--threads", default=None, metavar="N", help="threads that compute (default: the cores at hand)"
+    )
+    _add_source_flags(export)
+    inspect = actions.add_parser("inspect", help="print what a snapshot is for, and its prefixes")
+    inspect.add_argument("snapshot", metavar="SNAPSHOT")
+    inspect.add_argument("--json", action="store_true", help="for machines")
+    _add_source_flags(inspect)
+    verify = actions.add_parser("verify", help="read a whole snapshot and name every part that is damaged")
+    verify.add_argument("snapshot", metavar="SNAPSHOT")
+    importing = actions.add_parser("import", help="copy a snapshot from one store to another, verified")
+    importing.add_argument("source", metavar="SOURCE")
+    importing.add_argument("snapshot", metavar="DESTINATION")
+    importing.add_argument("--force", action="store_true", help="replace the snapshot that is there")
+    for action in (verify, importing):
+        action.add_argument("--quiet", action="store_true", help="no progress")
+        _add_source_flags(action)
 
 
 def _timeline(command: argparse.ArgumentParser) -> None:
@@ -207,9 +278,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "verify": ("read a whole artifact and name every part that is damaged", _verify),
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
     "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
+    "eval": ("measure how much of a model a smaller version of it keeps", _eval),
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),
+    "kv": ("store what prompts begin with, computed, and look after it", _kv),
     "timeline": ("draw a cold start as a waterfall", _timeline),
     "synth": ("write a model of a real architecture's shape with random weights", _synth),
 }

@@ -97,7 +97,7 @@ def test_no_exact_token_uses_a_block_that_the_draft_has_written(artifact, expect
         generations = [rig.submit(prompt) for prompt in PROMPTS]
         wait_until(lambda: num_proposed(rig) >= 4 * 8)
         rig.arrival.has_time = False  # nothing is drafted any more
-        allocator = rig.engine._roster.allocator
+        allocator = rig.engine._roster.lending.allocator
         wait_until(lambda: not rig.engine._early._who_drafts())
         with rig.engine._roster.changed:
             lanes = [each.draft for each in rig.engine._roster.running]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
@@ -23,7 +24,7 @@ from teneral.loader.format.manifest import Manifest, Tier
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack import pack
-from teneral.runtime.config import ServeConfig
+from teneral.runtime.config import ServeConfig, resolve
 from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import DEFAULT_KV_BYTES, Instance, default_kv_bytes
@@ -125,6 +126,22 @@ def test_an_instance_says_when_it_is_ready(artifact: MemoryStore) -> None:
         assert instance.kind.result(WAIT_S) == "decoder"
         assert instance.statistics()["state"] == "ready"
     assert instance.state is State.DRAINING
+
+
+def test_blocks_that_the_pool_gives_up_are_spilled_where_the_configuration_says(
+    artifact: MemoryStore, tmp_path: Path
+) -> None:
+    sizes = {"kv_host_bytes": 1 << 20, "kv_disk_bytes": 1 << 20, "kv_disk_dir": str(tmp_path)}
+    with Instance(dataclasses.replace(CONFIG, **sizes), source=artifact) as instance:
+        spill = instance.engine.result(WAIT_S).statistics().spill
+    assert spill is not None
+    assert set(spill.blocks) == {"host", "disk"}
+
+
+def test_an_instance_whose_spill_cannot_be_meant_fails_by_name(artifact: MemoryStore) -> None:
+    config = dataclasses.replace(CONFIG, kv_disk_bytes=1 << 20)
+    with Instance(config, source=artifact) as instance, pytest.raises(UsageError, match="no folder"):
+        instance.engine.result(WAIT_S)
 
 
 def test_an_instance_of_an_encoder_embeds_and_refuses_to_generate(tmp_path: Path) -> None:
@@ -229,3 +246,27 @@ def test_what_has_no_digests_of_its_tensors_cannot_be_compared(checkpoint: Path)
         failure = instance.ended.result(WAIT_S)
         assert isinstance(failure, UsageError)
         assert failure.key == "verify_exact"
+
+
+@pytest.mark.parametrize(("asked", "computed"), [("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_the_timeline_says_what_is_computed_in_and_why(tmp_path: Path, asked: str, computed: str) -> None:
+    config = resolve({"model": "memory", "kv_bytes": "8MiB", "compute_dtype": asked}, {})
+    save_tiny("llama", tmp_path, dtype=torch.float16)
+
+    with Instance(config, source=FileStore(tmp_path)) as instance:
+        assert len(generate(instance)) == 8
+        [built] = [span for span in instance.timeline.spans() if (span.lane, span.name) == ("model", "build")]
+
+    assert built.attributes == {
+        "stored_dtype": "float16",
+        "compute_dtype": computed,
+        "why": "it was asked for",
+    }
+
+
+def test_the_dtype_follows_the_cpu_unless_told(checkpoint: Path) -> None:
+    with Instance(CONFIG, source=FileStore(checkpoint)) as instance:
+        instance.engine.result(WAIT_S)
+        [built] = [span for span in instance.timeline.spans() if (span.lane, span.name) == ("model", "build")]
+
+    assert built.attributes == {"stored_dtype": "float32", "compute_dtype": "float32", "why": "as stored"}

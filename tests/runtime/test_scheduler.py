@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.engine.scheduler import SchedulerLimits, plan_step
+from teneral.runtime.engine.scheduler import SchedulerLimits, make_way, plan_step
 
 LIMITS = SchedulerLimits(max_running=4, max_step_tokens=64, max_prefill_tokens=16, block_size=4)
+ROOMY = SchedulerLimits(max_running=4, max_step_tokens=1000, max_prefill_tokens=1000, block_size=4)
 
 
 @dataclass(eq=False)
@@ -20,13 +21,14 @@ class Job:
     num_computed: int = 0
     num_blocks: int = 0
     num_left: int = 0  # tokens that it will still generate
+    is_batch: bool = False
 
     def __repr__(self):
         return self.name
 
 
-def decoding(name, num_tokens):
-    return Job(name, num_tokens, num_tokens - 1, blocks_for(num_tokens - 1))
+def decoding(name, num_tokens, *, is_batch=False):
+    return Job(name, num_tokens, num_tokens - 1, blocks_for(num_tokens - 1), is_batch=is_batch)
 
 
 def blocks_for(num_tokens):
@@ -116,6 +118,111 @@ def test_several_are_preempted_latest_first_when_one_is_not_enough():
     assert tokens_of(plan) == {"a": 1}
 
 
+def test_blocks_that_others_use_too_are_not_counted_as_freed():
+    # c shares all but one of its blocks with a: preempting it gives one block, so b has to go, too
+    running = [decoding("a", 9), decoding("b", 9), decoding("c", 13)]
+    freed = {("c",): 1, ("c", "b"): 3}
+    plan = plan_step(
+        [*running[:2], running[2]], [], 0, LIMITS, freed_by=lambda jobs: freed[tuple(j.name for j in jobs)]
+    )
+    assert plan.preempted == (running[2],)
+    assert tokens_of(plan) == {"a": 1}  # and b keeps what it has
+
+
+# -- batch work ----------------------------------------------------------------------------------------------
+
+
+def test_batch_work_gives_up_its_blocks_first_whenever_it_came():
+    running = [decoding("batch", 9, is_batch=True), decoding("a", 9), decoding("b", 9)]
+    plan = plan_step(running, [], 0, LIMITS)
+    assert plan.preempted == (running[0],)
+    assert tokens_of(plan) == {"a": 1, "b": 1}
+
+
+def test_batch_work_never_takes_blocks_from_what_is_interactive():
+    running = [decoding("batch", 9, is_batch=True), decoding("a", 7)]
+    plan = plan_step(running, [], 0, LIMITS)
+    assert plan.preempted == ()
+    assert tokens_of(plan) == {"a": 1}
+
+
+def test_prompts_of_batch_work_get_what_interactive_ones_leave():
+    running = [decoding("a", 9), Job("batch", 40, 4, 1, is_batch=True)]
+    plan = plan_step(running, [Job("b", 10), Job("waits", 10, is_batch=True)], 100, LIMITS)
+    assert tokens_of(plan) == {"a": 1, "b": 10, "batch": 6}
+    assert [job.name for job in plan.admitted] == ["b"]
+
+
+def test_batch_work_does_not_overtake_what_is_interactive_and_does_not_fit():
+    plan = plan_step([decoding("a", 8)], [Job("large", 60), Job("small", 2, is_batch=True)], 10, LIMITS)
+    assert plan.admitted == ()
+
+
+def names_of(jobs):
+    return [job.name for job in jobs]
+
+
+def all_their_own(jobs):
+    return sum(job.num_blocks for job in jobs)
+
+
+def test_batch_work_makes_way_when_no_place_is_free():
+    running = [
+        decoding(name, 9, is_batch=name.startswith("batch")) for name in ("batch 1", "a", "batch 2", "b")
+    ]
+    assert names_of(make_way(running, [3], 100, LIMITS, all_their_own)) == ["batch 2"]
+    assert names_of(make_way(running, [3, 3], 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
+    # a third one gets no place, whoever leaves
+    assert names_of(make_way(running, [3, 3, 3], 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
+
+
+def test_batch_work_makes_way_when_blocks_are_missing_and_only_then():
+    running = [decoding("a", 9), decoding("batch", 9, is_batch=True)]
+    # a and the batch work need one more block each now, and one each is kept for them
+    assert make_way(running, [3], 7, LIMITS, all_their_own) == ()
+    assert names_of(make_way(running, [3], 6, LIMITS, all_their_own)) == ["batch"]
+
+
+def test_nobody_makes_way_in_vain():
+    running = [decoding("a", 9), decoding("batch", 9, is_batch=True)]
+    assert make_way(running, [50], 6, LIMITS, all_their_own) == ()
+    # nor for the second, when only the first can be helped
+    assert names_of(make_way(running, [3, 50], 6, LIMITS, all_their_own)) == ["batch"]
+
+
+def test_what_is_interactive_makes_way_for_nobody():
+    assert make_way([decoding(str(number), 9) for number in range(4)], [1], 0, LIMITS, all_their_own) == ()
+
+
+@settings(deadline=None)
+@given(
+    running=st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=4),
+    waiting=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    num_free=st.integers(0, 20),
+)
+def test_who_makes_way_makes_it_for_as_many_as_are_then_admitted(running, waiting, num_free):
+    running = [
+        decoding(str(number), tokens, is_batch=batch) for number, (tokens, batch) in enumerate(running)
+    ]
+    queue = [Job(f"w{number}", tokens) for number, tokens in enumerate(waiting)]
+    wanted = [blocks_for(job.num_tokens + 1) for job in queue]
+    leaving = make_way(running, wanted, num_free, ROOMY, all_their_own)
+    assert all(job.is_batch for job in leaving)
+    before = plan_step(running, queue, num_free, ROOMY)
+    if before.preempted:
+        return  # those who run need the blocks themselves
+
+    def num_admitted(without):
+        staying = [job for job in running if job not in without]
+        return len(plan_step(staying, queue, num_free + all_their_own(without), ROOMY).admitted)
+
+    assert num_admitted(leaving) == num_admitted([job for job in running if job.is_batch]), (
+        "more could be helped"
+    )
+    if leaving:
+        assert num_admitted(leaving[:-1]) < num_admitted(leaving), "one made way in vain"
+
+
 def test_a_share_that_was_planned_for_a_preempted_sequence_is_taken_back():
     # b decodes and is planned before a's prompt; then a needs its blocks
     running = [Job("a", 12, 8, 2), decoding("b", 8)]
@@ -139,14 +246,18 @@ def test_a_plan_never_uses_more_blocks_than_are_free(num_free):
     assert sum(share.num_new_blocks for share in plan.shares) <= num_free + freed
 
 
-jobs = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12)
+jobs = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12), st.booleans()), min_size=1, max_size=12)
 
 
 @settings(deadline=None)
 @given(jobs=jobs, num_blocks=st.integers(11, 30), join_every=st.integers(1, 4))
 def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks, join_every):
     """Runs plans to the end; whatever was preempted is computed again."""
-    todo = [Job(str(number), prompt, num_left=new) for number, (prompt, new) in enumerate(jobs)]
+    todo = [
+        Job(str(number), prompt, num_left=new, is_batch=is_batch)
+        for number, (prompt, new, is_batch) in enumerate(jobs)
+    ]
+    first_come = [[job.name for job in todo if job.is_batch is is_batch] for is_batch in (False, True)]
     waiting, running, ended = [], [], []
     admissions = []
     for step in range(10_000):
@@ -155,14 +266,17 @@ def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks
         if not (todo or waiting or running):
             break
         used = sum(job.num_blocks for job in running)
+        waiting.sort(key=lambda job: job.is_batch)
         plan = plan_step(running, waiting, num_blocks - used, LIMITS)
         assert plan.shares or not (running or waiting), "somebody can always go on"
         for job in plan.preempted:
-            assert job is running.pop()
+            assert job.is_batch or not any(other.is_batch for other in running)
+            running.remove(job)
             job.num_blocks = job.num_computed = 0
             waiting.insert(0, job)
         for job in plan.admitted:
-            assert job is waiting.pop(0)
+            assert job.is_batch or job is waiting[0]
+            waiting.remove(job)
             running.append(job)
             if job not in admissions:
                 admissions.append(job)
@@ -182,9 +296,9 @@ def test_every_sequence_ends_in_any_pool_that_holds_the_longest(jobs, num_blocks
                     running.remove(job)
                     ended.append(job)
     assert len(ended) == len(jobs)
-    assert [job.name for job in admissions] == [str(number) for number in range(len(jobs))], (
-        "first come first"
-    )
+    for is_batch in (False, True):
+        names = [job.name for job in admissions if job.is_batch is is_batch]
+        assert names == first_come[is_batch], "first come first"
 
 
 def test_planning_needs_no_torch():

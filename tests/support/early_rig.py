@@ -68,6 +68,7 @@ class EarlyRig:
         order: Order = Order.DRAFT_FIRST,
         num_blocks: int = 400,
         holds_draft: bool = False,
+        prefix_seed: bytes | None = None,
         **options: Any,
     ) -> None:
         self.source = PacedSource(open_source(str(artifact)))
@@ -96,6 +97,7 @@ class EarlyRig:
             ),
             timeline=self.timeline,
             arrival=self.arrival,
+            prefix_seed=prefix_seed,
         )
 
     def start(self) -> None:
@@ -145,11 +147,11 @@ def exact_tokens(
         return tuple(oracle_greedy(oracle, prompt, num_tokens))
 
 
-def exact_engine(family: str = "llama", **overrides: Any) -> Engine:
+def exact_engine(family: str = "llama", *, prefix_seed: bytes | None = None, **overrides: Any) -> Engine:
     """An engine over the same model, all of it there."""
     oracle = tiny_model(family, dtype=torch.float32, **{**SHAPE, **overrides})
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     options = EngineOptions(kv_bytes=400 * decoder.kv_block_bytes(BLOCK_SIZE), block_size=BLOCK_SIZE)
-    engine = Engine(decoder, ToyTokenizer(), options=options)
+    engine = Engine(decoder, ToyTokenizer(), options=options, prefix_seed=prefix_seed)
     engine.start()
     return engine

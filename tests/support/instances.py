@@ -113,7 +113,12 @@ class StagedInstance(Instance):
             self.model,
             self._parts.tokenizer,
             options=EngineOptions(
-                kv_bytes=4 << 20, max_running=self.config.max_running, max_queued=self.config.max_queued
+                kv_bytes=4 << 20,
+                max_running=self.config.max_running,
+                max_queued=self.config.max_queued,
+                max_queued_per_tenant=self.config.max_queued_per_tenant,
+                session_kv_bytes=self.config.session_kv_bytes,
+                session_idle_s=self.config.session_idle_s,
             ),
             timeline=self.timeline,
             eos_token_ids=self._parts.tokenizer.eos_token_ids,

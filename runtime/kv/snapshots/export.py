@@ -1,0 +1,216 @@
+"""`teneral kv export`: texts that prompts begin with → a snapshot, computed with the exact weights.
+
+What is stored of a text is the tokens that it makes whatever comes behind it, in full blocks: how a text ends is
+decided together with what follows, so the beginning that several continuations have in common is taken. Computing is an
+instance's: the same engine, in the same steps, as when a server computes a prompt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ....loader.errors import AlreadyExistsError, UsageError
+from ....loader.sources.open import open_store
+from ....loader.tools.progress_bar import format_bytes
+from ...config import ServeConfig
+from ...errors import ModelError, SnapshotMismatchError
+from ...instance import Instance
+from .snapshot import RECENT, SNAPSHOT_NAME, check_prefix_name, require_same
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from ...engine.engine import Engine
+    from ...text.tokenizer import TextTokenizer
+    from .generation import Chain
+
+MAX_FILE_BYTES = 4 << 20
+# What users begin with: letters, digits, spaces, line ends, marks, and what other scripts do.
+CONTINUATIONS = ("a", "Zebra", "1", " x", "\n", "\n\n", "\t", ".", "'s", "<", "é", "漢", "ж")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixText:
+    """A text to be exported under a name. `is_system` asks for the chat prompts that have it as system prompt."""
+
+    name: str
+    text: str
+    is_system: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was exported: tokens by name, and what pins it."""
+
+    url: str
+    digest: bytes
+    tokens: dict[str, int]
+    written_bytes: int
+
+    def render(self) -> str:
+        """A few lines for people."""
+        lines = [f"  {name}: {count:,} tokens" for name, count in self.tokens.items()]
+        return "\n".join(
+            [
+                f"exported {format_bytes(self.written_bytes)} to {self.url}",
+                *lines,
+                f"  {self.url}@b3:{self.digest.hex()}",
+            ]
+        )
+
+
+def read_prefix(given: str, *, is_system: bool) -> PrefixText:
+    """From NAME=FILE. Raises `UsageError` for a name, a file or a text that cannot be meant."""
+    name, mark, path = given.partition("=")
+    if not mark or not path:
+        raise UsageError(f"{given!r} is not NAME=FILE", key="prefix")
+    if check_prefix_name(name).startswith(RECENT):
+        raise UsageError(f"names that begin with {RECENT!r} are those that servers give", key="prefix")
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read the prefix {path}: {error.strerror}", key="prefix") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"the prefix {path} is larger than {MAX_FILE_BYTES} bytes", key="prefix")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prefix {path} is not UTF-8: {error}", key="prefix") from error
+    if not text:
+        raise UsageError(f"the prefix {path} is empty", key="prefix")
+    return PrefixText(name, text, is_system)
+
+
+def export_prefixes(
+    config: ServeConfig,
+    address: str,
+    prefixes: Sequence[PrefixText],
+    *,
+    cache_salt: str = "",
+    force: bool = False,
+) -> ExportReport:
+    """Load the model, compute the prefixes, and write them to `address`. Blocks.
+
+    A snapshot that is there and was made for the same keeps what it has under other names; any other is replaced only
+    with `force`. Raises `UsageError`, `SnapshotMismatchError`, `AlreadyExistsError`, and what a load or a store raises.
+    """
+    names = [prefix.name for prefix in prefixes]
+    if not names or len(set(names)) != len(names):
+        raise UsageError("give each prefix, at least one, a name of its own", key="prefix")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    with closing(open_store(address, config.source_options)) as store, Instance(config) as instance:
+        tokenizer = instance.tokenizer.result()
+        engine = instance.engine.result()
+        if not instance.wait_exact():
+            raise instance.failure or ModelError("the instance was closed")
+        model = instance.digest
+        if model is None:
+            raise UsageError(
+                f"{config.model} is plain safetensors, without a digest that a snapshot could belong to",
+                key="artifact",
+                hint="Pack it first: teneral pack MODEL ARTIFACT.",
+            )
+        from .generation import (
+            plan_generation,
+            write_generation,
+        )  # numpy, while weights were arriving
+        from .service import identity_of
+        from .writer import find_published
+
+        computing = _Computing(engine, cache_salt)
+        tokens = {prefix.name: computing.add(prefix, tokenizer) for prefix in prefixes}
+        identity = identity_of(engine.prefix_pool, model=model)
+        replaced = find_published(store)
+        base = replaced.snapshot if replaced is not None else None
+        try:
+            if replaced is not None and base is None:
+                raise AlreadyExistsError(
+                    f"what is at {address} is no KV snapshot that can be read",
+                    source=store.url,
+                    name=SNAPSHOT_NAME,
+                    hint="Give another place, or replace it with --force.",
+                )
+            if base is not None:
+                require_same(base.identity, identity, where=address)
+        except (AlreadyExistsError, SnapshotMismatchError):
+            if not force:
+                raise
+            base = None
+        chains = plan_generation(base, exported=computing.chains)
+        digest, written_bytes = write_generation(store, identity, chains, computing.read, replaced=replaced)
+    return ExportReport(store.url, digest, tokens, written_bytes)
+
+
+class _Computing:
+    """Prefixes that are computed when their blocks are asked for: the pool need not hold all of them at once."""
+
+    def __init__(self, engine: Engine, cache_salt: str) -> None:
+        self._engine = engine
+        self._salt = cache_salt
+        self._tokens: dict[bytes, list[int]] = {}  # by each block, of a prefix that has it
+        self.chains: dict[str, Chain] = {}
+
+    def add(self, prefix: PrefixText, tokenizer: TextTokenizer) -> int:
+        """How many of the prefix's tokens are full blocks. Raises `UsageError` where there is none."""
+        pool = self._engine.prefix_pool
+        tokens = prefix_tokens(prefix, tokenizer)
+        chain = pool.chain(tokens, salt=self._salt)
+        if not chain:
+            raise UsageError(
+                f"prefix {prefix.name} has {len(tokens)} tokens, and a block has {pool.block_size}",
+                key="prefix",
+                hint="What is so short is computed as fast as it is read.",
+            )
+        self.chains[prefix.name] = chain
+        for each in chain:
+            self._tokens.setdefault(each, tokens)
+        return len(chain) * pool.block_size
+
+    def read(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
+        """As `ReadBlocks`."""
+        pool = self._engine.prefix_pool
+        content = pool.get(hashes)
+        if len(content) == len(hashes):
+            return content
+        self._compute(self._tokens[hashes[-1]])
+        return pool.get(hashes)
+
+    def _compute(self, tokens: Sequence[int]) -> None:
+        from ...engine.requests import GenerationRequest, SamplingParams  # the engine has imported it
+
+        request = GenerationRequest(
+            "kv-export",
+            tuple(tokens),
+            max_tokens=1,
+            sampling=SamplingParams(temperature=0),
+            cache_salt=self._salt,
+        )
+        self._engine.submit(request).result()
+
+
+def prefix_tokens(prefix: PrefixText, tokenizer: TextTokenizer) -> list[int]:
+    """The tokens that every prompt begins with that begins with this text, or has it as its system prompt."""
+
+    def render(continuation: str) -> list[int]:
+        if not prefix.is_system:
+            return tokenizer.encode(prefix.text + continuation)
+        messages = [{"role": "system", "content": prefix.text}, {"role": "user", "content": continuation}]
+        return tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
+
+    return common_beginning([render(continuation) for continuation in CONTINUATIONS])
+
+
+def common_beginning(lists: Sequence[Sequence[int]]) -> list[int]:
+    """The longest one."""
+    length = 0
+    for column in zip(*lists, strict=False):
+        if len(set(column)) > 1:
+            break
+        length += 1
+    return list(lists[0][:length])

@@ -1,0 +1,194 @@
+"""What `teneral kv` does with a stored snapshot and no model: describe it, verify it, copy it from store to store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from ....loader.errors import AlreadyExistsError, ChangedError, FormatError, NotFoundError
+from ....loader.sources.base import Source, Store
+from ....loader.tools.part_reader import map_in_order
+from ....loader.tools.progress_bar import TransferProgress, format_bytes
+from .parts import SnapshotReader, decode_blocks, open_snapshot
+from .snapshot import FORMAT_VERSION, SNAPSHOT_NAME, Snapshot, SnapshotPart
+from .writer import NamedChain, SnapshotWriter, find_published
+
+SCHEMA = 1  # of the value that `describe` returns
+
+_FINDINGS = (
+    FormatError,
+    NotFoundError,
+    ChangedError,
+)  # about the snapshot, and not about this attempt to read it
+
+OnProgress = Callable[[TransferProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """What was read, and what is wrong with it, a line each."""
+
+    url: str
+    digest: bytes
+    num_parts: int
+    stored_bytes: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def render(self) -> str:
+        """A few lines for people."""
+        what = f"{self.num_parts} parts, {format_bytes(self.stored_bytes)}"
+        if self.problems:
+            lines = (f"  {problem}" for problem in self.problems)
+            return "\n".join([f"damaged: {len(self.problems)} of {what}, in {self.url}", *lines])
+        return f"intact: {what}\n  {self.url}@b3:{self.digest.hex()}"
+
+
+def describe(snapshot: Snapshot, url: str) -> dict[str, Any]:
+    """A JSON-ready value. Keys may be added without another number of its schema."""
+    identity = snapshot.identity
+    digest = _digest_of(snapshot).hex()
+    return {
+        "schema": SCHEMA,
+        "url": url,
+        "format": f"teneral-kv {FORMAT_VERSION}",
+        "generator": snapshot.generator,
+        "host": dict(snapshot.host),
+        "digest": digest,
+        "pin": f"{url}@b3:{digest}",
+        "model": identity.model,
+        "dtype": identity.dtype,
+        "epoch": identity.epoch,
+        "layout": identity.layout,
+        "block_size": identity.block_size,
+        "block_bytes": identity.block_bytes,
+        "blocks": len(snapshot.hashes),
+        "decoded_bytes": len(snapshot.hashes) * identity.block_bytes,
+        "stored_bytes": sum(part.size_bytes for part in snapshot.parts),
+        "parts": len(snapshot.parts),
+        "blobs": [{"name": blob.name, "bytes": blob.size_bytes} for blob in snapshot.blobs],
+        "prefixes": [
+            {
+                "name": prefix.name,
+                "blocks": len(prefix.blocks),
+                "tokens": len(prefix.blocks) * identity.block_size,
+                "bytes": len(prefix.blocks) * identity.block_bytes,
+            }
+            for prefix in snapshot.prefixes
+        ],
+    }
+
+
+def render_table(description: dict[str, Any]) -> str:
+    """What `describe` returned, for a terminal: a header, and a row for each prefix."""
+    host = ", ".join(f"{name} {value}" for name, value in description["host"].items())
+    header = {
+        "snapshot": description["url"],
+        "format": f"{description['format']}, written by {description['generator']} ({host})",
+        "digest": f"b3:{description['digest']}",
+        "model": f"b3:{description['model']}",
+        "keys": f"{description['dtype']}, {description['epoch']}, {description['layout']}, {description['block_size']} "
+        "tokens a block",
+        "stored": f"{description['blocks']} blocks in {description['parts']} parts, "
+        f"{format_bytes(description['stored_bytes'])} of {format_bytes(description['decoded_bytes'])}",
+    }
+    rows = [("prefix", "tokens", "in memory")]
+    rows += [
+        (prefix["name"], f"{prefix['tokens']:,}", format_bytes(prefix["bytes"]))
+        for prefix in description["prefixes"]
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = [f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}".rstrip() for row in rows]
+    lines = [f"{name:9} {text}" for name, text in header.items()]
+    return "\n".join([*lines, "", table[0], "─" * len(table[0]), *table[1:]])
+
+
+def verify_snapshot(
+    source: Source, *, digest: bytes | None = None, progress: OnProgress | None = None
+) -> SnapshotReport:
+    """Read and check every part. Blocks; `progress` is called from this thread.
+
+    Raises `SnapshotError` for a `snapshot.json` that cannot be used at all, `IntegrityError` for another one than the
+    pinned one, `NotFoundError` where there is none, and errors of a store that does not answer.
+    """
+    snapshot, _ = open_snapshot(source, digest=digest)
+    reader = SnapshotReader(source, snapshot)
+    problems: list[str] = []
+    for blob in snapshot.blobs:
+        try:
+            size_bytes = source.stat(blob.name).size_bytes
+        except NotFoundError:
+            continue  # each of its parts says so
+        if size_bytes != blob.size_bytes:
+            problems.append(f"{blob.name}: it has {size_bytes} bytes, and should have {blob.size_bytes}")
+
+    def check(part: SnapshotPart) -> str | None:
+        try:
+            reader.read(part)
+        except _FINDINGS as error:
+            return error.message
+        return None
+
+    total_bytes = sum(part.size_bytes for part in snapshot.parts)
+    done_bytes = 0
+    with closing(map_in_order(check, snapshot.parts, None)) as results:
+        for part, problem in zip(snapshot.parts, results, strict=True):
+            problems += [problem] if problem is not None else []
+            done_bytes += part.size_bytes
+            if progress is not None:
+                progress(TransferProgress(done_bytes, total_bytes))
+    return SnapshotReport(source.url, _digest_of(snapshot), len(snapshot.parts), total_bytes, tuple(problems))
+
+
+def copy_snapshot(
+    source: Source,
+    store: Store,
+    *,
+    digest: bytes | None = None,
+    force: bool = False,
+    progress: OnProgress | None = None,
+) -> SnapshotReport:
+    """Copy a snapshot, each part verified on its way. It exists in `store` as a whole, or not at all.
+
+    What comes out has a `snapshot.json` of its own, and so another digest. Raises `AlreadyExistsError` where there is
+    one, unless told to `force`; else as `verify_snapshot`, and `IntegrityError` for the first bad part.
+    """
+    snapshot, _ = open_snapshot(source, digest=digest)
+    replaced = find_published(store)
+    if replaced is not None and not force:
+        raise AlreadyExistsError(
+            f"there is a KV snapshot at {store.url} already",
+            source=store.url,
+            name=SNAPSHOT_NAME,
+            hint="Give another place, or replace it with --force.",
+        )
+    reader = SnapshotReader(source, snapshot)
+    writer = SnapshotWriter(
+        store, snapshot.identity, replaced=replaced, generator=snapshot.generator, host=snapshot.host
+    )
+    total_bytes = sum(part.size_bytes for part in snapshot.parts)
+    done_bytes = 0
+    try:
+        with closing(map_in_order(reader.read_stored, snapshot.parts, None)) as contents:
+            for part, stored in zip(snapshot.parts, contents, strict=True):
+                decode_blocks(snapshot.identity, part, stored, where=f"part of {source.url}")
+                writer.copy(part, stored)
+                done_bytes += part.size_bytes
+                if progress is not None:
+                    progress(TransferProgress(done_bytes, total_bytes))
+    except BaseException:
+        writer.discard()
+        raise
+    chains = [NamedChain(prefix.name, snapshot.chain(prefix)) for prefix in snapshot.prefixes]
+    pin = writer.publish(chains)
+    return SnapshotReport(store.url, pin, len(snapshot.parts), total_bytes, ())
+
+
+def _digest_of(snapshot: Snapshot) -> bytes:
+    assert snapshot.digest is not None  # it was read
+    return snapshot.digest

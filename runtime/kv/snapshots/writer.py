@@ -1,0 +1,224 @@
+"""Writing a snapshot: blobs first, `snapshot.json` last, on the condition that its place is as it was found.
+
+So a snapshot is there as a whole or not at all, and of two that write at once one wins and the other one changes
+nothing. Blobs are never changed, only added: a new generation of a snapshot names the old ones' parts that it goes on
+with. What no generation names any more is removed afterwards. Where blocks come from is not known here.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from blake3 import blake3
+
+from ....loader.errors import FormatError, NotFoundError, SourceError, TeneralError
+from ....loader.format.manifest import PLANE_ALIGNMENT_BYTES, Blob, align
+from ....loader.sources.base import ObjectWriter, Store
+from .parts import open_snapshot, place_part
+from .snapshot import FOLDER, SNAPSHOT_NAME, Identity, Snapshot, SnapshotPart, SnapshotPrefix
+from .snapshot_json import MAX_SNAPSHOT_JSON_BYTES, dump_snapshot
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What stands at an address. `snapshot` is None where it is no snapshot that can be read."""
+
+    snapshot: Snapshot | None
+    version: str
+
+
+def find_published(store: Store) -> Published | None:
+    """What is there to go on with, or to replace; None where there is nothing. Raises the store's errors."""
+    try:
+        snapshot, version = open_snapshot(store)
+    except NotFoundError:
+        return None
+    except FormatError:
+        return Published(None, store.stat(SNAPSHOT_NAME).version)
+    return Published(snapshot, version)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChain:
+    """A prefix to be published: what its blocks are known by, in order."""
+
+    name: str
+    hashes: tuple[bytes, ...]
+
+
+class SnapshotWriter:
+    """One generation. Used by one thread. `publish` or `discard` it."""
+
+    def __init__(
+        self,
+        store: Store,
+        identity: Identity,
+        *,
+        replaced: Published | None,
+        kept: Sequence[bytes] = (),
+        generator: str = "",
+        host: Mapping[str, str] | None = None,
+    ) -> None:
+        """It takes the place of `replaced`, and goes on with those of its parts which hold the blocks `kept`.
+        What is said to have made it is this program on this machine unless told.
+        """
+        self._store = store
+        self._identity = identity
+        self._replaced = replaced
+        self._generator, self._host = generator, host
+        self._blobs: list[Blob] = []
+        self._parts: list[SnapshotPart] = []
+        self._blob_name = f"{FOLDER}{secrets.token_hex(8)}.bin"
+        self._writer: ObjectWriter | None = None
+        self._end_bytes = 0
+        old = replaced.snapshot if replaced is not None else None
+        if (
+            old is not None and old.identity == identity
+        ):  # else equal hashes are of bytes that read differently
+            self._keep(old, set(kept))
+        self._held = {each for part in self._parts for each in part.hashes}
+
+    @property
+    def held(self) -> frozenset[bytes]:
+        """The blocks that it has."""
+        return frozenset(self._held)
+
+    @property
+    def written_bytes(self) -> int:
+        return self._end_bytes
+
+    def add(self, hashes: Sequence[bytes], content: NDArray[np.uint8]) -> None:
+        """Store these blocks, content (blocks, block_bytes), as one part. None of them is held yet; each comes after
+        the one that it follows.
+        """
+        part, data = place_part(
+            self._identity, hashes, content, blob=len(self._blobs), end_bytes=self._end_bytes
+        )
+        self._append(part, data)
+
+    def copy(self, part: SnapshotPart, stored: bytes | memoryview) -> None:
+        """Store what is a part of another snapshot of the same identity, as it is."""
+        offset_bytes = align(self._end_bytes, PLANE_ALIGNMENT_BYTES)
+        here = replace(part, blob=len(self._blobs), offset_bytes=offset_bytes)
+        self._append(here, bytes(offset_bytes - self._end_bytes) + stored)
+
+    def publish(
+        self, chains: Sequence[NamedChain], *, is_time_left: Callable[[], bool] = lambda: True
+    ) -> bytes:
+        """Make the snapshot exist, of these prefixes, whose blocks are held. Returns the digest for a pin.
+
+        Raises `AlreadyExistsError` when its place is not any more as it was found, `TimeoutError` when `is_time_left`
+        says no at the last moment, and the store's errors: then nothing has changed.
+        """
+        try:
+            snapshot, data = self._finish(chains)
+            if not is_time_left():
+                raise TimeoutError("there was no time left to publish the snapshot")
+            self._put(data)
+        except BaseException:
+            self.discard()
+            raise
+        self._writer = None  # what was written is in use
+        self._remove_unused(snapshot)
+        return blake3(data).digest()
+
+    def discard(self) -> None:
+        """Remove what was written; what cannot be removed stays, and no snapshot names it. Idempotent."""
+        if self._writer is None:
+            return
+        writer, self._writer = self._writer, None
+        with suppress(TeneralError):
+            writer.abort()
+        with suppress(TeneralError):
+            self._store.delete(self._blob_name)
+
+    def _append(self, part: SnapshotPart, data: bytes) -> None:
+        if self._writer is None:
+            self._writer = self._store.create(self._blob_name)
+        self._writer.write(data)
+        self._end_bytes += len(data)
+        self._parts.append(part)
+        self._held.update(part.hashes)
+
+    def _keep(self, snapshot: Snapshot, kept: set[bytes]) -> None:
+        parts = [part for part in snapshot.parts if not kept.isdisjoint(part.hashes)]
+        numbers = {number: index for index, number in enumerate(sorted({part.blob for part in parts}))}
+        self._blobs = [snapshot.blobs[number] for number in numbers]
+        self._parts = [replace(part, blob=numbers[part.blob]) for part in parts]
+
+    def _finish(self, chains: Sequence[NamedChain]) -> tuple[Snapshot, bytes]:
+        blobs = list(self._blobs)
+        if self._writer is not None:
+            self._writer.commit()
+            blobs.append(Blob(self._blob_name, self._end_bytes))
+        numbers = {
+            each: number for number, each in enumerate(each for part in self._parts for each in part.hashes)
+        }
+        snapshot = Snapshot(
+            generator=self._generator or _this_program(),
+            host=_this_host() if self._host is None else self._host,
+            identity=self._identity,
+            blobs=tuple(blobs),
+            parts=tuple(self._parts),
+            prefixes=tuple(
+                SnapshotPrefix(chain.name, tuple(numbers[each] for each in chain.hashes)) for chain in chains
+            ),
+        )
+        return snapshot, dump_snapshot(snapshot)
+
+    def _put(self, data: bytes) -> None:
+        try:
+            if self._replaced is None:
+                self._store.put(SNAPSHOT_NAME, data, if_absent=True)
+            else:
+                self._store.put(SNAPSHOT_NAME, data, if_version=self._replaced.version)
+        except SourceError as error:
+            # The store may have taken it although its answer was lost: then a retry found our own in the way.
+            if not self._is_published(data, error):
+                raise
+
+    def _is_published(self, data: bytes, error: SourceError) -> bool:
+        try:
+            return self._store.read(SNAPSHOT_NAME, max_bytes=MAX_SNAPSHOT_JSON_BYTES)[0] == data
+        except (NotFoundError, FormatError):
+            return False
+        except SourceError:
+            # Nobody can tell, so what it may name stays.
+            self._writer = None
+            raise error from None
+
+    def _remove_unused(self, snapshot: Snapshot) -> None:
+        """Who is just reading the old generation finds that it was replaced, and goes on without."""
+        if self._replaced is None or self._replaced.snapshot is None:
+            return
+        used = {blob.name for blob in snapshot.blobs}
+        for blob in self._replaced.snapshot.blobs:
+            if blob.name not in used:
+                with suppress(TeneralError):
+                    self._store.delete(blob.name)
+
+
+def _this_program() -> str:
+    from .... import __version__
+
+    return f"teneral {__version__}"
+
+
+def _this_host() -> dict[str, str]:
+    """What computed it, as far as that may have decided the last bits."""
+    import torch  # whoever has blocks to write has it
+
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine() or "unknown",
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }

@@ -1,0 +1,406 @@
+"""Second chances for blocks of the pool: copies on slower media, made before a block is given up, read when somebody
+wants it again.
+
+One thread does all of it, a piece at a time. It *saves* the idle blocks that are given up next, while nobody waits for
+it: a block that is given up meanwhile is lost, as it would have been without. And it *fetches* what follows a found
+beginning, for a sequence that waits in the queue, as far as that is faster than computing (`policy.py`); what has
+not come back by the time that computing would have taken is computed. So nothing here can fail a request.
+
+Invariants: books are read and changed under the roster's lock; media are read and written, and the pool's content is
+copied, without it. A block is known by its hash, so whoever may not find it in the pool does not find it here. Nothing
+is known here of sequences and tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..blocks import BlockAllocator
+from ..prefixes import PrefixCache
+from .fetch import Fetch
+from .media import Bytes, Medium
+from .policy import HERE, PrefillMeter, ReadRate, is_worth_writing, plan_fetch
+from .shelf import Shelf
+from .shelves import Found, Shelves
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 4 << 20  # copied at once, unless it is a single larger block: what a fetch may have to wait for
+# Idle blocks are saved while less than this share of the pool is free, within bounds: a long prompt may come at any
+# moment and need that many at once, and looking through them takes the lock.
+LOOKAHEAD_SHARE = 0.25
+MIN_LOOKAHEAD_BLOCKS, MAX_LOOKAHEAD_BLOCKS = 256, 1024
+POKE_BLOCKS = 16  # by which the free ones must change to look again: sequences take some at nearly every step
+MAX_FETCHES = 32  # that wait at the same time; who comes then computes
+TRY_EVERY = 16  # pieces that a slow medium does not get, for one that it does: it may have recovered
+MAX_WAIT_S = 0.05  # of the engine, when all that it could do waits for us
+
+
+class BlockContent(Protocol):
+    """The pool's storage, as `KVStorage` says it."""
+
+    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None: ...
+
+    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SpillStatistics:
+    """A moment's view; mappings are by medium, totals count from the start."""
+
+    blocks: Mapping[str, int]
+    bytes: Mapping[str, int]
+    written_blocks_total: Mapping[str, int]
+    restored_tokens_total: Mapping[str, int]
+    dropped_blocks_total: Mapping[str, int]  # to make room, unreadable, or with their medium
+    failures_total: Mapping[str, int]  # reads, and what turned a medium off
+    read_bytes_s: Mapping[str, float]  # of those where it is known
+    prefill_tokens_s: float | None
+    fetching: int  # sequences that wait for blocks
+    fetches_total: int
+    late_fetches_total: int  # whose rest was computed, because it took too long
+    overtaken_blocks_total: int  # given up while they were copied
+
+
+class Spill:
+    """`start` it once and `stop` it; or `pump` it, in a test. Callers hold the lock unless told otherwise."""
+
+    def __init__(
+        self,
+        media: Sequence[Medium],
+        kv: BlockContent,
+        allocator: BlockAllocator,
+        prefixes: PrefixCache,
+        *,
+        block_size: int,
+        changed: threading.Condition,
+        num_promised: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Owns the media, of which there must be one; the fastest is the first.
+
+        `changed` has the lock; its waiters are told when something came back. `num_promised` says how many of the
+        blocks that are free or idle others count on.
+        """
+        self._kv = kv
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._changed = changed
+        self._num_promised = num_promised
+        self._clock = clock
+        self._shelves = Shelves(media, changed, clock)
+        self._block_bytes = self._shelves.block_bytes
+        self._block_tokens = block_size
+        self._prefill = PrefillMeter(min_tokens=2 * block_size)
+        share = int(LOOKAHEAD_SHARE * allocator.num_blocks)
+        self._lookahead = min(max(share, MIN_LOOKAHEAD_BLOCKS), MAX_LOOKAHEAD_BLOCKS)
+        num_rows = max(1, PIECE_BYTES // self._block_bytes)
+        self._piece = torch.empty((num_rows, self._block_bytes), dtype=torch.uint8)
+        self._rows: list[Bytes] = list(self._piece.numpy())
+        self._fetches: deque[Fetch] = deque()
+        # Blocks that this refers to: a beginning, and what is copied behind it.
+        self._held: Sequence[int] = ()
+        self._is_poked = False  # there may be something to save
+        self._seen: tuple[int, ...] = ()  # of the pool, when there last was
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+        self._num_tries = 0
+        self._num_fetches = 0
+        self._num_late = 0
+        self._num_overtaken = 0
+
+    # -- life (without the lock) ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="teneral-kv-spill", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Waits for the piece that is being copied, and gives memory and disk space back. What came back stays."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._shelves.close()
+
+    def pump(self) -> bool:
+        """Do one piece of what there is to do; False when there is nothing. For the one thread that does it."""
+        try:
+            with self._changed:
+                fetch = self._fetches[0] if self._fetches else None
+            if fetch is None:
+                return self._save_piece()
+            self._bring_piece(fetch)
+            return True
+        except Exception:  # a bug of ours, or no memory: all goes on without the media
+            logger.exception("spilling blocks failed, and is turned off")
+            self._give_up()
+            return False
+
+    # -- for the engine ------------------------------------------------------------------------------------------
+
+    def note_step(self, num_tokens: int, took_s: float) -> None:
+        """A step is over, which says how fast computing is. Returns at once."""
+        self._prefill.note_step(num_tokens, took_s)
+
+    def poke(self) -> None:
+        """Blocks may have become idle: see whether some are to be saved. Returns at once."""
+        prefixes, num_free = self._prefixes.statistics(), self._allocator.free_count
+        state = (prefixes.num_idle, prefixes.evictions_total, num_free // POKE_BLOCKS)
+        if state != self._seen and num_free < self._lookahead:
+            self._seen = state
+            self._is_poked = True
+            self._changed.notify_all()
+
+    def fetch(self, hashes: Sequence[bytes], num_found: int, is_wanted: Callable[[], bool]) -> Fetch:
+        """Begin to bring back blocks of this chain, whose first `num_found` are in the pool, if that is the faster way.
+        Returns at once. It ends by itself, also when it is not wanted any more.
+        """
+        now_s = self._clock()
+        may_wait = len(self._fetches) < MAX_FETCHES
+        plan = plan_fetch(
+            self._read_rates(hashes[num_found:]) if may_wait else (),
+            block_bytes=self._block_bytes,
+            block_tokens=self._block_tokens,
+            prefill_tokens_s=self._prefill.tokens_s,
+            ahead_s=max([0.0, *(each.expected_s - now_s for each in self._fetches)]),
+        )
+        fetch = Fetch(hashes, num_found, plan, is_wanted, now_s)
+        if not fetch.is_done:
+            beginning = self._prefixes.find(hashes[:num_found])
+            self._prefixes.take(beginning)
+            # Used last, so that what comes back takes the place of something else.
+            self._prefixes.release(beginning)
+            self._fetches.append(fetch)
+            self._num_fetches += 1
+            self._changed.notify_all()
+        return fetch
+
+    def end_late(self) -> None:
+        """End what has taken so long that computing is no worse."""
+        now_s = self._clock()
+        for fetch in [each for each in self._fetches if now_s >= each.deadline_s]:
+            self._num_late += 1
+            self._end(fetch)
+
+    def wait_s(self) -> float | None:
+        """How long it may take at most until there is news; None: there is nothing to wait for."""
+        if not self._fetches and not self._held:
+            return None
+        now_s = self._clock()
+        return min([MAX_WAIT_S, *(max(0.0, fetch.deadline_s - now_s) for fetch in self._fetches)])
+
+    def held_blocks(self) -> Sequence[int]:
+        """What this refers to for the moment, one reference each."""
+        return self._held
+
+    def statistics(self) -> SpillStatistics:
+        shelves = self._shelves.all
+        rates = {shelf.name: shelf.reads.rate for shelf in shelves}
+        return SpillStatistics(
+            blocks={shelf.name: len(shelf) for shelf in shelves},
+            bytes={shelf.name: len(shelf) * self._block_bytes for shelf in shelves},
+            written_blocks_total={shelf.name: shelf.num_written for shelf in shelves},
+            restored_tokens_total={shelf.name: shelf.num_restored * self._block_tokens for shelf in shelves},
+            dropped_blocks_total={shelf.name: shelf.num_dropped for shelf in shelves},
+            failures_total={shelf.name: shelf.num_failed for shelf in shelves},
+            read_bytes_s={name: rate.bytes_s for name, rate in rates.items() if rate is not None},
+            prefill_tokens_s=self._prefill.tokens_s,
+            fetching=len(self._fetches),
+            fetches_total=self._num_fetches,
+            late_fetches_total=self._num_late,
+            overtaken_blocks_total=self._num_overtaken,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the books agree. For tests."""
+        self._shelves.check_integrity()
+        for block in self._held:
+            assert self._allocator.reference_count(block) >= 1, f"block {block} is held and free"
+        assert not any(fetch.is_done for fetch in self._fetches)
+
+    def _read_rates(self, hashes: Sequence[bytes]) -> list[ReadRate | None]:
+        """Of the beginning of these blocks that can be had without computing."""
+        rates: list[ReadRate | None] = []
+        for block_hash in hashes:
+            found = self._shelves.find(block_hash)
+            if self._prefixes.find((block_hash,)) or any(block_hash in each.wanted for each in self._fetches):
+                rates.append(HERE)
+            elif found is not None:
+                rates.append(found.shelf.reads.rate)
+            else:
+                break
+        return rates
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_stopping or self._fetches or self._is_poked)
+                    if self._is_stopping:
+                        break
+                self.pump()
+        self._give_up()
+        self._shelves.close()
+
+    def _give_up(self) -> None:
+        """Who waits goes on without what is missing, now and later."""
+        with self._changed:
+            self._let_go()
+            for fetch in list(self._fetches):
+                self._end(fetch)
+            self._shelves.clear()
+            self._is_poked = False
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _save_piece(self) -> bool:
+        """Copy some of the blocks that are given up next. False when there are none."""
+        with self._changed:
+            shelves, chosen = self._choose()
+            if not chosen:
+                self._is_poked = False
+                return False
+            blocks = [block for block, _ in chosen]
+            self._prefixes.watch(blocks)
+        self._kv.copy_out(blocks, self._piece[: len(blocks)])
+        with self._changed:
+            whole = self._prefixes.unwatch()
+            self._num_overtaken += len(blocks) - len(whole)
+        for (block, block_hash), row in zip(chosen, self._rows, strict=False):
+            if self._fetches or self._is_stopping:
+                break  # the rest is saved later
+            if block in whole:
+                self._shelves.store(shelves, block_hash, row)
+        return True
+
+    def _choose(self) -> tuple[list[Shelf], list[tuple[int, bytes]]]:
+        """The shelves to use, and the next blocks to save with their hashes."""
+        shelves = self._shelves.open()
+        unsaved = self._unsaved(shelves)
+        if not unsaved:
+            return shelves, []
+        worth = [shelf for shelf in shelves if self._is_worth_writing(shelf)]
+        if len(worth) < len(shelves):
+            self._num_tries += 1
+            if self._num_tries % TRY_EVERY:
+                return worth, self._unsaved(worth)
+            for shelf in shelves:
+                shelf.num_until_probe = 0
+        return shelves, unsaved
+
+    def _unsaved(self, shelves: Sequence[Shelf]) -> list[tuple[int, bytes]]:
+        """Half of the room is for what is in the pool as well: the other half is what has been gained."""
+        num_slots = sum(shelf.medium.num_slots for shelf in shelves)
+        num_near = min(self._lookahead - self._allocator.free_count, (num_slots + 1) // 2)
+        near = self._prefixes.next_idle(max(0, num_near))
+        unsaved = [
+            (block, block_hash) for block, block_hash in near if self._shelves.find(block_hash) is None
+        ]
+        return unsaved[: len(self._rows)]
+
+    def _is_worth_writing(self, shelf: Shelf) -> bool:
+        rate = shelf.reads.rate
+        return rate is None or is_worth_writing(  # the first block that is written says what the rate is
+            rate,
+            block_bytes=self._block_bytes,
+            block_tokens=self._block_tokens,
+            prefill_tokens_s=self._prefill.tokens_s,
+        )
+
+    # -- fetching ------------------------------------------------------------------------------------------------
+
+    def _bring_piece(self, fetch: Fetch) -> None:
+        """Bring back some blocks, or end the fetch."""
+        with self._changed:
+            num_found, piece = self._next_piece(fetch)
+        if not piece:
+            return
+        read_s: dict[Shelf, float] = {}
+        num_read = 0
+        for found, row in zip(piece, self._rows, strict=False):
+            start_s = self._clock()
+            if start_s >= fetch.deadline_s or not self._shelves.read(found, row):
+                break
+            num_read += 1
+            read_s[found.shelf] = read_s.get(found.shelf, 0.0) + self._clock() - start_s
+        start_s = self._clock()
+        with self._changed:
+            blocks = self._take_room(fetch, num_found, num_read)
+        if blocks:
+            self._kv.copy_in(blocks, self._piece[: len(blocks)])
+        with self._changed:
+            self._add(piece[: len(blocks)], blocks)
+            copy_s = self._clock() - start_s
+            for shelf, took_s in read_s.items():
+                num_here = sum(found.shelf is shelf for found in piece[:num_read])
+                shelf.reads.note_read(num_here * self._block_bytes, took_s + copy_s * num_here / num_read)
+            self.end_late()
+            if len(blocks) < len(piece):
+                self._end(fetch)
+
+    def _next_piece(self, fetch: Fetch) -> tuple[int, list[Found]]:
+        """How many blocks of the chain are in the pool, and which come next; ends the fetch when there are none."""
+        self.end_late()
+        if fetch.is_done:
+            return 0, []
+        num_found = len(self._prefixes.find(fetch.hashes))
+        piece: list[Found] = []
+        for block_hash in fetch.hashes[num_found : num_found + len(self._rows)]:
+            found = self._shelves.find(block_hash)
+            if found is None or self._prefixes.find((block_hash,)):
+                break
+            piece.append(found)
+        if not piece or not fetch.is_wanted():
+            self._end(fetch)
+            return num_found, []
+        if not fetch.has_begun and len(self._fetches) == 1:
+            piece[0].shelf.reads.note_latency(self._clock() - fetch.asked_s)
+        fetch.has_begun = True
+        return num_found, piece
+
+    def _take_room(self, fetch: Fetch, num_found: int, num_blocks: int) -> list[int]:
+        """Up to so many blocks to copy into, and for as long a hold on the beginning that they follow."""
+        beginning = self._prefixes.find(fetch.hashes[:num_found])
+        if fetch.is_done or len(beginning) < num_found:
+            return []  # it was given up on meanwhile, or could not be found any more
+        self._prefixes.take(beginning)
+        self._held = tuple(beginning)
+        num_available = self._allocator.free_count + self._prefixes.num_idle
+        num_blocks = max(0, min(num_blocks, num_available - self._num_promised()))
+        self._prefixes.make_room(num_blocks)
+        blocks = self._allocator.allocate(num_blocks, after=beginning[-1] if beginning else None)
+        self._held = (*beginning, *blocks)
+        return blocks
+
+    def _add(self, piece: Sequence[Found], blocks: Sequence[int]) -> None:
+        """Have what came back found, like everything else that nobody uses."""
+        for found, block in zip(piece, blocks, strict=True):
+            self._prefixes.add(block, found.block_hash)
+            found.shelf.num_restored += 1
+        self._let_go()
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, ()
+        self._prefixes.release(held)
+        self._changed.notify_all()
+
+    def _end(self, fetch: Fetch) -> None:
+        if not fetch.is_done:
+            fetch.is_done = True
+            self._fetches.remove(fetch)
+            # The end makes room before the beginning, as in the pool.
+            self._shelves.touch(reversed(fetch.hashes))
+            self._changed.notify_all()

@@ -1,0 +1,136 @@
+"""What a KV pool holds, for people: a value with bounds, without tokens, salts, or the names of sessions and tenants.
+
+A chain is what a request computed from its beginning on, as far as it can be found; chains with the same beginning
+share its blocks. Nothing is known here of sequences or threads; the caller serialises access.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .blocks import BlockAllocator
+from .prefix_ledger import PrefixLedger
+from .prefixes import PrefixCache
+from .sessions import SessionStatistics
+
+MAX_CHAINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChainView:
+    """One chain that can be found. Its counts of requests, sequences and sessions are those of its first block."""
+
+    num_blocks: int
+    num_tokens: int
+    num_hits: int  # requests that have found some of it
+    unused_s: float  # since the whole of it was made, or found last
+    num_sequences: int  # that use it now
+    num_sessions: int  # that pin it
+    num_pinned_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A moment. Each block is free, idle, pinned or in use."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    num_free: int
+    num_idle: int  # can be found, and given up
+    num_pinned: int  # the same, but others are given up before
+    num_in_use: int  # by sequences, or being copied
+    num_shared: int  # of these: by more than one
+    num_sessions: int
+    num_session_owners: int  # tenants, or salts, that these belong to
+    max_pinned_blocks: int
+    num_chains: int
+    chains: tuple[ChainView, ...]  # at most `MAX_CHAINS`, those used last first
+
+
+def view_pool(
+    allocator: BlockAllocator,
+    prefixes: PrefixCache,
+    ledger: PrefixLedger,
+    sessions: SessionStatistics,
+    *,
+    block_size: int,
+    now_s: float,
+) -> PoolView:
+    """O(blocks of the pool)."""
+    pins = prefixes.pins()
+    users = [prefixes.num_users(block) for block in range(allocator.num_blocks)]
+    num_idle_pinned = sum(users[block] == 0 for block in pins)
+    cached = prefixes.by_hash()
+    inner = {entry.parent for each in cached if (entry := ledger.entry(each)) is not None}
+    last_ones = [each for each in cached if each not in inner]
+    shown = heapq.nlargest(MAX_CHAINS, last_ones, key=lambda each: _used_s(ledger, each))
+    return PoolView(
+        num_blocks=allocator.num_blocks,
+        block_size=block_size,
+        num_free=allocator.free_count,
+        num_idle=prefixes.num_idle - num_idle_pinned,
+        num_pinned=num_idle_pinned,
+        num_in_use=sum(count > 0 for count in users),
+        num_shared=sum(count > 1 for count in users),
+        num_sessions=sessions.num_sessions,
+        num_session_owners=sessions.num_owners,
+        max_pinned_blocks=sessions.max_pinned_blocks,
+        num_chains=len(last_ones),
+        chains=tuple(_view_chain(each, prefixes, ledger, pins, block_size, now_s) for each in shown),
+    )
+
+
+def _view_chain(
+    last: bytes,
+    prefixes: PrefixCache,
+    ledger: PrefixLedger,
+    pins: Mapping[int, int],
+    block_size: int,
+    now_s: float,
+) -> ChainView:
+    cached = prefixes.by_hash()
+    blocks: list[int] = []
+    num_hits = 0
+    each: bytes | None = last
+    while each is not None and each in cached:
+        blocks.append(cached[each])
+        entry = ledger.entry(each)
+        num_hits = 0 if entry is None else entry.num_hits
+        each = None if entry is None else entry.parent
+    first = blocks[-1]
+    return ChainView(
+        num_blocks=len(blocks),
+        num_tokens=len(blocks) * block_size,
+        num_hits=num_hits,
+        unused_s=round(max(0.0, now_s - _used_s(ledger, last)), 3),
+        num_sequences=prefixes.num_users(first),
+        num_sessions=pins.get(first, 0),
+        num_pinned_blocks=sum(block in pins for block in blocks),
+    )
+
+
+def _used_s(ledger: PrefixLedger, block_hash: bytes) -> float:
+    entry = ledger.entry(block_hash)
+    return 0.0 if entry is None else entry.used_s
+
+
+def render(view: PoolView) -> str:
+    """The view as text: what the blocks are used for, then a line for each chain."""
+    lines = [
+        f"{view.num_blocks} blocks of {view.block_size} tokens: {view.num_in_use} in use "
+        f"({view.num_shared} shared), {view.num_idle} idle, {view.num_pinned} pinned, {view.num_free} free",
+        f"{view.num_sessions} sessions of {view.num_session_owners} owners may pin "
+        f"{view.max_pinned_blocks} blocks",
+    ]
+    if view.chains:
+        lines += ["", f"{'tokens':>8} {'hits':>6} {'unused':>9} {'in use':>7} {'sessions':>9} {'pinned':>7}"]
+    for chain in view.chains:
+        lines.append(
+            f"{chain.num_tokens:>8} {chain.num_hits:>6} {chain.unused_s:>7.1f} s {chain.num_sequences:>7} "
+            f"{chain.num_sessions:>9} {chain.num_pinned_blocks:>7}"
+        )
+    if view.num_chains > len(view.chains):
+        lines.append(f"… and {view.num_chains - len(view.chains)} chains more")
+    return "\n".join(lines)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.readme [--check]
 
-Figures come from `cold_start`, and from `draft`, `standby` and `throughput` where there are results of them. With
-`--check` nothing is written, and the exit code is 1 when the README says something else than the results.
+Figures come from `cold_start`, and from `draft`, `standby`, `throughput`, `hot` and `prefix` where there are results of
+them. With `--check` nothing is written, and the exit code is 1 when the README says something else than the results.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ def section() -> str:
         parts.append(standby(newest("standby")))
     if any(RESULTS.glob("throughput-*.json")):
         parts.append(throughput(newest("throughput")))
+    if any(RESULTS.glob("hot-*.json")):
+        parts.append(hot(newest("hot")))
+    if any(RESULTS.glob("prefix-*.json")):
+        parts.append(prefix(newest("prefix")))
     return "\n\n".join(parts) + "\n"
 
 
@@ -150,6 +154,48 @@ def throughput(report: dict[str, Any]) -> str:
     ]
     lead = f"Loading alone, without a limit on the link, {_where(report)}:"
     return f"{lead}\n\n{table(['', 'GB/s of weights', 'CPU-s a GB', 'peak MB'], rows)}"
+
+
+def hot(report: dict[str, Any]) -> str:
+    """One row an engine: tokens a second of answers, for each size of batch, and of prompts."""
+    rows = [
+        [
+            name.replace("teneral", "**teneral**"),
+            *(f"{rate:.3g}" for rate in row["decode"].values()),
+            *(f"{rate:.0f}" for rate in row["prefill"].values()),
+            *["–"] * (len(report["prompts"]) - len(row["prefill"])),
+            f"{row['bandwidth_share']:.0%}",
+        ]
+        for name, row in report["results"].items()
+    ]
+    answers = [f"answers, batch {size}" for size in report["batches"]]
+    columns = ["tokens a second", *answers, *(f"prompt of {size}" for size in report["prompts"])]
+    return (
+        f"A warm engine, without HTTP, on the same random weights and {report['threads']} threads, {_where(report)}. "
+        f"Memory was read at {report['bandwidth_gb_s']:.1f} GB/s; the last column is what of\n"
+        "that a single answer's weights take:\n\n"
+        f"{table([*columns, 'of the bandwidth'], rows)}"
+    )
+
+
+def prefix(report: dict[str, Any]) -> str:
+    """One row a place where the beginning of a prompt was found."""
+    new_s = report["results"]["new"]["first_token_s"]
+    rows = [
+        [
+            name,
+            f"{row['first_token_s']:.2f}",
+            f"{row['first_token_s'] / new_s:.2f}x",
+            f"{row['found_tokens']:.0f}",
+        ]
+        for name, row in report["results"].items()
+    ]
+    tokens = f"{report['prefix_tokens']:,}"
+    lead = (
+        f"The first token behind a beginning of {tokens} tokens ([docs/kv.md](docs/kv.md)), {_where(report)}; "
+        "*exec* counts\nfrom starting the process:"
+    )
+    return f"{lead}\n\n{table(['', 'first token, s', 'beside new', 'tokens found'], rows)}"
 
 
 def _where(report: dict[str, Any]) -> str:

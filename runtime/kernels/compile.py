@@ -117,6 +117,14 @@ def _stamp(kind: str) -> Path:
     return Path(rms_norm.stats.cache_path) / f"teneral-{kind.replace(':', '-')}-{digest}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compile what the arguments name, one kind after another, until whoever started this has ended."""
     os.nice(NICENESS)
-    compile_kinds(sys.argv[1:] or USUAL_KINDS)
+    parent = os.getppid()
+    for kind in sys.argv[1:] or USUAL_KINDS:
+        if os.getppid() == parent:
+            compile_kinds([kind])
+
+
+if __name__ == "__main__":
+    main()

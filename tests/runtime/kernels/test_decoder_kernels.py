@@ -13,6 +13,7 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 pytest.importorskip("numba", reason="kernels need the extra [cpu]")
 
 from teneral.loader.timeline import Timeline
+from teneral.runtime.kernels.compile import compile_kinds, missing
 from teneral.runtime.kernels.decoder import SIZES, DecoderKernels, NotCompiledError
 from teneral.runtime.kernels.prepare import prepare_kernels
 from teneral.runtime.models.build import build_model
@@ -124,3 +125,13 @@ def test_a_width_that_no_kernel_takes_is_torchs(monkeypatch):
     decoder, _ = decoders("llama", intermediate_size=90)
     with pytest.raises(NotCompiledError, match="no kernel"):
         DecoderKernels(decoder)
+
+
+def test_what_was_compiled_once_is_not_missing_any_more():
+    decoder, _ = decoders("qwen2")
+    kernels = DecoderKernels(decoder)
+    compile_kinds(kernels.kinds)
+    assert missing(kernels.kinds) == []
+    assert missing(["heads:24"]) == ["heads:24"]
+    with pytest.raises(ValueError, match="no kind of kernel"):
+        compile_kinds(["int2"])

@@ -29,7 +29,8 @@ RUN mkdir /opt/teneral/kernels && cd / \
    || NUMBA_CACHE_DIR=/opt/teneral/kernels /opt/teneral/bin/python -m teneral.runtime.kernels.compile; }
 
 FROM python:${PYTHON}-slim-bookworm
-# torch's CPU kernels run on OpenMP. Its wheel carries the library; nothing of Debian's is needed beside the base image.
+# torch's CPU kernels run on OpenMP, and its wheel carries the library; numba's take Debian's.
+RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 # The base image comes without the standard library's bytecode, and who runs this may not write any: half a second a cold start.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin teneral \
  && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$(python -c 'import os; print(os.path.dirname(os.__file__))')" || true; }

@@ -87,4 +87,6 @@ def _keep_somewhere() -> None:
     own = tempfile.mkdtemp(prefix="teneral-kernels-")
     if brought:
         shutil.copytree(place, own, dirs_exist_ok=True)
+        for folder in (Path(own), *(each for each in Path(own).rglob("*") if each.is_dir())):
+            folder.chmod(0o700)  # copied, too: that it could not be written to
     os.environ["NUMBA_CACHE_DIR"] = own

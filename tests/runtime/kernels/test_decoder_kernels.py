@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 pytest.importorskip("numba", reason="kernels need the extra [cpu]")
 
 from teneral.loader.timeline import Timeline
+from teneral.runtime.kernels import prepare
 from teneral.runtime.kernels.compile import compile_kinds, missing
 from teneral.runtime.kernels.decoder import SIZES, DecoderKernels, NotCompiledError
 from teneral.runtime.kernels.prepare import prepare_kernels
@@ -135,3 +138,20 @@ def test_what_was_compiled_once_is_not_missing_any_more():
     assert missing(["heads:24"]) == ["heads:24"]
     with pytest.raises(ValueError, match="no kind of kernel"):
         compile_kinds(["int2"])
+
+
+def test_kernels_that_an_image_brings_are_copied_to_where_numba_may_write(tmp_path, monkeypatch):
+    brought = tmp_path / "image" / "kernels_1"
+    brought.mkdir(parents=True)
+    (brought / "bf16.nbc").write_bytes(b"compiled")
+    brought.chmod(0o555)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "image"))
+    monkeypatch.setattr(prepare.os, "access", lambda *_: False)
+    monkeypatch.setattr(prepare.tempfile, "tempdir", str(tmp_path))
+
+    prepare._keep_somewhere()
+
+    own = Path(os.environ["NUMBA_CACHE_DIR"])
+    assert own.parent == tmp_path
+    assert (own / "kernels_1" / "bf16.nbc").read_bytes() == b"compiled"
+    (own / "kernels_1" / "int8.nbc").write_bytes(b"more")

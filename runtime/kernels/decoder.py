@@ -27,7 +27,7 @@ from .projection import MAX_ROWS, CompiledProjection, NotCompiledError, Scratch,
 from .rows import ACTIVATIONS, add_, gate, place_heads, rms_norm
 
 if TYPE_CHECKING:
-    from ..models.decoder import Decoder, DecoderLayer, Step
+    from ..models.decoder import Decoder, DecoderLayer
 
 NUM_TRIALS = 20
 SIZES = (1, 2, 4, 8, 16, 32)  # numbers of rows at which torch and these kernels are compared
@@ -78,7 +78,7 @@ class DecoderKernels:
         batch = StepBatch(places, torch.zeros_like(places), places * 16, spans, places)
         x = torch.zeros(num_rows, config.hidden_size, dtype=decoder.dtype)
         step = decoder.plan(batch, kv)
-        own = CompiledStep(self, batch, kv, step)
+        own = self.begin(batch, kv, step.cos, step.sin)
         if self._head is not None:
             self._head(self._normed, padded(num_rows))
         own.layer(0, x.clone())
@@ -113,12 +113,13 @@ class DecoderKernels:
             part.expand = expander(part, self._scratch)
         self._decoder.kernels = self
 
-    def takes(self, batch: StepBatch, kv: object) -> bool:
-        """Whether a step over this batch is to be computed here."""
-        return len(batch.tokens) in self._used_for and type(kv) is KVStorage
+    def takes(self, batch: StepBatch) -> bool:
+        """Whether a step over this batch is to be computed here, if its cache is a `KVStorage`."""
+        return len(batch.tokens) in self._used_for
 
-    def begin(self, batch: StepBatch, kv: KVStorage, step: Step) -> CompiledStep:
-        return CompiledStep(self, batch, kv, step)
+    def begin(self, batch: StepBatch, kv: KVStorage, cos: torch.Tensor, sin: torch.Tensor) -> CompiledStep:
+        """The step over this batch; `cos` and `sin` are `RopeTable.rows`."""
+        return CompiledStep(self, batch, kv, cos, sin)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor | None:
         """(R, vocab_size) fp32 of final hidden states (R, hidden_size); None where torch is to compute them."""
@@ -135,14 +136,21 @@ class DecoderKernels:
 class CompiledStep:
     """What all layers share in one step over up to MAX_ROWS rows."""
 
-    def __init__(self, kernels: DecoderKernels, batch: StepBatch, kv: KVStorage, step: Step) -> None:
+    def __init__(
+        self,
+        kernels: DecoderKernels,
+        batch: StepBatch,
+        kv: KVStorage,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
         num_rows = len(batch.tokens)
         numba.set_num_threads(kernels._num_threads)  # of what this thread starts
         self._layers = kernels._layers
         self._height = padded(num_rows)
         self._block_size = kv.block_size
         self._caches = kv.data
-        self._cos, self._sin = bits(step.cos.squeeze(1)), bits(step.sin.squeeze(1))
+        self._cos, self._sin = bits(cos.squeeze(1)), bits(sin.squeeze(1))
         self._slots = batch.slots.numpy()
         self._ends = batch.positions.numpy() + 1
         self._tables = np.zeros((num_rows, max(len(span.blocks) for span in batch.spans)), np.int64)
@@ -150,7 +158,7 @@ class CompiledStep:
             self._tables[span.start : span.start + span.length, : len(span.blocks)] = span.blocks
         self._firsts = {
             window: np.zeros_like(self._ends) if window is None else np.maximum(self._ends - window, 0)
-            for window in step.plans
+            for window in {layer.window for layer in kernels._layers}
         }
 
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ come from, nor what a request is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +52,7 @@ class Step:
     slots: torch.Tensor  # (T,) int64
     cos: torch.Tensor  # (T, 1, rotary_dim)
     sin: torch.Tensor
-    plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
+    plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window, for torch's attention
     compiled: CompiledStep | None = None  # computes the layers in torch's place
 
 
@@ -147,15 +147,16 @@ class Decoder:
     def plan(self, batch: StepBatch, kv: KVPool) -> Step:
         """What the layers will share in one forward pass. Computes with no weights."""
         cos, sin = self._rope.rows(batch.positions, max(span.context_len for span in batch.spans))
-        plans = {
+        kernels = self.kernels
+        if kernels is not None and isinstance(kv, KVStorage) and kernels.takes(batch):
+            return Step(kv, batch.slots, cos, sin, {}, kernels.begin(batch, kv, cos, sin))
+        return Step(kv, batch.slots, cos, sin, self._plans(batch, kv))
+
+    def _plans(self, batch: StepBatch, kv: KVPool) -> dict[int | None, tuple[SpanPlan, ...]]:
+        return {
             window: plan_attention(batch.spans, kv, num_heads=self.config.num_heads, window=window)
             for window in set(self.config.windows)
         }
-        step = Step(kv, batch.slots, cos, sin, plans)
-        kernels = self.kernels
-        if kernels is not None and isinstance(kv, KVStorage) and kernels.takes(batch, kv):
-            return replace(step, compiled=kernels.begin(batch, kv, step))
-        return step
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(R, vocab_size) fp32 of what the last layer made of these rows (R, hidden_size)."""

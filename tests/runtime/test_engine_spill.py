@@ -81,6 +81,13 @@ def until(engine: Engine, predicate) -> None:
         time.sleep(0.002)
 
 
+def serve_three(rig) -> None:
+    """Prompts 0, 1 and 2, each saved before the next one takes its blocks."""
+    for number in range(3):
+        finish(rig.submit(prompt(number), max_tokens=2))
+        saved(rig.engine)
+
+
 def saved(engine: Engine) -> None:
     """Wait until what is idle in the pool is on a medium, too."""
     spill = engine._roster.lending.spill
@@ -138,9 +145,7 @@ def test_who_gives_another_salt_gets_nothing_back(tmp_path):
 @pytest.mark.usefixtures("always")
 def test_others_go_on_while_blocks_come_back(tmp_path):
     with spilling(tmp_path) as rig:
-        for number in range(3):
-            finish(rig.submit(prompt(number), max_tokens=2))
-            saved(rig.engine)
+        serve_three(rig)
         rig.model.pool.gate.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)
@@ -156,9 +161,7 @@ def test_others_go_on_while_blocks_come_back(tmp_path):
 @pytest.mark.usefixtures("always")
 def test_who_overtakes_those_that_wait_for_blocks_finds_its_own_beginning(tmp_path):
     with spilling(tmp_path, max_running=1) as rig:
-        for number in range(3):
-            finish(rig.submit(prompt(number), max_tokens=2))
-            saved(rig.engine)
+        serve_three(rig)
         rig.model.pool.gate.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)
@@ -172,9 +175,7 @@ def test_who_overtakes_those_that_wait_for_blocks_finds_its_own_beginning(tmp_pa
 
 def test_what_does_not_come_back_in_time_is_computed(always, monkeypatch, tmp_path):
     with spilling(tmp_path) as rig:
-        for number in range(3):
-            finish(rig.submit(prompt(number), max_tokens=2))
-            saved(rig.engine)
+        serve_three(rig)
         monkeypatch.setattr(spill_module, "plan_fetch", lambda rates, **_: FetchPlan(len(rates), 0.0, 0.05))
         rig.model.pool.gate.clear()
         late = rig.submit(prompt(0), max_tokens=2)
@@ -186,9 +187,7 @@ def test_what_does_not_come_back_in_time_is_computed(always, monkeypatch, tmp_pa
 @pytest.mark.usefixtures("always")
 def test_a_cancelled_request_does_not_wait_for_its_blocks(tmp_path):
     with spilling(tmp_path) as rig:
-        for number in range(3):
-            finish(rig.submit(prompt(number), max_tokens=2))
-            saved(rig.engine)
+        serve_three(rig)
         rig.model.pool.gate.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)
@@ -200,9 +199,7 @@ def test_a_cancelled_request_does_not_wait_for_its_blocks(tmp_path):
 @pytest.mark.usefixtures("always")
 def test_the_engine_stops_in_the_middle_of_a_fetch(tmp_path):
     with spilling(tmp_path) as rig:
-        for number in range(3):
-            finish(rig.submit(prompt(number), max_tokens=2))
-            saved(rig.engine)
+        serve_three(rig)
         rig.model.pool.gate.clear()
         waits = rig.submit(prompt(0), max_tokens=2)
         until(rig.engine, lambda spill: spill.fetching == 1)

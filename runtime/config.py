@@ -124,6 +124,12 @@ class ServeConfig:
     handler: str | None = _setting(
         None, _text, "function to serve at /invoke: module:function or file.py:function"
     )
+    platform: str = _setting(
+        "auto",
+        _text,
+        "where this runs: http, cloud-run, kserve, sagemaker, runpod, runpod-queue, lambda; auto looks",
+        metavar="NAME",
+    )
     api_key: str | None = _setting(None, _text, "bearer token that every request must carry", secret=True)
     # The store
     endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
@@ -274,8 +280,11 @@ class ServeConfig:
     request_timeout_s: float = _setting(
         600.0, _seconds(0.1, 86_400), "longest time for one request", metavar="SECONDS"
     )
-    drain_timeout_s: float = _setting(
-        8.0, _seconds(0, 3_600), "time for running requests at shutdown", metavar="SECONDS"
+    drain_timeout_s: float | None = _setting(
+        None,
+        _seconds(0, 3_600),
+        "time for running requests at shutdown (default: what the platform allows, 8 s where none is known)",
+        metavar="SECONDS",
     )
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler as RouteHandler
 
 from ...runtime.metrics import Metrics
+from ..platforms import Platform
 from .chat import ChatRoute
 from .completions import CompletionRoute
 from .debug import DebugRoutes
@@ -32,6 +34,7 @@ def create_app(
     *,
     handler: Handler | None = None,
     limits: Limits | None = None,
+    platform: Platform = Platform.HTTP,
 ) -> web.Application:
     """The HTTP face of an instance, which may still be loading. `serve` runs it; the caller closes instance
     and handler.
@@ -65,6 +68,20 @@ def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
     from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
 
     return InvokeRoute(service, handler).post
+
+
+def _on_first_use(make: Callable[[], RouteHandler]) -> RouteHandler:
+    """A route that is made, and its module imported, by the first request to it: few servers see more than one
+    platform, and a cold start waits for every import.
+    """
+    made: list[RouteHandler] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        if not made:
+            made.append(make())
+        return await made[0](request)
+
+    return handle
 
 
 async def _no_function(request: web.Request) -> web.StreamResponse:

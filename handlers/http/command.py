@@ -7,6 +7,7 @@ threads then import while the web server is being imported here, or a standby pr
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import os
@@ -23,6 +24,7 @@ from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
 from ...runtime.start import SentFor, send_for
+from ..platforms import TRAITS, Platform, platform_of
 
 if TYPE_CHECKING:
     from ...loader.stream.prepare import Prepared
@@ -37,6 +39,12 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
     `prepared` is a loader's process that waits for its task, where there is one. Blocks. Changes the process: logging,
     and the OpenMP policy.
     """
+    platform = platform_of(config.platform, os.environ)
+    config = dataclasses.replace(config, platform=str(platform))
+    if platform is Platform.LAMBDA:
+        from ..aws_lambda.command import run_lambda  # few run there
+
+        return run_lambda(config, prepared)
     with _ending_at_once():
         return _run(config, prepared)
 
@@ -84,13 +92,19 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
                 from .app import Limits, create_app, serve
             instance.kind.add_done_callback(lambda _: _collect_garbage())
             handler = load_handler(config.handler) if config.handler else None
-            app = create_app(instance, handler=handler, limits=Limits.from_config(config))
+            platform = platform_of(config.platform, os.environ)
+            app = create_app(
+                instance, handler=handler, limits=Limits.from_config(config), platform=platform
+            )
+            drain_timeout_s = config.drain_timeout_s
+            if drain_timeout_s is None:
+                drain_timeout_s = TRAITS[platform].drain_timeout_s
             host, port = sock.getsockname()[:2]
             print(
                 f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
             )
             try:
-                failure = asyncio.run(serve(app, sock, drain_timeout_s=config.drain_timeout_s))
+                failure = asyncio.run(serve(app, sock, drain_timeout_s=drain_timeout_s))
             finally:
                 if handler is not None:
                     handler.close()

@@ -16,6 +16,7 @@ import aiohttp
 from teneral.handlers.function import Handler
 from teneral.handlers.http.app import Limits, create_app, serve
 from teneral.handlers.http.service import SERVICE, Service
+from teneral.handlers.platforms import Platform
 from teneral.loader.errors import TeneralError
 
 
@@ -108,9 +109,10 @@ async def running_server(
     limits: Limits | None = None,
     drain_timeout_s: float = 5.0,
     send_buffer_bytes: int | None = None,
+    platform: Platform = Platform.HTTP,
 ) -> AsyncIterator[Server]:
     """`send_buffer_bytes` is what the system may hold back for a client that does not read."""
-    app = create_app(instance, handler=handler, limits=limits)
+    app = create_app(instance, handler=handler, limits=limits, platform=platform)
     stop = asyncio.Event()
     with instance, socket.socket() as sock:
         if send_buffer_bytes is not None:

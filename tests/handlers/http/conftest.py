@@ -12,6 +12,7 @@ from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.function import Handler
 from teneral.handlers.http.limits import Limits
+from teneral.handlers.platforms import Platform
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +52,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
         send_buffer_bytes: int | None = None,
         loaded: bool = True,
         parts: TinyParts = tiny_parts,
+        platform: Platform = Platform.HTTP,
         **settings: Any,
     ) -> Any:
         instance = StagedInstance(parts, **settings)
@@ -62,6 +64,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
             limits=limits or Limits.from_config(instance.config),
             drain_timeout_s=drain_timeout_s,
             send_buffer_bytes=send_buffer_bytes,
+            platform=platform,
         )
 
     return make

@@ -1,0 +1,25 @@
+"""The application as other parts of its process reach it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.support.instances import StagedInstance, TinyParts
+
+from teneral.handlers.http.app import create_app
+from teneral.handlers.http.inside import serving_inside
+
+
+async def test_what_comes_from_inside_goes_through_the_same_routes(tiny_parts: TinyParts) -> None:
+    with StagedInstance(tiny_parts) as instance:
+        instance.let_in()
+        async with serving_inside(create_app(instance)) as session:
+            body: dict[str, Any] = {"prompt": "ab", "max_tokens": 2}
+            answers = await asyncio.gather(*(session.post("/v1/completions", json=body) for _ in range(20)))
+            for answer in answers:
+                assert answer.status == 200
+                assert (await answer.json())["usage"]["completion_tokens"] == 2
+            missing = await session.get("/not/there")
+            assert missing.status == 404
+            assert (await missing.json())["error"]["code"] == "unknown_url"

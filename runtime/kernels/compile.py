@@ -19,16 +19,18 @@ import llvmlite.binding
 import numba
 import numpy as np
 
-from .attention import attention
 from .expand import expand_int4, expand_int8
-from .products import HEIGHTS, INPUT_GROUP, bf16_product, int4_product, int8_product
-from .rows import SILU, add_, gate, place_heads, quantise, rms_norm
+from .products import INPUT_GROUP
+from .records import INPUT, LAYER_FIELDS, MAX_ROWS, NUM_IN, OUT, PROJECTION_FIELDS
+from .step import HEIGHTS, head_kernel, layers_kernel
+from .team import new_team
 from .vectors import RUN
 
+SOURCES = ("vectors", "sizes", "team", "records", "products", "rows", "attention", "step", "expand")
 NICENESS = 10  # beside a process that serves
 
 # Kinds as `kind_of_…` below name them: what most models need.
-USUAL_KINDS = ("heads:64", "heads:128", "bf16", "int8:uint16", "int4:1:False:uint16", "int4:2:False:uint16")
+USUAL_KINDS = ("heads:64", "heads:128", "int8", "int4")
 
 
 def kind_of_heads(head_dim: int) -> str:
@@ -36,12 +38,9 @@ def kind_of_heads(head_dim: int) -> str:
     return f"heads:{head_dim}"
 
 
-def kind_of_int8(scales: np.dtype) -> str:
-    return f"int8:{scales}"
-
-
-def kind_of_int4(runs_a_group: int, *, has_zeros: bool, scales: np.dtype) -> str:
-    return f"int4:{runs_a_group}:{has_zeros}:{scales}"
+def kind_of_weights(bits: int) -> str:
+    """What it needs besides where its weights are integers."""
+    return f"int{bits}"
 
 
 def missing(kinds: Iterable[str]) -> list[str]:
@@ -52,60 +51,57 @@ def missing(kinds: Iterable[str]) -> list[str]:
 def compile_kinds(kinds: Iterable[str]) -> None:
     """Seconds for each; ValueError for what is none."""
     for kind in kinds:
-        name, *details = kind.split(":")
+        name, _, detail = kind.partition(":")
         if name == "heads":
-            _compile_rows(int(details[0]))
-        elif name == "bf16":
             for height in HEIGHTS:
-                rows = np.zeros((height, INPUT_GROUP), np.uint16)
-                weights = np.zeros((8, INPUT_GROUP), np.uint16)
-                bf16_product(height)(weights, rows, np.zeros((height, 8), np.float32), 0)
+                _compile_step(height, int(detail))
         elif name == "int8":
-            weights, factors = np.zeros((8, INPUT_GROUP), np.int8), np.ones((8, 1), details[0])
-            expand_int8(weights, factors, np.zeros((8, INPUT_GROUP), np.uint16))
-            for height in HEIGHTS:
-                int8_product(height)(weights, factors, *_inputs(height, INPUT_GROUP), 0)
+            weights, out = np.zeros((8, INPUT_GROUP), np.int8), np.zeros((8, INPUT_GROUP), np.uint16)
+            for dtype in (np.uint16, np.float32):
+                expand_int8(weights, np.ones((8, 1), dtype), out)
         elif name == "int4":
-            runs_a_group, has_zeros = int(details[0]), details[1] == "True"
-            shape = (8, max(1, 2 // runs_a_group))
-            factors, zeros = np.ones(shape, details[2]), np.zeros(shape, np.uint8)
-            expand_int4(np.zeros((8, RUN), np.uint8), factors, zeros, np.zeros((8, INPUT_GROUP), np.uint16))
-            for height in HEIGHTS:
-                multiply = int4_product(height, runs_a_group, has_zeros=has_zeros)
-                multiply(np.zeros((8, RUN), np.uint8), factors, zeros, *_inputs(height, RUN), 0)
+            zeros, out = np.zeros((8, 2), np.uint8), np.zeros((8, INPUT_GROUP), np.uint16)
+            for dtype in (np.uint16, np.float32):
+                expand_int4(np.zeros((8, RUN), np.uint8), np.ones((8, 2), dtype), zeros, out)
         else:
             raise ValueError(f"{kind!r} is no kind of kernel; the usual ones are {', '.join(USUAL_KINDS)}")
         _stamp(kind).touch()
 
 
-def _inputs(height: int, run: int) -> tuple[np.ndarray, ...]:
-    """Numbers, scales and totals of quantised inputs, and room for their product."""
-    numbers, scales = np.zeros((height, INPUT_GROUP), np.int8), np.zeros((height, 1), np.float32)
-    totals = np.zeros((height, INPUT_GROUP // run), np.int32)
-    quantise(np.zeros((height, INPUT_GROUP), np.uint16), numbers, scales, totals)
-    return numbers, scales, totals, np.zeros((height, 8), np.float32)
-
-
-def _compile_rows(head_dim: int) -> None:
-    """What is between the products."""
-    rows, bias, none = np.zeros((8, 64), np.uint16), np.zeros(64, np.uint16), np.empty(0, np.uint16)
-    norms, turns = np.zeros((2, head_dim), np.uint16), np.zeros((8, head_dim), np.uint16)
-    heads, cache = np.zeros((8, 2, head_dim), np.uint16), np.zeros((2, 1, 16, head_dim), np.uint16)
-    numbers, tables = np.zeros(8, np.int64), np.zeros((8, 1), np.int64)
-    rms_norm(rows, bias, 1e-6, rows)
-    add_(rows, np.zeros((8, 64), np.float32), bias)
-    gate(np.zeros((8, 128), np.float32), none, SILU, rows)
-    product = np.zeros((8, 4 * head_dim), np.float32)
-    place_heads(product, none, norms, 1e-6, turns, turns, numbers, cache, heads)
-    attention(head_dim)(heads, cache, tables, numbers, numbers + 1, 16, 1.0, heads)
+def _compile_step(height: int, head_dim: int) -> None:
+    """Through no layers at all, and through a head without columns."""
+    team, records = new_team(), np.zeros((0, LAYER_FIELDS), np.int64)
+    x, numbers = np.zeros((1, 64), np.uint16), np.zeros(1, np.int64)
+    turns, where = np.zeros((1, head_dim), np.uint16), np.zeros((1, 1), np.int64)
+    caches, queries = (
+        np.zeros((0, 2, 1, 16, head_dim), np.uint16),
+        np.zeros((MAX_ROWS, 1, head_dim), np.uint16),
+    )
+    layers_kernel(height, head_dim)(
+        team,
+        1,
+        records,
+        x,
+        (turns, turns),
+        (numbers, where),
+        where,
+        numbers,
+        caches,
+        16,
+        queries,
+        1e-6,
+        1.0,
+        0,
+    )
+    room, record = np.zeros((MAX_ROWS, 64), np.uint16), np.zeros(PROJECTION_FIELDS, np.int64)
+    record[NUM_IN], record[INPUT], record[OUT] = 64, room.ctypes.data, room.ctypes.data
+    head_kernel(height)(team, 1, record, x.ctypes.data, x, 1e-6)
 
 
 def _stamp(kind: str) -> Path:
     """The file that says that this was compiled here."""
-    sources = [
-        Path(__file__).with_name(f"{name}.py").stat()
-        for name in ("vectors", "products", "rows", "attention", "expand")
-    ]
+    here = Path(__file__).parent
+    sources = [(here / f"{name}.py").stat() for name in SOURCES]
     what = (
         kind,
         numba.__version__,
@@ -114,7 +110,7 @@ def _stamp(kind: str) -> Path:
         [(source.st_mtime_ns, source.st_size) for source in sources],
     )
     digest = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
-    return Path(rms_norm.stats.cache_path) / f"teneral-{kind.replace(':', '-')}-{digest}"
+    return Path(expand_int8.stats.cache_path) / f"teneral-{kind.replace(':', '-')}-{digest}"
 
 
 def main() -> None:

@@ -9,9 +9,11 @@ Not for several threads: one step at a time, as everywhere with a model.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numba
@@ -20,20 +22,27 @@ import torch
 
 from ..engine.batch import SequenceSpan, StepBatch
 from ..kv.storage import KVStorage
-from ..models.norm import RMSNorm
-from .attention import attention
-from .compile import kind_of_heads
-from .projection import MAX_ROWS, CompiledProjection, NotCompiledError, Scratch, bits, expander, padded
-from .rows import ACTIVATIONS, add_, gate, place_heads, rms_norm
+from . import records
+from .compile import kind_of_heads, kind_of_weights
+from .projection import CompiledProjection, NotCompiledError, Scratch, bits, expander
+from .records import LAYER_FIELDS, MAX_ROWS, PROJECTION_FIELDS
+from .rows import ACTIVATIONS
+from .step import MAX_HEIGHT, head_kernel, layers_kernel, padded
+from .team import new_team
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder, DecoderLayer
+    from ..models.quantized import QuantizedLinear
 
-NUM_TRIALS = 20
+NUM_TRIALS = 10
+LAYERS_A_TRIAL = 4
 SIZES = (1, 2, 4, 8, 16, 32)  # numbers of rows at which torch and these kernels are compared
+MAX_ALONE = 3  # steps in which the threads did not come together, before torch computes everything again
 
 # Where there is no OpenMP, numba's own pool of threads ends the process when two threads come to it at once.
 _pool = threading.Lock()
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["SIZES", "DecoderKernels", "NotCompiledError"]
 
@@ -48,21 +57,33 @@ class DecoderKernels:
         self._num_threads = min(num_threads or numba.config.NUMBA_NUM_THREADS, numba.config.NUMBA_NUM_THREADS)
         if decoder.dtype is not torch.bfloat16 or decoder.embeddings.device.type != "cpu":
             raise NotCompiledError(f"kernels compute in bf16 on a CPU, and this model in {decoder.dtype}")
+        self._decoder, config = decoder, decoder.config
+        if config.activation not in ACTIVATIONS:
+            raise NotCompiledError(f"there is no kernel for the activation {config.activation}")
         self._scratch = Scratch()
-        self._decoder = decoder
+        self._team = new_team()
+        self._num_alone = 0
+        num_in = config.num_heads * config.head_dim
+        self._normed = self._scratch.rows(config.hidden_size, "normed")
+        self._queries = self._scratch.rows(num_in, "queries").reshape(MAX_ROWS, config.num_heads, -1)
         self._layers = [CompiledLayer(layer, decoder, self._scratch) for layer in decoder.layers]
-        self._norm = CompiledNorm(decoder.norm)
-        try:
-            self._head: CompiledProjection | None = CompiledProjection(decoder.head, self._scratch)
-        except NotCompiledError:  # it alone may be stored in another dtype, and computed in it
-            self._head = None
-        self._normed = self._scratch.rows(decoder.config.hidden_size, "normed")
+        self._windows = sorted({layer.window for layer in self._layers}, key=lambda window: window or 0)
+        for layer in self._layers:
+            layer.record[records.WINDOW] = self._windows.index(layer.window)
+        self._records = np.stack([layer.record for layer in self._layers])
+        self._norm = bits(_in_bf16(decoder.norm.weight))
+        self._head: CompiledProjection | None = None
+        with contextlib.suppress(
+            NotCompiledError
+        ):  # it alone may be stored in another dtype, and computed in it
+            self._head = CompiledProjection(decoder.head, self._normed, self._scratch)
         self._used_for: set[int] = set()  # numbers of rows
 
     @property
     def kinds(self) -> set[str]:
         """What is compiled for it, as `compile.py` names it."""
-        return self._scratch.kinds | {kind_of_heads(self._decoder.config.head_dim)}
+        weights = {kind_of_weights(part.bits) for part in self._quantised()}
+        return {*weights, kind_of_heads(self._decoder.config.head_dim)}
 
     def measure(self, num_rows: int) -> tuple[float, float]:
         """Compile for so many rows (one of SIZES) and compare: seconds of (these kernels, torch) for one layer.
@@ -80,16 +101,22 @@ class DecoderKernels:
         step = decoder.plan(batch, kv)
         own = self.begin(batch, kv, step.cos, step.sin)
         if self._head is not None:
-            self._head(self._normed, padded(num_rows))
-        own.layer(0, x.clone())
+            self._compute_head(bits(x))
+        own.layers(0, 1, x.clone())
+
+        def in_torch(first: int, end: int, x: torch.Tensor) -> None:
+            for layer in decoder.layers[first:end]:
+                x = layer(x, step)
+
         times_s = []
-        for compute in (own.layer, lambda index, x: decoder.layers[index].compute(x, step)):
+        num_layers = min(LAYERS_A_TRIAL, len(self._layers))
+        for compute in (own.layers, in_torch):
             best_s = float("inf")
             for trial in range(NUM_TRIALS):
-                rows = x.clone()
+                rows, first = x.clone(), trial * num_layers % (len(self._layers) - num_layers + 1)
                 start_s = time.perf_counter()
-                compute(trial % len(self._layers), rows)
-                best_s = min(best_s, time.perf_counter() - start_s)
+                compute(first, first + num_layers, rows)
+                best_s = min(best_s, (time.perf_counter() - start_s) / num_layers)
             times_s.append(best_s)
         kernels_s, torch_s = times_s
         if kernels_s < torch_s:
@@ -106,10 +133,7 @@ class DecoderKernels:
 
     def install(self) -> None:
         """Have the decoder use them from now on, wherever they are faster."""
-        projections = [each for layer in self._layers for each in layer.projections]
-        if self._head is not None:
-            projections.append(self._head)
-        for part in [part for projection in projections for part in projection.quantised]:
+        for part in self._quantised():
             part.expand = expander(part, self._scratch)
         self._decoder.kernels = self
 
@@ -125,12 +149,34 @@ class DecoderKernels:
         """(R, vocab_size) fp32 of final hidden states (R, hidden_size); None where torch is to compute them."""
         if self._head is None or len(x) not in self._used_for:
             return None
-        num_rows = len(x)
+        self._compute_head(bits(x.contiguous()))
+        # A new tensor, rounded as torch's product is: among equal logits both then take the same token.
+        return torch.from_numpy(self._head.out[: len(x)]).to(torch.bfloat16).float()
+
+    def _compute_head(self, x: np.ndarray) -> None:
+        assert self._head is not None
+        kernel = head_kernel(min(padded(len(x)), MAX_HEIGHT))
+        norm, eps = self._norm.ctypes.data, self._decoder.config.norm_eps
+        record = self._head.record
+        self.run(lambda team, size: kernel(team, size, record, norm, x, eps))
+
+    def run(self, kernel: Callable[[np.ndarray, int], bool]) -> None:
+        """Call a kernel with the team and its size: all threads, or, where they do not come together, this one."""
         with _pool:
-            self._norm(bits(x.contiguous()), self._normed)
-            product = self._head(self._normed, padded(num_rows))[:num_rows]
-            # A new tensor, rounded as torch's product is: among equal logits both then take the same token.
-            return torch.from_numpy(product).to(torch.bfloat16).float()
+            numba.set_num_threads(self._num_threads)  # of what this thread starts
+            if kernel(self._team, self._num_threads):
+                return
+            self._num_alone += 1
+            if self._num_alone == MAX_ALONE:
+                logger.warning("of %d threads some never came; torch computes from now on", self._num_threads)
+                self._used_for.clear()
+            kernel(self._team, 1)
+
+    def _quantised(self) -> list[QuantizedLinear]:
+        projections = [each for layer in self._layers for each in layer.projections]
+        if self._head is not None:
+            projections.append(self._head)
+        return [part for projection in projections for part in projection.quantised]
 
 
 class CompiledStep:
@@ -144,100 +190,60 @@ class CompiledStep:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
-        num_rows = len(batch.tokens)
-        numba.set_num_threads(kernels._num_threads)  # of what this thread starts
-        self._layers = kernels._layers
-        self._height = padded(num_rows)
+        num_rows, config = len(batch.tokens), kernels._decoder.config
+        self._kernels = kernels
+        self._compute = layers_kernel(min(padded(num_rows), MAX_HEIGHT), config.head_dim)
         self._block_size = kv.block_size
-        self._caches = kv.data
-        self._cos, self._sin = bits(cos.squeeze(1)), bits(sin.squeeze(1))
-        self._slots = batch.slots.numpy()
+        self._caches = bits(kv.data)
+        self._turns = bits(cos.squeeze(1)), bits(sin.squeeze(1))
         self._ends = batch.positions.numpy() + 1
-        self._tables = np.zeros((num_rows, max(len(span.blocks) for span in batch.spans)), np.int64)
+        blocks = np.zeros((num_rows, max(len(span.blocks) for span in batch.spans)), np.int64)
         for span in batch.spans:
-            self._tables[span.start : span.start + span.length, : len(span.blocks)] = span.blocks
-        self._firsts = {
-            window: np.zeros_like(self._ends) if window is None else np.maximum(self._ends - window, 0)
-            for window in {layer.window for layer in kernels._layers}
-        }
+            blocks[span.start : span.start + span.length, : len(span.blocks)] = span.blocks
+        self._where = batch.slots.numpy(), blocks
+        windows = [
+            self._ends if window is None else np.minimum(self._ends, window) for window in kernels._windows
+        ]
+        self._firsts = self._ends - np.stack(windows)
+        self._numbers = config.norm_eps, config.head_dim**-0.5, ACTIVATIONS[config.activation]
 
-    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """x (T, hidden_size) through this layer, in place."""
-        with _pool:
-            self._compute(self._layers[index], bits(x), bits(self._caches[index]))
-        return x
-
-    def _compute(self, layer: CompiledLayer, rows: np.ndarray, keys_values: np.ndarray) -> None:
-        num_rows = len(rows)
-        normed, queries, attended, inner = layer.rooms
-        layer.attention_norm(rows, normed)
-        product = layer.qkv(normed, self._height)
-        layer.place(product, (self._cos, self._sin, self._slots), keys_values, queries[:num_rows])
-        layer.attend(
-            queries[:num_rows],
-            keys_values,
-            self._tables,
-            self._firsts[layer.window],
-            self._ends,
-            self._block_size,
-            layer.scale,
-            attended[:num_rows],
+    def layers(self, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
+        """x (T, hidden_size) through the layers [first, end), in place."""
+        kernels, rows = self._kernels, bits(x)
+        records, caches = kernels._records[first:end], self._caches[first:end]
+        fixed = self._firsts, self._ends, caches, self._block_size, kernels._queries, *self._numbers
+        kernels.run(
+            lambda team, size: self._compute(team, size, records, rows, self._turns, self._where, *fixed)
         )
-        flat = attended.reshape(MAX_ROWS, -1)
-        add_(rows, layer.output(flat, self._height), layer.output.bias)
-        layer.mlp_norm(rows, normed)
-        gate(layer.gate_up(normed, self._height), layer.gate_up.bias, layer.activation, inner[:num_rows])
-        add_(rows, layer.down(inner, self._height), layer.down.bias)
-
-
-class CompiledNorm:
-    __slots__ = ("_eps", "_weight")
-
-    def __init__(self, norm: RMSNorm) -> None:
-        self._weight, self._eps = bits(_in_bf16(norm.weight)), norm.eps
-
-    def __call__(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """rows (T, size) → the first T of out."""
-        rms_norm(rows, self._weight, self._eps, out[: len(rows)])
+        return x
 
 
 class CompiledLayer:
-    """A layer's kernels, and the arrays that they are called with."""
+    """A layer's record, and what it points to."""
 
     def __init__(self, layer: DecoderLayer, decoder: Decoder, scratch: Scratch) -> None:
-        config, attention_, mlp = decoder.config, layer.attention, layer.mlp
-        if config.activation not in ACTIVATIONS:
-            raise NotCompiledError(f"there is no kernel for the activation {config.activation}")
-        self.attention_norm, self.mlp_norm = CompiledNorm(layer.attention_norm), CompiledNorm(layer.mlp_norm)
-        self.qkv = CompiledProjection(attention_.qkv, scratch)
-        self.output = CompiledProjection(attention_.output, scratch)
-        self.gate_up, self.down = (
-            CompiledProjection(mlp.gate_up, scratch),
-            CompiledProjection(mlp.down, scratch),
+        config, attention, mlp = decoder.config, layer.attention, layer.mlp
+        normed = scratch.rows(config.hidden_size, "normed")
+        attended = scratch.rows(config.num_heads * config.head_dim, "attended")
+        inner = scratch.rows(config.intermediate_size, "inner")
+        self.projections = (
+            CompiledProjection(attention.qkv, normed, scratch),
+            CompiledProjection(attention.output, attended, scratch),
+            CompiledProjection(mlp.gate_up, normed, scratch),
+            CompiledProjection(mlp.down, inner, scratch),
         )
-        self.projections = (self.qkv, self.output, self.gate_up, self.down)
-        self.activation = ACTIVATIONS[config.activation]
-        self.window, self.scale = attention_.window, attention_.scale
-        self.attend = attention(config.head_dim)
-        norms = attention_.head_norm
-        self._norms = np.empty((0, 0), np.uint16)
-        if norms is not None:
-            self._norms = np.stack([bits(_in_bf16(each)) for each in (norms.query_weight, norms.key_weight)])
-        self._eps = config.norm_eps
-        heads = (MAX_ROWS, config.num_heads, config.head_dim)
-        num_in = config.num_heads * config.head_dim
-        self.rooms = (
-            scratch.rows(config.hidden_size, "normed"),
-            scratch.rows(num_in, "queries").reshape(heads),
-            scratch.rows(num_in, "attended").reshape(heads),
-            scratch.rows(config.intermediate_size, "inner"),
-        )
-
-    def place(
-        self, product: np.ndarray, where: tuple[np.ndarray, ...], keys_values: np.ndarray, queries: np.ndarray
-    ) -> None:
-        """Queries, keys and values out of their product, to where they belong."""
-        place_heads(product, self.qkv.bias, self._norms, self._eps, *where, keys_values, queries)
+        self.window = attention.window
+        self.record = np.zeros(LAYER_FIELDS, np.int64)
+        places = (records.QKV, records.OUTPUT, records.GATE_UP, records.DOWN)
+        for place, projection in zip(places, self.projections, strict=True):
+            self.record[place : place + PROJECTION_FIELDS] = projection.record
+        norms = {records.ATTENTION_NORM: layer.attention_norm.weight, records.MLP_NORM: layer.mlp_norm.weight}
+        self._held = {place: bits(_in_bf16(weight)) for place, weight in norms.items()}
+        if attention.head_norm is not None:
+            both = attention.head_norm.query_weight, attention.head_norm.key_weight
+            self._held[records.HEAD_NORMS] = np.stack([bits(_in_bf16(each)) for each in both])
+        for place, array in self._held.items():
+            self.record[place] = array.ctypes.data
 
 
 def _in_bf16(vector: torch.Tensor) -> torch.Tensor:

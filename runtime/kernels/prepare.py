@@ -7,13 +7,14 @@ made it goes on doing so.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,15 +24,19 @@ if TYPE_CHECKING:
     from ..models.decoder import Decoder
 
 MAX_COMPILE_S = 300.0
+POLL_S = 0.1
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_kernels(decoder: Decoder, *, num_threads: int, timeline: Timeline) -> bool:
+def prepare_kernels(
+    decoder: Decoder, *, num_threads: int, timeline: Timeline, ended: threading.Event | None = None
+) -> bool:
     """Gives the decoder its kernels. False, and a word on the timeline, when it goes on without them.
 
-    Blocks for as long as compiling takes; the weights must be exact.
+    Blocks for as long as compiling takes, which `ended` cuts short; the weights must be exact.
     """
+    ended = ended or threading.Event()
     with timeline.span("process", "compile kernels") as said:
         _keep_somewhere()
         try:
@@ -42,7 +47,10 @@ def prepare_kernels(decoder: Decoder, *, num_threads: int, timeline: Timeline) -
             return False
         try:
             kernels = DecoderKernels(decoder, num_threads=num_threads)
-            _compile_elsewhere(missing(kernels.kinds))
+            _compile_elsewhere(missing(kernels.kinds), ended)
+            if ended.is_set():
+                said["outcome"] = "the model was closed before"
+                return False
             for num_rows in SIZES:
                 kernels_s, torch_s = kernels.measure(num_rows)
                 said[f"{num_rows} rows, ms a layer"] = f"{kernels_s * 1e3:.2f}, torch {torch_s * 1e3:.2f}"
@@ -58,19 +66,16 @@ def prepare_kernels(decoder: Decoder, *, num_threads: int, timeline: Timeline) -
         return True
 
 
-def _compile_elsewhere(kinds: list[str]) -> None:
+def _compile_elsewhere(kinds: list[str], ended: threading.Event) -> None:
     """In a process of its own, for compiling holds Python up; what fails there fails here, too, and is told then."""
     if kinds:
         command = [sys.executable, "-m", "teneral.runtime.kernels.compile", *kinds]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=MAX_COMPILE_S,
-                check=False,
-            )
+        none, give_up_s = subprocess.DEVNULL, time.monotonic() + MAX_COMPILE_S
+        with subprocess.Popen(command, stdin=none, stdout=none, stderr=none) as process:
+            while process.poll() is None:
+                if ended.wait(POLL_S) or time.monotonic() > give_up_s:
+                    process.kill()
+                    break
 
 
 def _keep_somewhere() -> None:

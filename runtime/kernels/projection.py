@@ -1,10 +1,9 @@
-"""One projection of a layer for a few rows: its tensors as arrays, and the kernels that multiply with them."""
+"""One projection of a layer for a few rows: its tensors, and the room that it computes in, as a record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,21 +11,14 @@ import torch
 from ..models.converted import ConvertedLinear
 from ..models.linear import Linear, Projection, SideBySide
 from ..models.quantized import QuantizedLinear
-from .compile import kind_of_int4, kind_of_int8
+from . import records
 from .expand import expand_int4, expand_int8
-from .products import HEIGHTS, INPUT_GROUP, MAX_HEIGHT, bf16_product, int4_product, int8_product
-from .rows import quantise
+from .products import INPUT_GROUP
+from .records import MAX_PARTS, MAX_ROWS, PART_FIELDS, PROJECTION_FIELDS
 from .vectors import RUN
 
 BF16_RUN = 32
-MAX_ROWS = 32  # beyond, torch's products of whole matrices are the faster ones
-
-
-def padded(num_rows: int) -> int:
-    """How many rows are computed for so many, up to MAX_ROWS: as many as a kernel takes, or as several of them do."""
-    if num_rows > MAX_HEIGHT:
-        return -(-num_rows // MAX_HEIGHT) * MAX_HEIGHT
-    return next(height for height in HEIGHTS if height >= num_rows)
+CACHE_LINE_BYTES = 64
 
 
 class NotCompiledError(Exception):
@@ -40,6 +32,14 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def _room(width: int, dtype: type[np.generic]) -> np.ndarray:
+    """(MAX_ROWS, width) zeros that begin where a cache line does: a vector that lies in two of them takes two loads."""
+    size = MAX_ROWS * width
+    memory = np.zeros(size + CACHE_LINE_BYTES, dtype)
+    first = -memory.ctypes.data % CACHE_LINE_BYTES // memory.itemsize
+    return memory[first : first + size].reshape(MAX_ROWS, width)
+
+
 @dataclass(slots=True)
 class QuantisedInputs:
     """Room for the inputs of quantised weights, K numbers a row."""
@@ -51,9 +51,7 @@ class QuantisedInputs:
     @classmethod
     def empty(cls, num_in: int, run: int) -> QuantisedInputs:
         return cls(
-            np.zeros((MAX_ROWS, num_in), np.int8),
-            np.zeros((MAX_ROWS, num_in // INPUT_GROUP), np.float32),
-            np.zeros((MAX_ROWS, num_in // run), np.int32),
+            _room(num_in, np.int8), _room(num_in // INPUT_GROUP, np.float32), _room(num_in // run, np.int32)
         )
 
 
@@ -61,7 +59,6 @@ class QuantisedInputs:
 class Scratch:
     """Memory that all layers share, since one computes at a time; by the sizes that they ask for."""
 
-    kinds: set[str] = field(default_factory=set)  # of the products that they use, as `compile.py` names them
     _inputs: dict[tuple[int, int], QuantisedInputs] = field(default_factory=dict)
     _products: dict[int, np.ndarray] = field(default_factory=dict)
     _rows: dict[tuple[int, str], np.ndarray] = field(default_factory=dict)
@@ -82,47 +79,88 @@ class Scratch:
     def product(self, num_out: int) -> np.ndarray:
         """(MAX_ROWS, num_out) float32."""
         if num_out not in self._products:
-            self._products[num_out] = np.zeros((MAX_ROWS, num_out), np.float32)
+            self._products[num_out] = _room(num_out, np.float32)
         return self._products[num_out]
 
     def rows(self, width: int, purpose: str) -> np.ndarray:
         """(MAX_ROWS, width) uint16, not shared with another purpose."""
         if (width, purpose) not in self._rows:
-            self._rows[width, purpose] = np.zeros((MAX_ROWS, width), np.uint16)
+            self._rows[width, purpose] = _room(width, np.uint16)
         return self._rows[width, purpose]
 
 
 class CompiledProjection:
-    """x (T, K) bf16 → x @ w.T in float32, without the bias, which whoever takes the product adds: `bias`."""
+    """x (T, K) bf16 → x @ w.T in float32, without the bias, which whoever takes the product adds: its record."""
 
-    __slots__ = ("_out", "_parts", "bias", "num_out", "quantised")
+    __slots__ = ("_held", "out", "quantised", "record")
 
-    def __init__(self, projection: Projection, scratch: Scratch) -> None:
-        """Raises NotCompiledError when there is no kernel for such weights."""
+    def __init__(self, projection: Projection, inputs: np.ndarray, scratch: Scratch) -> None:
+        """`inputs` (MAX_ROWS, K) uint16 is where x will be. Raises NotCompiledError when there is no kernel for such
+        weights.
+        """
         parts = _parts_of(projection)
-        self._parts: list[tuple[_Bf16Part | _Int8Part | _Int4Part, int]] = []
+        if len(parts) > MAX_PARTS:
+            raise NotCompiledError(f"there is no kernel for {len(parts)} matrices side by side")
         self.quantised = [part for part in parts if isinstance(part, QuantizedLinear)]
-        first = 0
-        for part in parts:
-            self._parts.append((_compile(part, scratch), first))
-            first += len(part.weight)
-        self.num_out = first
-        self._out = scratch.product(first)
+        self.record = np.zeros(PROJECTION_FIELDS, np.int64)
+        self._held: list[np.ndarray] = [inputs]  # what the record points to
+        record, num_out = self.record, 0
+        for number, part in enumerate(parts):
+            begin = records.FIRST_PART + number * PART_FIELDS
+            record[begin : begin + PART_FIELDS] = self._part(part, num_out)
+            num_out += len(part.weight)
+        self.out = scratch.product(
+            num_out
+        )  # (MAX_ROWS, num_out) float32, until somebody else computes as many
+        record[records.NUM_PARTS], record[records.NUM_OUT] = len(parts), num_out
+        record[records.NUM_IN] = num_in = inputs.shape[1]
+        record[records.INPUT], record[records.OUT] = self._hold(inputs), self._hold(self.out)
         biases = [bits(part.bias.to(torch.bfloat16)) for part in parts if part.bias is not None]
         if biases and len(biases) < len(parts):
             raise NotCompiledError("there is no kernel for a bias that only some of the joined matrices have")
-        self.bias = np.concatenate(biases) if biases else np.empty(0, np.uint16)
+        if biases:
+            record[records.BIAS] = self._hold(np.concatenate(biases))
+        self._make_room(scratch, num_in)
 
-    def __call__(self, x: np.ndarray, num_rows: int) -> np.ndarray:
-        """x (MAX_ROWS, K) uint16; (num_rows, num_out) float32, valid until somebody else asks for that many columns.
-        `num_rows` is `padded`; what the rows beyond one's own hold does not matter.
-        """
-        out = self._out[:num_rows]
-        height = min(num_rows, MAX_HEIGHT)
-        for row in range(0, num_rows, height):
-            for part, first in self._parts:
-                part(x[row : row + height], out[row : row + height], first)
-        return out
+    def _make_room(self, scratch: Scratch, num_in: int) -> None:
+        """For quantised inputs, where one of the parts has quantised weights: of one kind, then."""
+        runs = {RUN if part.bits == 4 else INPUT_GROUP for part in self.quantised}
+        if len(runs) > 1:
+            raise NotCompiledError("there is no kernel for int8 and int4 side by side")
+        for run in runs:
+            room = scratch.inputs(num_in, run)
+            self.record[records.RUN_SIZE] = run
+            for place, array in (
+                (records.NUMBERS, room.numbers),
+                (records.SCALES, room.scales),
+                (records.TOTALS, room.totals),
+            ):
+                self.record[place] = self._hold(array)
+
+    def _part(self, part: Linear | QuantizedLinear, first: int) -> list[int]:
+        """The fields of a part, in their order."""
+        rows = len(part.weight)
+        weight = self._hold(bits(part.weight))
+        if isinstance(part, Linear):
+            if part.weight.dtype is torch.bfloat16 and part.weight.shape[1] % BF16_RUN == 0:
+                return [records.BF16, first, rows, weight, 0, 0, 0, 0]
+        elif part.num_in % INPUT_GROUP == 0:
+            scale = bits(part.scale)
+            big = int(scale.dtype == np.float32)
+            if part.bits == 8 and part.zero is None and part.scale.shape[1] == 1:
+                return [records.INT8, first, rows, weight, self._hold(scale), 0, big, 0]
+            runs_a_group = part.group_size // RUN
+            if part.bits == 4 and part.group_size % RUN == 0 and runs_a_group.bit_count() == 1:
+                zero = 0 if part.zero is None else self._hold(bits(part.zero))
+                shift = runs_a_group.bit_length() - 1
+                return [records.INT4, first, rows, weight, self._hold(scale), zero, big, shift]
+        raise NotCompiledError(f"there is no kernel for {type(part).__name__} of {part.weight.dtype}")
+
+    def _hold(self, array: np.ndarray) -> int:
+        """The array's address, good for as long as this is there."""
+        assert array.flags.c_contiguous
+        self._held.append(array)
+        return array.ctypes.data
 
 
 def _parts_of(projection: Projection) -> Sequence[Linear | QuantizedLinear]:
@@ -139,62 +177,6 @@ def _parts_of(projection: Projection) -> Sequence[Linear | QuantizedLinear]:
     raise NotCompiledError(f"there is no kernel for {type(projection).__name__}")
 
 
-def _compile(part: Any, scratch: Scratch) -> _Bf16Part | _Int8Part | _Int4Part:
-    if (
-        isinstance(part, Linear)
-        and part.weight.dtype is torch.bfloat16
-        and part.weight.shape[1] % BF16_RUN == 0
-    ):
-        scratch.kinds.add("bf16")
-        return _Bf16Part(bits(part.weight))
-    if isinstance(part, QuantizedLinear) and part.num_in % INPUT_GROUP == 0:
-        if part.bits == 8 and part.zero is None and part.scale.shape[1] == 1:
-            return _Int8Part(part, scratch)
-        if part.bits == 4 and part.group_size % RUN == 0:
-            return _Int4Part(part, scratch)
-    raise NotCompiledError(f"there is no kernel for {type(part).__name__} of {part.weight.dtype}")
-
-
-@dataclass(slots=True)
-class _Bf16Part:
-    weight: np.ndarray
-
-    def __call__(self, x: np.ndarray, out: np.ndarray, first: int) -> None:
-        bf16_product(len(x))(self.weight, x, out, first)
-
-
-class _Int8Part:
-    __slots__ = ("_inputs", "_scale", "_weight")
-
-    def __init__(self, part: QuantizedLinear, scratch: Scratch) -> None:
-        self._weight, self._scale = bits(part.weight), bits(part.scale)
-        self._inputs = scratch.inputs(part.num_in, INPUT_GROUP)
-        scratch.kinds.add(kind_of_int8(self._scale.dtype))
-
-    def __call__(self, x: np.ndarray, out: np.ndarray, first: int) -> None:
-        inputs = _quantised(x, self._inputs)
-        int8_product(len(x))(self._weight, self._scale, *inputs, out, first)
-
-
-class _Int4Part:
-    __slots__ = ("_has_zeros", "_inputs", "_runs_a_group", "_scale", "_weight", "_zero")
-
-    def __init__(self, part: QuantizedLinear, scratch: Scratch) -> None:
-        self._weight, self._scale = bits(part.weight), bits(part.scale)
-        self._has_zeros = part.zero is not None
-        self._zero = bits(part.zero) if part.zero is not None else np.empty((0, 0), np.uint8)
-        self._runs_a_group = part.group_size // RUN
-        self._inputs = scratch.inputs(part.num_in, RUN)
-        scratch.kinds.add(
-            kind_of_int4(self._runs_a_group, has_zeros=self._has_zeros, scales=self._scale.dtype)
-        )
-
-    def __call__(self, x: np.ndarray, out: np.ndarray, first: int) -> None:
-        inputs = _quantised(x, self._inputs)
-        product = int4_product(len(x), self._runs_a_group, has_zeros=self._has_zeros)
-        product(self._weight, self._scale, self._zero, *inputs, out, first)
-
-
 def expander(part: QuantizedLinear, scratch: Scratch) -> Callable[[int, int], torch.Tensor]:
     """For `QuantizedLinear.expand`: rows of its weights as bf16, in memory that all of them share."""
     weight, scale = bits(part.weight), bits(part.scale)
@@ -209,10 +191,3 @@ def expander(part: QuantizedLinear, scratch: Scratch) -> Callable[[int, int], to
         return out
 
     return expand
-
-
-def _quantised(x: np.ndarray, room: QuantisedInputs) -> Sequence[np.ndarray]:
-    num_rows = len(x)
-    inputs = room.numbers[:num_rows], room.scales[:num_rows], room.totals[:num_rows]
-    quantise(x, *inputs)
-    return inputs

@@ -67,10 +67,10 @@ def _with_bias(number: Any, bias: Any, place: int) -> Any:
 
 
 @numba.njit(**_COMPILED)
-def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
-    """x and out (T, size) uint16, weight (size,) uint16 or float32."""
+def rms_norm(x: Any, weight: Any, eps: float, out: Any, begin: int, end: int) -> None:
+    """Rows [begin, end) of x (T, size) uint16 → out (T or more, size) uint16; weight (size,) uint16 or float32."""
     size = x.shape[1]
-    for row in range(x.shape[0]):
+    for row in range(begin, end):
         squares = F0
         for i in range(size):
             value = widened(x[row, i])
@@ -82,21 +82,22 @@ def rms_norm(x: Any, weight: Any, eps: float, out: Any) -> None:
 
 
 @numba.njit(**_COMPILED)
-def add_(x: Any, product: Any, bias: Any) -> None:
-    """x (T, size) uint16, in place: plus the product (T or more, size) float32, plus its bias."""
+def add_(x: Any, product: Any, bias: Any, begin: int, end: int) -> None:
+    """Columns [begin, end) of x (T, size) uint16, in place: plus a product (T or more, size) float32, plus its bias."""
     for row in range(x.shape[0]):
-        for i in range(x.shape[1]):
+        for i in range(begin, end):
             x[row, i] = narrowed(widened(x[row, i]) + _with_bias(product[row, i], bias, i))
 
 
 @numba.njit(**_COMPILED)
-def quantise(x: Any, numbers: Any, scales: Any, totals: Any) -> None:
-    """x (T, K) uint16 → numbers (T, K) int8 that are to be multiplied with scales (T, groups) float32; and what each
-    run of them adds up to, totals (T, runs) int32.
+def quantise(x: Any, numbers: Any, scales: Any, totals: Any, begin: int, end: int) -> None:
+    """Groups [begin, end) of x (T, K) uint16 → numbers (T, K) int8 that are to be multiplied with scales (T, groups)
+    float32; and what each run of them adds up to, totals (T, runs) int32. A group has one or more runs.
     """
     group_size, run_size = x.shape[1] // scales.shape[1], x.shape[1] // totals.shape[1]
+    runs_a_group = group_size // run_size
     for row in range(x.shape[0]):
-        for group in range(scales.shape[1]):
+        for group in range(begin, end):
             # Slices: of an index into one the compiler knows that it is not negative.
             some = x[row, group * group_size : (group + 1) * group_size]
             quantised = numbers[row, group * group_size : (group + 1) * group_size]
@@ -107,7 +108,7 @@ def quantise(x: Any, numbers: Any, scales: Any, totals: Any) -> None:
             factor = np.float32(127.0) / largest if largest > F0 else F0
             for i in range(group_size):
                 quantised[i] = np.int8(np.int32(np.rint(widened(some[i]) * factor)))
-        for run in range(totals.shape[1]):
+        for run in range(begin * runs_a_group, end * runs_a_group):
             quantised = numbers[row, run * run_size : (run + 1) * run_size]
             total = np.int32(0)
             for i in range(run_size):
@@ -116,19 +117,22 @@ def quantise(x: Any, numbers: Any, scales: Any, totals: Any) -> None:
 
 
 @numba.njit(**_COMPILED)
-def gate(product: Any, bias: Any, kind: int, out: Any) -> None:
-    """activation(first half) * second half of each row of the product (T or more, 2 * size): out (T, size) uint16."""
+def gate(product: Any, bias: Any, kind: int, out: Any, begin: int, end: int) -> None:
+    """activation(first half) * second half of each row of the product (T or more, 2 * size): columns [begin, end) of
+    `out` (T, size) uint16.
+    """
     size = out.shape[1]
     for row in range(out.shape[0]):
-        gates, ups, result = product[row, :size], product[row, size:], out[row]
-        gate_bias, up_bias = bias[:size], bias[size:]
+        gates, ups = product[row, begin:end], product[row, size + begin : size + end]
+        gate_bias, up_bias = bias[begin:end], bias[size + begin : size + end]
+        result = out[row, begin:end]
         if kind == SILU:
-            for i in range(size):
+            for i in range(end - begin):
                 x = _with_bias(gates[i], gate_bias, i)
                 active = rounded(x / (F1 + exp(-x)))
                 result[i] = narrowed(active * _with_bias(ups[i], up_bias, i))
         else:
-            for i in range(size):
+            for i in range(end - begin):
                 active = rounded(_activated(_with_bias(gates[i], gate_bias, i), kind))
                 result[i] = narrowed(active * _with_bias(ups[i], up_bias, i))
 
@@ -153,10 +157,12 @@ def place_heads(
     slots: Any,
     keys_values: Any,
     queries: Any,
+    begin: int,
+    end: int,
 ) -> None:
-    """Heads out of the stacked product (T or more, all heads * head_dim) float32: turned queries into `queries` (T,
-    heads, head_dim) uint16; turned keys, and values, into `keys_values` (2, kv_heads, slots, head_dim) uint16 at
-    `slots` (T,).
+    """Heads [begin, end), counted through all rows, out of a stacked product (T or more, all heads * head_dim) float32:
+    turned queries into `queries` (T, heads, head_dim) uint16; turned keys, and values, into `keys_values` (2, kv_heads,
+    slots, head_dim) uint16 at `slots` (T,).
 
     `cos` and `sin` (T, rotary_dim) uint16 are `RopeTable.rows`; norms (2, head_dim) are the weights for queries and for
     keys, or have no elements.
@@ -164,25 +170,26 @@ def place_heads(
     num_heads, head_dim = queries.shape[1], queries.shape[2]
     num_kv_heads, rotary_dim = keys_values.shape[1], cos.shape[1]
     plain, head = np.empty(head_dim, np.float32), np.empty(head_dim, np.uint16)
-    for row in range(queries.shape[0]):
-        for number in range(num_heads + 2 * num_kv_heads):
+    heads_a_row = num_heads + 2 * num_kv_heads
+    for each in range(begin, end):
+        row, number = each // heads_a_row, each % heads_a_row
+        for i in range(head_dim):
+            plain[i] = _with_bias(product[row, number * head_dim + i], bias, number * head_dim + i)
+        kind = 0 if number < num_heads else 1 if number < num_heads + num_kv_heads else 2
+        if kind < 2:
+            if norms.size:
+                _norm_head_(plain, norms[kind], eps)
+            _turn(plain, cos[row], sin[row], head)
+            for i in range(rotary_dim, head_dim):
+                head[i] = narrowed(plain[i])
+        else:
             for i in range(head_dim):
-                plain[i] = _with_bias(product[row, number * head_dim + i], bias, number * head_dim + i)
-            kind = 0 if number < num_heads else 1 if number < num_heads + num_kv_heads else 2
-            if kind < 2:
-                if norms.size:
-                    _norm_head_(plain, norms[kind], eps)
-                _turn(plain, cos[row], sin[row], head)
-                for i in range(rotary_dim, head_dim):
-                    head[i] = narrowed(plain[i])
-            else:
-                for i in range(head_dim):
-                    head[i] = narrowed(plain[i])
-            if kind == 0:
-                queries[row, number] = head
-            else:
-                place = number - num_heads - (kind - 1) * num_kv_heads
-                keys_values[kind - 1, place, slots[row]] = head
+                head[i] = narrowed(plain[i])
+        if kind == 0:
+            queries[row, number] = head
+        else:
+            place = number - num_heads - (kind - 1) * num_kv_heads
+            keys_values[kind - 1, place, slots[row]] = head
 
 
 @numba.njit(**_COMPILED)

@@ -19,6 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from .sizes import Size
+
 NUM_LANES = 16  # of the sums: float32, or int32
 RUN = 64  # bytes of a vector of integers
 
@@ -145,6 +147,22 @@ def load_nibbles(typing: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
+def fetch_ahead(typing: Any, array: Any, offset: Any) -> Any:
+    """Have memory bring the cache line of this element, which may lie beyond the array's end."""
+
+    def generate(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
+        array, offset = args
+        data = ctx.make_array(sig.args[0])(ctx, builder, array).data
+        place = builder.bitcast(builder.gep(data, [offset]), ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, _lane(0), _lane(3), _lane(1)])
+        return ctx.get_dummy_value()
+
+    return types.none(array, types.intp), generate
+
+
+@intrinsic
 def biased(typing: Any, vector: Any) -> Any:
     """Bytes from -128 to 127, as those from 0 to 255 that are 128 more."""
 
@@ -220,10 +238,11 @@ def from_bits(typing: Any, bits: Any) -> Any:
 # -- computing -----------------------------------------------------------------------------------------------
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def no_sums(typing: Any, num_rows: Any) -> Any:
-    """Zeros for so many products, which must be a constant."""
-    kind = Sums(num_rows.literal_value)
+    """Zeros for so many products, a `Size`."""
+    assert isinstance(num_rows, Size)
+    kind = Sums(num_rows.value)
     return kind(num_rows), lambda ctx, builder, sig, args: ir.Constant(ctx.get_value_type(kind), None)
 
 
@@ -244,12 +263,12 @@ def add_bf16(typing: Any, sums: Any, weights: Any, inputs: Any, offset: Any) -> 
     return sums(sums, weights, inputs, types.intp), generate
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def counts_from(typing: Any, num_rows: Any, zero: Any, totals: Any, column: Any) -> Any:
-    """Counts for so many products (a constant) with weights that are all `zero` too high: what these add to the product
+    """Counts for so many products (a `Size`) with weights that are all `zero` too high: what these add to the product
     with inputs whose sums are in this column of `totals` (num_rows, …) int32.
     """
-    kind = Counts(num_rows.literal_value)
+    kind = Counts(num_rows.value)
 
     def generate(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
         _, zero, totals, column = args

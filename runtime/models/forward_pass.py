@@ -87,7 +87,6 @@ class ForwardPass:
             started_s = time.monotonic()
             name = self._run()
             self._report(stage - 1, name, started_s, time.monotonic())
-        self.stage += 1
 
     def joined(self, behind: ForwardPass) -> ForwardPass:
         """This pass and another one at the same stage, whose rows may depend on this one's, as one pass."""
@@ -117,19 +116,25 @@ class ForwardPass:
         return decoder.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else decoder.head_gate
 
     def _run(self) -> str:
-        decoder = self._decoder
-        if self.stage == 0:
+        """The next stage, or all layers that are left where compiled kernels compute them: their weights are there."""
+        decoder, stage = self._decoder, self.stage
+        self.stage += 1
+        if stage == 0:
             self._x = decoder.embeddings(self.batch.tokens)
             return "embed"
         assert self._x is not None
-        if self.stage <= decoder.num_layers:
-            layer = decoder.layers[self.stage - 1]
-            if self._step is None:
-                self._step = decoder.plan(self.batch, self._kv)
-            self._x = layer(self._x, self._step)
-            return layer.name
-        self._x = decoder.logits(self._x[self.batch.logit_rows])
-        return "head"
+        if stage > decoder.num_layers:
+            self._x = decoder.logits(self._x[self.batch.logit_rows])
+            return "head"
+        if self._step is None:
+            self._step = decoder.plan(self.batch, self._kv)
+        if self._step.compiled is not None:
+            self._x = self._step.compiled.layers(stage - 1, decoder.num_layers, self._x)
+            self.stage = decoder.num_layers + 1
+            return "layers"
+        layer = decoder.layers[stage - 1]
+        self._x = layer(self._x, self._step)
+        return layer.name
 
 
 def _ignore(index: int, name: str, start_s: float, end_s: float) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("numba", reason="kernels need the extra [cpu]")
 from teneral.loader.timeline import Timeline
 from teneral.runtime.kernels import prepare
 from teneral.runtime.kernels.compile import compile_kinds, missing
-from teneral.runtime.kernels.decoder import SIZES, DecoderKernels, NotCompiledError
+from teneral.runtime.kernels.decoder import MAX_ALONE, SIZES, DecoderKernels, NotCompiledError
 from teneral.runtime.kernels.prepare import prepare_kernels
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
@@ -155,3 +155,20 @@ def test_kernels_that_an_image_brings_are_copied_to_where_numba_may_write(tmp_pa
     assert own.parent == tmp_path
     assert (own / "kernels_1" / "bf16.nbc").read_bytes() == b"compiled"
     (own / "kernels_1" / "int8.nbc").write_bytes(b"more")
+
+
+def test_threads_that_do_not_come_together_leave_it_to_one_and_in_the_end_to_torch():
+    decoder, _ = decoders("qwen2")
+    kernels = with_kernels(decoder)
+    sizes: list[int] = []
+
+    def never_with_others(team: Any, size: int) -> bool:
+        sizes.append(size)
+        return size == 1
+
+    kernels._num_threads = 2
+    for number in range(MAX_ALONE):
+        assert kernels.is_used_for(1)
+        kernels.run(never_with_others)
+        assert sizes == [2, 1] * (number + 1)
+    assert not kernels.is_used_for(1)

@@ -11,8 +11,9 @@ pytest.importorskip("numba", reason="kernels need the extra [cpu]")
 
 from numba import njit
 
-from teneral.runtime.kernels.attention import attention
+from teneral.runtime.kernels.attention import attend
 from teneral.runtime.kernels.rows import ACTIVATIONS, add_, exp, gate, place_heads, rms_norm
+from teneral.runtime.kernels.sizes import size_of
 from teneral.runtime.kernels.vectors import narrowed
 from teneral.runtime.models.activations import activation
 from teneral.runtime.models.norm import HeadRMSNorm, RMSNorm
@@ -41,7 +42,9 @@ def test_a_norm_is_that_of_the_model(weight_dtype):
     x, weight = torch.randn(3, 200).bfloat16() * 5, torch.randn(200).to(weight_dtype)
     out = torch.empty_like(x)
 
-    rms_norm(bits(x), bits(weight) if weight_dtype is torch.bfloat16 else weight.numpy(), 1e-6, bits(out))
+    given = bits(weight) if weight_dtype is torch.bfloat16 else weight.numpy()
+    rms_norm(bits(x), given, 1e-6, bits(out), 0, 2)
+    rms_norm(bits(x), given, 1e-6, bits(out), 2, 3)
 
     same_but_for_neighbours(out, RMSNorm(weight, 1e-6)(x))
 
@@ -52,7 +55,8 @@ def test_a_gate_is_that_of_the_model(name, has_bias):
     product, bias = torch.randn(4, 2 * 300) * 4, torch.randn(2 * 300).bfloat16()
     out = torch.empty(3, 300, dtype=torch.bfloat16)
 
-    gate(product.numpy(), bits(bias) if has_bias else NONE, ACTIVATIONS[name], bits(out))
+    for begin, end in ((0, 130), (130, 300)):
+        gate(product.numpy(), bits(bias) if has_bias else NONE, ACTIVATIONS[name], bits(out), begin, end)
 
     gates, ups = (product[:3] + (bias.float() if has_bias else 0)).bfloat16().chunk(2, dim=-1)
     same_but_for_neighbours(out, activation(name)(gates) * ups, share=0.02)
@@ -62,7 +66,8 @@ def test_a_product_and_its_bias_are_added_as_torch_adds_them():
     x, product, bias = torch.randn(3, 100).bfloat16(), torch.randn(4, 100), torch.randn(100).bfloat16()
     expected = x + (product[:3] + bias.float()).bfloat16()
 
-    add_(bits(x), product.numpy(), bits(bias))
+    add_(bits(x), product.numpy(), bits(bias), 0, 33)
+    add_(bits(x), product.numpy(), bits(bias), 33, 100)
 
     assert torch.equal(x, expected)
 
@@ -79,9 +84,9 @@ def test_heads_are_normed_turned_and_put_where_they_belong(has_norms, rotary_dim
 
     given_norms = bits(norms) if has_norms else np.empty((0, 0), np.uint16)
     turns = bits(cos.squeeze(1)), bits(sin.squeeze(1))
-    place_heads(
-        product.numpy(), bits(bias), given_norms, 1e-6, *turns, slots.numpy(), bits(cache), bits(queries)
-    )
+    where = slots.numpy(), bits(cache), bits(queries)
+    for begin, end in ((0, 13), (13, 30)):
+        place_heads(product.numpy(), bits(bias), given_norms, 1e-6, *turns, *where, begin, end)
 
     heads = (product[:3] + bias.float()).bfloat16().view(3, 10, head_dim)
     turned = heads[:, : num_heads + num_kv_heads]
@@ -93,6 +98,11 @@ def test_heads_are_normed_turned_and_put_where_they_belong(has_norms, rotary_dim
     assert torch.equal(cache[1][:, slots], heads[:, num_heads + num_kv_heads :].transpose(0, 1))
     untouched = [slot for slot in range(20) if slot not in slots.tolist()]
     assert (cache[:, :, untouched] == 0).all()
+
+
+@njit
+def attend_64(queries, cache, tables, firsts, ends, block_size, scale, out, begin, end):
+    attend(size_of(64), queries, cache, tables, firsts, ends, block_size, scale, out, begin, end)
 
 
 def test_attention_sees_its_own_tokens_and_no_others():
@@ -110,7 +120,8 @@ def test_attention_sees_its_own_tokens_and_no_others():
         cache[:, :, each] = torch.randn(2, num_kv_heads, len(each), head_dim).bfloat16()
     out = torch.empty_like(queries)
 
-    attention(head_dim)(bits(queries), bits(cache), tables, firsts, ends, block_size, 0.125, bits(out))
+    for begin, end in ((0, 7), (7, 18)):
+        attend_64(bits(queries), bits(cache), tables, firsts, ends, block_size, 0.125, bits(out), begin, end)
 
     for row, each in enumerate(slots):
         keys, values = cache[:, :, each].float().repeat_interleave(num_heads // num_kv_heads, dim=1)

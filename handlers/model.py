@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 from ..runtime.engine.requests import FirstToken, GenerationRequest
 from ..runtime.errors import RequestError
@@ -105,25 +105,33 @@ class Model:
         """One vector a text: (N, dim) float32, the caller's own. Raises `ContextLengthError` for a text that
         is too long.
         """
-        refuse_to_block_a_loop()
-        tokenizer = self._lifetime.wait(self._host.tokenizer)
-        embedder = self._lifetime.wait(self._host.embedder)
-        vectors = embedder.embed(_tokenize_texts(tokenizer, texts))
-        try:
-            return self._lifetime.wait(vectors)
-        finally:
-            vectors.cancel()  # does nothing once it is done
+        return self._rows(texts, "embed")
 
     async def aembed(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
         """As `embed`, for async handlers."""
-        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
-        embedder = await self._lifetime.wait_async(self._host.embedder)
-        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts)
-        vectors = embedder.embed(token_lists)
-        try:
-            return await self._lifetime.wait_async(vectors)
-        finally:
-            vectors.cancel()
+        return await self._arows(texts, "embed")
+
+    # -- scores ----------------------------------------------------------------------------------------------
+
+    def classify(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A score for each label: (N, num_labels) float32 logits, the caller's own. Raises `ContextLengthError` for a
+        text that is too long.
+        """
+        return self._rows(texts, "classify")
+
+    async def aclassify(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """As `classify`, for async handlers."""
+        return await self._arows(texts, "classify")
+
+    def labels(self) -> tuple[str, ...]:
+        """A classifier's labels, in the order of its scores; () of a model that embeds. Blocks until the model is
+        there.
+        """
+        return self._lifetime.wait(self._host.embedder).labels
+
+    async def alabels(self) -> tuple[str, ...]:
+        """As `labels`, for async handlers."""
+        return (await self._lifetime.wait_async(self._host.embedder)).labels
 
     # -- tokens ----------------------------------------------------------------------------------------------
 
@@ -138,7 +146,40 @@ class Model:
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
+    def token_offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which characters of the text each of its tokens stands for, half-open, without special tokens."""
+        return self._lifetime.wait(self._host.tokenizer).offsets(text)
+
+    async def atoken_offsets(self, text: str) -> list[tuple[int, int]]:
+        """As `token_offsets`, for async handlers."""
+        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
+        return await asyncio.to_thread(tokenizer.offsets, text)
+
     # --------------------------------------------------------------------------------------------------------
+
+    def _rows(
+        self, texts: str | Sequence[str], method: Literal["embed", "classify"]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        refuse_to_block_a_loop()
+        tokenizer = self._lifetime.wait(self._host.tokenizer)
+        embedder = self._lifetime.wait(self._host.embedder)
+        rows = getattr(embedder, method)(_tokenize_texts(tokenizer, texts))
+        try:
+            return self._lifetime.wait(rows)
+        finally:
+            embedder.give_up(rows)  # does nothing once it is done
+
+    async def _arows(
+        self, texts: str | Sequence[str], method: Literal["embed", "classify"]
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
+        embedder = await self._lifetime.wait_async(self._host.embedder)
+        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts)
+        rows = getattr(embedder, method)(token_lists)
+        try:
+            return await self._lifetime.wait_async(rows)
+        finally:
+            embedder.give_up(rows)
 
     def _request(self, tokenizer: TextTokenizer, prompt: Prompt, options: ParsedOptions) -> GenerationRequest:
         if isinstance(prompt, str):
@@ -153,6 +194,7 @@ class Model:
             sampling=options.sampling,
             stop=options.stop,
             ignore_eos=options.ignore_eos,
+            num_top_logprobs=options.logprobs,
             first_token=options.first_token or FirstToken(self._host.config.first_token),
             session=options.session or self._session,
             tenant=options.tenant,
@@ -164,7 +206,9 @@ class Model:
 def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str]) -> list[list[int]]:
     items = [texts] if isinstance(texts, str) else texts
     if not isinstance(items, list | tuple) or not all(isinstance(text, str) for text in items):
-        raise RequestError("what is embedded must be a string or a list of strings", param="input")
+        raise RequestError(
+            "what is embedded or classified must be a string or a list of strings", param="input"
+        )
     if len(items) > MAX_EMBEDDED_TEXTS:
         raise RequestError(
             f"{len(items)} texts were given, but {MAX_EMBEDDED_TEXTS} is the most", param="input"

@@ -33,6 +33,7 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    logprobs: int | None  # of each token, and of so many of the best in its place; None: none
     first_token: Literal["exact", "draft", "sketch"] | None  # None: as the instance is set
     session: (
         str | None
@@ -52,6 +53,7 @@ class ParsedOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
     first_token: FirstToken | None = None
     session: str = ""
     tenant: str = ""
@@ -167,6 +169,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "seed": _integer,
     "stop": _texts,
     "ignore_eos": _flag,
+    "logprobs": _integer,
     "first_token": _first_token,
     "session": _text,
     "tenant": _text,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest
+from ..runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from ..runtime.errors import CancelledError, HandlerError, ModelError
 from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
 
@@ -43,13 +43,17 @@ class Completion:
     text: str
     finish_reason: FinishReason
     usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, where they were asked for
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready value, as handlers return it. Its usage has `drafted_tokens` where there are any."""
         usage = asdict(self.usage)
         if not self.usage.drafted_tokens:
             del usage["drafted_tokens"]
-        return {"text": self.text, "finish_reason": str(self.finish_reason), "usage": usage}
+        value: dict[str, Any] = {"text": self.text, "finish_reason": str(self.finish_reason), "usage": usage}
+        if self.logprobs:
+            value["logprobs"] = [asdict(logprob) for logprob in self.logprobs]
+        return value
 
 
 class _Generated:
@@ -61,6 +65,7 @@ class _Generated:
         self._num_tokens = 0
         self._num_drafted = 0
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
         self._completion: Completion | None = None
         self._ended = False
         self._forget: Callable[[], None] = lambda: None
@@ -106,9 +111,12 @@ class _Generated:
                 raise self._lifetime.ending()
             raise CancelledError("the generation was cancelled")
         self._pieces.append(event.text)
+        self._logprobs += event.logprobs
         if event.finish_reason is not None:
             usage = Usage(self._num_prompt_tokens, self._num_tokens, self._num_drafted)
-            self._completion = Completion("".join(self._pieces), event.finish_reason, usage)
+            self._completion = Completion(
+                "".join(self._pieces), event.finish_reason, usage, tuple(self._logprobs)
+            )
         return event.text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..weights import Weights
+from .classifier import Classifier
 from .compute_dtype import ComputePolicy
 from .config import DecoderConfig, EncoderConfig, is_encoder
 from .decoder import Decoder
@@ -36,7 +37,7 @@ def build_model(
         encoder_config = EncoderConfig.from_json(
             config, modules=modules, pooling=pooling, sentence_bert=sentence_bert
         )
-        model = Encoder(encoder_config, weights, policy)
+        model = (Classifier if encoder_config.labels else Encoder)(encoder_config, weights, policy)
     else:
         model = Decoder(DecoderConfig.from_json(config), weights, policy)
     told = model.computes.told

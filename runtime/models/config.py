@@ -30,6 +30,14 @@ ENCODER_FAMILIES: dict[str, tuple[str, ...]] = {
     "roberta": ("RobertaModel", "RobertaForMaskedLM"),
     "xlm-roberta": ("XLMRobertaModel", "XLMRobertaForMaskedLM"),
 }
+# Encoders with a head on top that gives a score for each label
+CLASSIFIERS: dict[str, str] = {
+    "bert": "BertForSequenceClassification",
+    "roberta": "RobertaForSequenceClassification",
+    "xlm-roberta": "XLMRobertaForSequenceClassification",
+}
+
+ENCODERS = {family: (*names, CLASSIFIERS[family]) for family, names in ENCODER_FAMILIES.items()}
 
 # What each architecture means by an activation's name; `activations.py` computes them.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -39,6 +47,7 @@ MAX_WIDTH = 1 << 20  # of hidden and intermediate states
 MAX_HEADS = 4_096
 MAX_HEAD_DIM = 1_024
 MAX_VOCABULARY = 1 << 24
+MAX_LABELS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +130,7 @@ class EncoderConfig:
     max_tokens: int  # of one text, special tokens included
     pooling: str  # "mean" or "cls"
     normalize: bool  # to unit length
+    labels: tuple[str, ...] = ()  # of a classifier, in the order of its scores; others have none
 
     @classmethod
     def from_json(
@@ -135,7 +145,7 @@ class EncoderConfig:
         sentence_bert_config.json hold. Without the first, embeddings are means and normalised.
         Raises `ModelError` naming the key that is missing, wrong or not supported."""
         config = Fields(data)
-        family = _family(config, ENCODER_FAMILIES)
+        family = _family(config, ENCODERS)
         _refuse_quantised(config)
         for key in ("is_decoder", "add_cross_attention"):
             if config.boolean(key, default=False):
@@ -166,12 +176,13 @@ class EncoderConfig:
             max_tokens=min(max_positions - offset, stated_tokens or MAX_POSITIONS),
             pooling=mode,
             normalize=normalize,
+            labels=_labels(config) if CLASSIFIERS[family] in (config.texts("architectures") or ()) else (),
         )
 
 
 def is_encoder(data: Mapping[str, Any]) -> bool:
     """Whether a config.json describes an encoder. Raises `ModelError` for families not supported."""
-    return _family(Fields(data), DECODER_FAMILIES | ENCODER_FAMILIES) in ENCODER_FAMILIES
+    return _family(Fields(data), DECODER_FAMILIES | ENCODERS) in ENCODERS
 
 
 def _family(config: Fields, families: Mapping[str, tuple[str, ...]]) -> str:
@@ -191,6 +202,19 @@ def _family(config: Fields, families: Mapping[str, tuple[str, ...]]) -> str:
             hint=hint,
         )
     return family
+
+
+def _labels(config: Fields) -> tuple[str, ...]:
+    """Of `id2label`, which is left out where there are the two that transformers calls LABEL_0 and LABEL_1."""
+    names = config.get("id2label")
+    if names is None:
+        return tuple(f"LABEL_{index}" for index in range(2))
+    if not isinstance(names, Mapping) or not 0 < len(names) <= MAX_LABELS:
+        raise config.wrong("id2label", f"but must have 1 to {MAX_LABELS} labels")
+    labels = [names.get(str(index)) for index in range(len(names))]
+    if not all(isinstance(label, str) for label in labels):
+        raise config.wrong("id2label", f'but must have a name for each of "0" to "{len(names) - 1}"')
+    return tuple(str(label) for label in labels)
 
 
 def _refuse_quantised(config: Fields) -> None:

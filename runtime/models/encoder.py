@@ -38,6 +38,7 @@ class Encoder:
         word_embeddings = weights.tensor(word_name)
         check_computable(word_name, word_embeddings)
         self.config = config
+        self.num_columns = config.hidden_size  # of what `embed` gives
         stored = word_embeddings.dtype
         if policy is None or word_embeddings.device.type != "cpu":
             self.computes = ComputeDtype.as_stored(stored)
@@ -70,7 +71,7 @@ class Encoder:
         """
         for position, tokens in enumerate(token_lists):
             self._check(tokens, position)
-        embeddings = torch.empty((len(token_lists), self.config.hidden_size))
+        embeddings = torch.empty((len(token_lists), self.num_columns))
         for batch in batches_by_length([len(tokens) for tokens in token_lists]):
             embeddings[batch] = self._embed_batch([token_lists[index] for index in batch])
         return embeddings
@@ -91,7 +92,11 @@ class Encoder:
         for layer in self._layers:
             layer.gate()
             x = layer(x, visible)
-        pooled = pool(x, mask, self.config.pooling)
+        return self._finish(x, mask)
+
+    def _finish(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """states (N, L, hidden_size), mask (N, L) → a row for each text, fp32."""
+        pooled = pool(states, mask, self.config.pooling)
         return F.normalize(pooled, dim=-1) if self.config.normalize else pooled
 
     def _check(self, tokens: Sequence[int], position: int) -> None:

@@ -21,6 +21,9 @@ class Backend(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which characters each token of `encode(text, add_special_tokens=False)` stands for, half-open."""
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Raises `RequestError` for numbers that no vocabulary could have."""
 
@@ -66,6 +69,12 @@ class LocalBackend:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         tokens: list[int] = encoding.ids
         return tokens
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        # Not the fast one, which tells no places.
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
+        offsets: list[tuple[int, int]] = encoding.offsets
+        return offsets
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         try:

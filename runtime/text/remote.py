@@ -75,6 +75,10 @@ class TokenizerProcess:
         tokens: list[int] = self._ask("encode", text, add_special_tokens=add_special_tokens)
         return tokens
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        offsets: list[tuple[int, int]] = self._ask("offsets", text)
+        return offsets
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._table is not None:
             return self._table.decode(tokens, skip_special_tokens=skip_special_tokens)

@@ -53,15 +53,16 @@ class TextTokenizer:
         For what `chat` returned, tell otherwise: the template wrote them. Special tokens that stand in the
         text as text become themselves. Raises `RequestError` for a text that is too long or is not Unicode.
         """
-        if len(text) > MAX_TEXT_CHARS:
-            raise RequestError(
-                f"the text has {len(text)} characters, but {MAX_TEXT_CHARS} is the most", param="prompt"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError("the text has half of a surrogate pair in it", param="prompt") from None
+        _check_text(text)
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which of the text's characters each of its tokens stands for, from and up to, without special tokens.
+
+        Tokens that share a character's bytes all stand for all of it. Raises as `encode` does.
+        """
+        _check_text(text)
+        return self._backend.offsets(text)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these tokens together; bytes that are no UTF-8 come as U+FFFD, tokens unknown here as
@@ -97,6 +98,17 @@ class TextTokenizer:
         """End the processes that tokenise and that render chat templates."""
         self.chat_template.close()
         self._backend.close()
+
+
+def _check_text(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise RequestError(
+            f"the text has {len(text)} characters, but {MAX_TEXT_CHARS} is the most", param="prompt"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError("the text has half of a surrogate pair in it", param="prompt") from None
 
 
 def make_chat_template(settings: TextSettings) -> ChatTemplate:

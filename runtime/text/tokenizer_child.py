@@ -39,7 +39,7 @@ TABLE_DELAY_S = (
     1.0  # taking the vocabulary out of the tokenizer holds the GIL for 0.1 s: not while the first text comes
 )
 SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
-METHODS = frozenset(("encode", "decode", "id_to_piece", "piece_to_id"))
+METHODS = frozenset(("encode", "offsets", "decode", "id_to_piece", "piece_to_id"))
 
 
 def main(control_fd: int, files_fd: int, *line_fds: int) -> None:

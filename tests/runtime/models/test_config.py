@@ -310,9 +310,25 @@ def test_an_encoders_wrong_value_is_refused_by_its_key(key, value):
     assert key in caught.value.message
 
 
-def test_a_classifier_is_no_encoder():
-    with pytest.raises(ModelError, match="BertForSequenceClassification"):
-        EncoderConfig.from_json({**BERT, "architectures": ["BertForSequenceClassification"]})
+def test_a_classifier_of_tokens_is_no_encoder():
+    with pytest.raises(ModelError, match="BertForTokenClassification"):
+        EncoderConfig.from_json({**BERT, "architectures": ["BertForTokenClassification"]})
+
+
+def test_a_classifier_has_its_labels_in_the_order_of_its_scores():
+    classifier = {**BERT, "architectures": ["BertForSequenceClassification"]}
+    assert EncoderConfig.from_json(classifier).labels == ("LABEL_0", "LABEL_1")
+    names = {"1": "b", "0": "a", "2": "c"}
+    assert EncoderConfig.from_json({**classifier, "id2label": names}).labels == ("a", "b", "c")
+    assert EncoderConfig.from_json({**BERT, "id2label": names}).labels == ()
+
+
+@pytest.mark.parametrize("names", [{}, [], "ab", {"0": 1}, {"1": "a"}, {"0": "a", "x": "b"}])
+def test_labels_that_are_no_names_of_scores_are_refused(names):
+    with pytest.raises(ModelError, match="id2label"):
+        EncoderConfig.from_json(
+            {**BERT, "architectures": ["BertForSequenceClassification"], "id2label": names}
+        )
 
 
 def test_robertas_positions_leave_out_those_of_padding():

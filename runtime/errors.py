@@ -3,13 +3,16 @@
 TeneralError
 ├── ModelError             the artifact is sound, but not a model that this version can run
 ├── RequestError           the caller's request cannot be meant; `param` names the field
-│   └── ContextLengthError
+│   ├── ContextLengthError
+│   └── RefusedError       … or must not be served, as a filter of the handler's decides; `code` says why
 ├── CapacityError          too much at once: try again after `retry_after_s`
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
+├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
 ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
+│   └── ResultError        … or gave a value that cannot be sent
 └── PortInUseError
 """
 
@@ -39,6 +42,16 @@ class ContextLengthError(RequestError):
     """The prompt, or the prompt and the tokens asked for, do not fit the context."""
 
 
+class RefusedError(RequestError):
+    """A request that a handler's own filter turns away. `code` is what its clients tell such refusals apart by."""
+
+    def __init__(
+        self, message: str, *, code: str = "content_refused", param: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(message, param=param, hint=hint)
+        self.code = code
+
+
 class CapacityError(TeneralError):
     """The instance has as much to do as it allows itself. Nothing was begun."""
 
@@ -55,6 +68,12 @@ class DrainingError(TeneralError):
     """The instance takes no new work because it is shutting down."""
 
 
+class UnloadedError(TeneralError):
+    """The server has no model at the moment, because somebody asked so. Nothing was begun."""
+
+    retry_after_s = 1.0
+
+
 class SnapshotError(FormatError):
     """A KV snapshot is damaged, hostile, or from a newer version. Nothing of it was used."""
 
@@ -67,6 +86,10 @@ class HandlerError(TeneralError):
     """The user's handler could not be loaded, has the wrong shape, or raised (then `__cause__` is its
     exception).
     """
+
+
+class ResultError(HandlerError):
+    """What the user's handler gave is neither JSON nor text nor bytes."""
 
 
 class PortInUseError(TeneralError):

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -201,3 +202,33 @@ def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path) -> N
     assert ended.returncode == 3
     assert "nowhere" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_who_came_before_the_load_failed_is_told_so_and_not_cut_off(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "teneral", "serve", str(tmp_path / "nowhere"), "--host", "127.0.0.1"]
+    server = subprocess.Popen(
+        [*command, "--port", str(port), "--name", "tiny"], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while True:
+            try:
+                early = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.005)
+        with early:
+            body = json.dumps(COMPLETION)
+            early.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
+            answer = http.client.HTTPResponse(early)
+            answer.begin()
+            assert answer.status == 503
+            assert json.loads(answer.read())["error"]["code"] == "model_unavailable"
+        assert server.wait(WAIT_S) == 3
+    finally:
+        server.kill()
+        server.communicate()

@@ -16,15 +16,21 @@ from aiohttp import web
 
 from ...runtime.errors import CapacityError
 from .errors import ApiError
+from .json_bounds import memory_bytes
 from .limits import Limits
 
 
 class Admission:
-    """Lives in the event loop's thread only. `num_in_engine` tells how many sequences the engine has."""
+    """Lives in the event loop's thread only. `num_in_engine` tells how many sequences the engine has, `retry_after_s`
+    when who is refused may come back.
+    """
 
-    def __init__(self, limits: Limits, num_in_engine: Callable[[], int]) -> None:
+    def __init__(
+        self, limits: Limits, num_in_engine: Callable[[], int], retry_after_s: Callable[[], float]
+    ) -> None:
         self._limits = limits
         self._num_in_engine = num_in_engine
+        self._retry_after_s = retry_after_s
         self._waiting = 0
         self._body_bytes = 0
 
@@ -47,6 +53,7 @@ class Admission:
         if taken + num_sequences > self._limits.max_taken:
             raise CapacityError(
                 f"{taken} sequences are running or waiting, of {self._limits.max_taken} that may",
+                retry_after_s=self._retry_after_s(),
                 hint="Try again shortly, or start more instances.",
             )
         self._waiting += num_sequences
@@ -57,35 +64,47 @@ class Admission:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The request's body. Its size counts until this is left, since what was made of it is about as
-        large.
+        """The request's body. It counts until this is left, with what may be made of it.
 
         Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for a
         compressed one, and `CapacityError` when the bodies of all requests together are too much.
         """
         self._check_head(request)
         data = bytearray()
+        charged_bytes = 0
         try:
-            await self._read(request, data)
+            async for chunk in self._chunks(request):
+                if len(data) + len(chunk) > self._limits.max_body_bytes:
+                    raise self._too_large()
+                charged_bytes += self._charge(len(chunk))
+                data += chunk
+            charged_bytes += self._charge(memory_bytes(data) - len(data))
             yield data
         finally:
-            self._body_bytes -= len(data)
+            self._body_bytes -= charged_bytes
 
-    async def _read(self, request: web.Request, data: bytearray) -> None:
-        """Append the body to `data`, charging every byte as it comes."""
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                async for chunk in request.content.iter_any():
-                    if len(data) + len(chunk) > self._limits.max_body_bytes:
-                        raise self._too_large()
-                    if self._body_bytes + len(chunk) > self._limits.max_body_bytes_in_flight:
-                        raise CapacityError(
-                            "the bodies of the requests in work take all the memory that they may"
-                        )
-                    self._body_bytes += len(chunk)
-                    data += chunk
-        except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", code="request_timeout") from None
+    async def _chunks(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body as it comes; 408 when it does not."""
+        end_s = asyncio.get_running_loop().time() + self._limits.body_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    chunk = await request.content.readany()
+            except TimeoutError:
+                raise ApiError(408, "the body did not arrive in time", code="request_timeout") from None
+            if not chunk:
+                return
+            yield chunk
+
+    def _charge(self, num_bytes: int) -> int:
+        """So many bytes more of memory; returns them. `CapacityError` when there is not so much."""
+        if self._body_bytes + num_bytes > self._limits.max_body_bytes_in_flight:
+            raise CapacityError(
+                "the bodies of the requests in work take all the memory that they may",
+                retry_after_s=self._retry_after_s(),
+            )
+        self._body_bytes += num_bytes
+        return num_bytes
 
     def _check_head(self, request: web.Request) -> None:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":

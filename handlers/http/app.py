@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Handler as RouteHandler
 
+from ...loader.timeline import Timeline
 from ...runtime.metrics import Metrics
-from ..platforms import Platform
+from ..kserve.routes import kserve_routes
+from ..platforms import TRAITS, Platform
 from .chat import ChatRoute
 from .completions import CompletionRoute
 from .debug import DebugRoutes
@@ -17,12 +21,14 @@ from .edge import edge, stamp
 from .embeddings import EmbeddingRoute
 from .errors import ApiError
 from .health import HealthRoutes
+from .keys import ApiKeys, parse_keys
 from .limits import Limits
 from .models import ModelRoutes
 from .server import serve
 from .service import SERVICE, Service
 
 if TYPE_CHECKING:
+    from ...runtime.config import ServeConfig
     from ...runtime.instance import Instance
     from ..function import Handler
 
@@ -35,19 +41,26 @@ def create_app(
     handler: Handler | None = None,
     limits: Limits | None = None,
     platform: Platform = Platform.HTTP,
+    make_instance: Callable[[], Instance] | None = None,
 ) -> web.Application:
     """The HTTP face of an instance, which may still be loading. `serve` runs it; the caller closes instance
-    and handler.
+    and handler. `make_instance` gives another one, not started, for who has the model unloaded and loaded again.
     """
-    service = Service(instance, limits or Limits(), Metrics())
-    app = web.Application(middlewares=[edge(service, instance.config.api_key)])
+    make_instance = make_instance or partial(_another, instance.config)
+    service = Service(instance, limits or Limits(), Metrics(), make_instance=make_instance)
+    api_key = instance.config.api_key
+    keys = None if api_key is None else ApiKeys(parse_keys(api_key))
+    app = web.Application(middlewares=[edge(service, keys)])
     app[SERVICE] = service
     app.on_response_prepare.append(stamp)
-    health, models = HealthRoutes(service), ModelRoutes(service)
+    health = HealthRoutes(service, ping_while_loading=TRAITS[platform].ping_while_loading)
+    models = ModelRoutes(service)
+    events = _on_first_use(lambda: _events_route(service, handler))
     app.add_routes(
         [
             web.get("/livez", health.livez),
             web.get("/readyz", health.readyz),
+            web.get("/ping", health.ping),
             web.get("/metrics", health.metrics),
             web.get("/timeline", health.timeline),
             web.get("/debug/kv", DebugRoutes(service).kv),
@@ -57,6 +70,10 @@ def create_app(
             web.post("/v1/chat/completions", ChatRoute(service).post),
             web.post("/v1/embeddings", EmbeddingRoute(service).post),
             web.post("/invoke", _invoke_route(service, handler)),
+            web.post("/invocations", _on_first_use(lambda: _sagemaker_route(service, handler))),
+            web.post("/", events),
+            web.post("/events", events),
+            *kserve_routes(service, handler),
         ]
     )
     return app
@@ -68,6 +85,18 @@ def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
     from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
 
     return InvokeRoute(service, handler).post
+
+
+def _sagemaker_route(service: Service, handler: Handler | None) -> RouteHandler:
+    from ..sagemaker import SageMakerRoute
+
+    return SageMakerRoute(service, handler).post
+
+
+def _events_route(service: Service, handler: Handler | None) -> RouteHandler:
+    from ..cloudevents import CloudEventRoute
+
+    return CloudEventRoute(service, handler).post
 
 
 def _on_first_use(make: Callable[[], RouteHandler]) -> RouteHandler:
@@ -82,6 +111,13 @@ def _on_first_use(make: Callable[[], RouteHandler]) -> RouteHandler:
         return await made[0](request)
 
     return handle
+
+
+def _another(config: ServeConfig) -> Instance:
+    from ...runtime.instance import Instance  # there is one already, so this is imported
+
+    timeline = Timeline(started_at=time.monotonic())  # this process started long before
+    return Instance(config, timeline=timeline)
 
 
 async def _no_function(request: web.Request) -> web.StreamResponse:

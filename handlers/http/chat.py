@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from ...runtime.engine.requests import FirstToken, GenerationEvent, GenerationRequest
 from ...runtime.errors import RequestError
 from .drafts import Untold
+from .json_bounds import check_shape
 from .logprobs import chat_logprobs
 from .parameters import (
     check_extras,
@@ -44,6 +45,10 @@ from .token_text import token_bytes
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
+# Of tool calls that the model is told of. They are JSON in a text of the body, so its own bounds do not count them.
+MAX_ARGUMENTS_CHARS = 1 << 20  # of all calls of a request
+MAX_ARGUMENT_ITEMS = 1 << 16  # values in one call's
+
 
 class ChatRoute:
     def __init__(self, service: Service) -> None:
@@ -51,17 +56,21 @@ class ChatRoute:
         self._decoder = Decoder(ChatBody)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
+        async with self._service.admission.body(request) as data:
+            return await self.answer(request, data)
+
+    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
+        """As `post`, with a body that was read already."""
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            fmt = ChatFormat(
-                body,
-                model=service.instance.model_name,
-                max_sequences=service.limits.max_sequences,
-                first_token=service.first_token,
-            )
-            return await respond(service, request, fmt, body_bytes=len(data))
+        body = self._decoder.decode(data)
+        service.check_model(body.model)
+        fmt = ChatFormat(
+            body,
+            model=service.instance.model_name,
+            max_sequences=service.limits.max_sequences,
+            first_token=service.first_token,
+        )
+        return await respond(service, request, fmt, body_bytes=len(data))
 
 
 class ChatFormat:
@@ -189,9 +198,13 @@ def _text_content(message: Message, where: str) -> str | None:
 
 def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     param = f"{where}.function.arguments"
+    data = (call.function.arguments or "{}").encode()
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+        check_shape(data, max_items=MAX_ARGUMENT_ITEMS)
+        arguments = msgspec.json.decode(data, type=dict[str, Any])
+    except RequestError as error:
+        raise RequestError(f"{param} is refused: {error.message}", param=param) from None
+    except msgspec.DecodeError as error:
         raise RequestError(f"{param} is not a JSON object: {error}", param=param) from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id is not None else {})
@@ -207,6 +220,12 @@ def _refuse_unsupported(body: ChatBody) -> None:
     """What would change the answer but is not there is refused, not ignored."""
     if not body.messages:
         raise RequestError("messages is empty", param="messages")
+    calls = [call for message in body.messages for call in message.tool_calls or []]
+    if sum(len(call.function.arguments) for call in calls) > MAX_ARGUMENTS_CHARS:
+        raise RequestError(
+            f"the arguments of all tool calls together may have {MAX_ARGUMENTS_CHARS} characters",
+            param="messages",
+        )
     if body.response_format is not None and body.response_format.type != "text":
         raise RequestError(
             f"response_format of type {body.response_format.type[:50]!r} is not supported; only 'text' is",

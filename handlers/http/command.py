@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from ...loader.errors import UsageError
@@ -25,6 +25,7 @@ from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
 from ...runtime.start import SentFor, send_for
 from ..platforms import TRAITS, Platform, platform_of
+from .limits import SEND_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from ...loader.stream.prepare import Prepared
@@ -44,8 +45,13 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
     if platform is Platform.LAMBDA:
         from ..aws_lambda.command import run_lambda  # few run there
 
-        return run_lambda(config, prepared)
+        with _ending_at_once():
+            return run_lambda(config, prepared)
     with _ending_at_once():
+        if platform is Platform.RUNPOD_QUEUE:
+            from ..runpod_queue import run_runpod_queue  # and there
+
+            return run_runpod_queue(config, prepared)
         return _run(config, prepared)
 
 
@@ -70,7 +76,11 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
 
     Blocks. Raises the error that ended the instance.
     """
-    with sock, sent.take_over(timeline) if sent else nullcontext() as helpers:
+    with (
+        sock,
+        _probe_socket(config) as probe_sock,
+        sent.take_over(timeline) if sent else nullcontext() as helpers,
+    ):
         with timeline.span("process", "import runtime"):
             import logging
 
@@ -103,8 +113,11 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
             print(
                 f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
             )
+            if probe_sock is not None:
+                print(f"teneral: probes at port {probe_sock.getsockname()[1]}", file=sys.stderr, flush=True)
             try:
-                failure = asyncio.run(serve(app, sock, drain_timeout_s=drain_timeout_s))
+                more = () if probe_sock is None else (probe_sock,)
+                failure = asyncio.run(serve(app, sock, drain_timeout_s=drain_timeout_s, more_sockets=more))
             finally:
                 if handler is not None:
                     handler.close()
@@ -179,6 +192,15 @@ def _ending_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _probe_socket(config: ServeConfig) -> AbstractContextManager[socket.socket | None]:
+    """Another one, for a platform that sends its probes to another port. All routes are there, too: who may come is the
+    platform's to say at both.
+    """
+    if config.health_port is None or config.health_port == config.port:
+        return nullcontext()
+    return listen(config.host, config.health_port)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises `PortInUseError` or `UsageError` naming the address."""
     try:
@@ -190,6 +212,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of what it accepts, too
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as error:

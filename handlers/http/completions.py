@@ -43,17 +43,21 @@ class CompletionRoute:
         self._decoder = Decoder(CompletionBody)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
+        async with self._service.admission.body(request) as data:
+            return await self.answer(request, data)
+
+    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.StreamResponse:
+        """As `post`, with a body that was read already."""
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            fmt = CompletionFormat(
-                body,
-                model=service.instance.model_name,
-                max_sequences=service.limits.max_sequences,
-                first_token=service.first_token,
-            )
-            return await respond(service, request, fmt, body_bytes=len(data))
+        body = self._decoder.decode(data)
+        service.check_model(body.model)
+        fmt = CompletionFormat(
+            body,
+            model=service.instance.model_name,
+            max_sequences=service.limits.max_sequences,
+            first_token=service.first_token,
+        )
+        return await respond(service, request, fmt, body_bytes=len(data))
 
 
 class CompletionFormat:

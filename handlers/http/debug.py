@@ -7,8 +7,8 @@ import asyncio
 from aiohttp import web
 
 from .errors import SERVER_ERROR, ApiError, retry_after
-from .health import NOT_READY_RETRY_AFTER_S
 from .responses import encode
+from .retry import NOT_READY_RETRY_AFTER_S
 from .service import Service
 
 

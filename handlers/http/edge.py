@@ -5,7 +5,6 @@ count, and its line in the log.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import secrets
@@ -13,10 +12,18 @@ import secrets
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from .deadline import deadline_of
 from .errors import ApiError
+from .keys import ApiKeys
 from .service import CALL, SERVICE, Call, Service
 
-OPEN_PATHS = frozenset({"/livez", "/readyz"})  # a platform's probes carry no key
+# A platform's probes carry no key. The last is KServe's for the runtimes that it knows (its MLServer's, for one); it
+# tells no more than whether a name is that of the model.
+OPEN_PATHS = frozenset(
+    {"/livez", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/{name}/ready"}
+)
+# Routes that work without a model.
+CONTROL_PATHS = frozenset({"/v2/repository/index", "/v2/repository/models/{name}/{action}"})
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499  # nobody receives it: for the count only
@@ -24,11 +31,10 @@ access_logger = logging.getLogger("teneral.http.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-def edge(service: Service, api_key: str | None) -> Middleware:
-    """The one middleware. With `api_key`, every path but `OPEN_PATHS` asks for it, those that do not exist
+def edge(service: Service, keys: ApiKeys | None) -> Middleware:
+    """The one middleware. With `keys`, every route but `OPEN_PATHS` asks for one of them, those that do not exist
     too.
     """
-    key = None if api_key is None else api_key.encode()
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -37,12 +43,12 @@ def edge(service: Service, api_key: str | None) -> Middleware:
         status, size_bytes = CLIENT_GONE, 0
         service.connections.request_begins(request.protocol)
         try:
-            response = await _guarded(service, key, request, handler, call)
+            response = await _guarded(service, keys, request, handler, call)
             status = call.error_status or response.status
             size_bytes = _size_bytes(response)
             return response
         finally:
-            service.connections.request_ends(request.protocol)
+            service.connections.request_ends(request.protocol, request.content)
             service.metrics.request_ended(_route_of(request), status, call.age_s())
             _log_access(request, status, size_bytes, call)
 
@@ -72,7 +78,7 @@ def _log_access(request: web.Request, status: int, size_bytes: int, call: Call) 
     """One line a request. The path as it was sent, which has no line breaks, and without the query, which may
     hold a secret; probes come every second, so they are for debugging only.
     """
-    level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
+    level = logging.DEBUG if _route_of(request) in QUIET_PATHS else logging.INFO
     if access_logger.isEnabledFor(level):
         path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
         access_logger.log(
@@ -94,28 +100,47 @@ def request_id_of(request: web.BaseRequest) -> str:
 
 
 async def _guarded(
-    service: Service, key: bytes | None, request: web.Request, handler: Handler, call: Call
+    service: Service, keys: ApiKeys | None, request: web.Request, handler: Handler, call: Call
 ) -> web.StreamResponse:
     try:
-        if key is not None and request.path not in OPEN_PATHS:
-            _check_key(request, key)
+        if keys is not None and not _is_open(request):
+            _check_key(request, keys)
         if request.method != "POST":
             return await handler(request)
+        call.deadline = deadline_of(request, call.arrived_s)
         async with service.in_flight.work() as call.work:
+            if call.deadline is not None:
+                call.work.limit(call.deadline.remaining_s(), call.deadline.error())
+            if _route_of(request) not in CONTROL_PATHS:
+                service.slot.check()
             return await handler(request)
     except asyncio.CancelledError:
         raise
     except ConnectionError:
         raise  # the client went away while it was written to
     except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
-        return call.explain(error).response()
+        return _told(request, call.explain(error))
 
 
-def _check_key(request: web.Request, key: bytes) -> None:
+def _told(request: web.Request, error: ApiError) -> web.Response:
+    """The error in the words of whoever asks."""
+    if f"{request.path}/".startswith("/v2/"):
+        from ..kserve.errors import error_response  # few speak it
+
+        return error_response(error)
+    return error.response()
+
+
+def _is_open(request: web.Request) -> bool:
+    """Whether no key is asked for. By the route that will answer, not by how its path is written; and only to look: a
+    path that is open for probes may take work as well.
+    """
+    return request.method in ("GET", "HEAD") and _route_of(request) in OPEN_PATHS
+
+
+def _check_key(request: web.Request, keys: ApiKeys) -> None:
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and hmac.compare_digest(
-        given.strip().encode("utf-8", "surrogateescape"), key
-    ):
+    if scheme.lower() == "bearer" and keys.opens(given.strip().encode("utf-8", "surrogateescape")):
         return
     raise ApiError(
         401,

@@ -24,25 +24,34 @@ class EmbeddingRoute:
         self._decoder = Decoder(EmbeddingBody)
 
     async def post(self, request: web.Request) -> web.Response:
+        async with self._service.admission.body(request) as data:
+            return await self.answer(request, data)
+
+    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.Response:
+        """As `post`, with a body that was read already."""
         service = self._service
-        async with service.admission.body(request) as data:
-            body = self._decoder.decode(data)
-            service.check_model(body.model)
-            inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
-            with service.admission.waiting(1):
-                tokenizer = await service.tokenizer()
-                embedder = await service.ready(service.instance.embedder)
-                # In a thread: thousands of texts may take a while.
-                token_lists = await asyncio.to_thread(
-                    lambda: [tokens_of(item, tokenizer.encode, param="input") for item in inputs]
-                )
-            num_tokens = sum(map(len, token_lists))
-            service.metrics.prompt_taken(num_tokens)
-            CALL.get().limit(service.limits.request_timeout_s)
-            vectors = await asyncio.wrap_future(embedder.embed(token_lists))
-            _check_dimensions(body, vectors)
-            # Here too: thousands of vectors as text are megabytes.
-            answer = await asyncio.to_thread(self._answer, body, vectors, num_tokens)
+        body = self._decoder.decode(data)
+        service.check_model(body.model)
+        inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
+        with service.admission.waiting(1):
+            tokenizer = await service.tokenizer()
+            embedder = await service.ready(service.instance.embedder)
+            embedder.require_room()
+            # In a thread: thousands of texts may take a while.
+            token_lists = await asyncio.to_thread(
+                lambda: [tokens_of(item, tokenizer.encode, param="input") for item in inputs]
+            )
+        num_tokens = sum(map(len, token_lists))
+        service.metrics.prompt_taken(num_tokens)
+        CALL.get().limit(service.limits.request_timeout_s)
+        embedded = embedder.embed(token_lists)
+        try:
+            vectors = await asyncio.wrap_future(embedded)
+        finally:
+            embedder.give_up(embedded)  # a client that went away, or has waited long enough
+        _check_dimensions(body, vectors)
+        # Here too: thousands of vectors as text are megabytes.
+        answer = await asyncio.to_thread(self._answer, body, vectors, num_tokens)
         return web.Response(body=answer, content_type="application/json")
 
     def _answer(self, body: EmbeddingBody, vectors: np.ndarray, num_tokens: int) -> bytes:

@@ -19,7 +19,9 @@ from ...runtime.errors import (
     DrainingError,
     HandlerError,
     ModelError,
+    RefusedError,
     RequestError,
+    UnloadedError,
 )
 
 INVALID_REQUEST = "invalid_request_error"
@@ -29,9 +31,11 @@ DRAIN_RETRY_AFTER_S = 1.0  # another instance takes over at once
 # Exception, status, type, code. The first match counts, so a subclass stands before its base.
 _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID_REQUEST, "context_length_exceeded"),
+    (RefusedError, 400, INVALID_REQUEST, "content_refused"),  # or what it says itself
     (RequestError, 400, INVALID_REQUEST, None),
     (CapacityError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DrainingError, 503, SERVER_ERROR, "draining"),
+    (UnloadedError, 503, SERVER_ERROR, "model_unloaded"),
     (CancelledError, 503, SERVER_ERROR, "cancelled"),
     (HandlerError, 500, SERVER_ERROR, "handler_error"),
     (ModelError, 503, SERVER_ERROR, "model_unavailable"),
@@ -97,13 +101,13 @@ def _translated(error: TeneralError) -> ApiError:
         message,
         kind=wire_type,
         param=getattr(error, "param", "") or None,
-        code=code,
+        code=getattr(error, "code", code),
         headers=_retry_after(error),
     )
 
 
 def _retry_after(error: TeneralError) -> dict[str, str]:
-    if isinstance(error, CapacityError):
+    if isinstance(error, CapacityError | UnloadedError):
         return retry_after(error.retry_after_s)
     if isinstance(error, DrainingError):
         return retry_after(DRAIN_RETRY_AFTER_S)

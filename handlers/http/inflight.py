@@ -8,7 +8,7 @@ await, exactly as when its client goes away, and `Work.ended_by` tells the two a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from ...loader.errors import TeneralError
@@ -22,6 +22,7 @@ class Work:
     """One request being worked on."""
 
     def __init__(self, scope: asyncio.Timeout) -> None:
+        self.ended = asyncio.Event()
         self._scope = scope
         self._reason: TeneralError | None = None
 
@@ -35,16 +36,13 @@ class Work:
         """On the event loop's clock; None while there is none."""
         return self._scope.when()
 
-    def limit(self, seconds: float) -> None:
-        """Give the request so much time from now. Does nothing once it was ended."""
-        if self._reason is None:
-            reason = ApiError(
-                504,
-                f"the request took longer than the {seconds:g} s that this server allows",
-                kind=SERVER_ERROR,
-                code="request_timeout",
-            )
-            self._end_at(asyncio.get_running_loop().time() + seconds, reason)
+    def limit(self, seconds: float, reason: TeneralError | None = None) -> None:
+        """Give the request so much time from now, unless it has less already. `reason` is why it ends then; by
+        default, that this server allows no more.
+        """
+        when_s = asyncio.get_running_loop().time() + seconds
+        if self.deadline_s is None or when_s < self.deadline_s:
+            self._end_at(when_s, reason or _took_too_long(seconds))
 
     def end(self, reason: TeneralError) -> None:
         """End it now."""
@@ -56,14 +54,24 @@ class Work:
         self._scope.reschedule(when_s)
 
 
-class InFlight:
-    """All works of one server. Lives in the event loop's thread only."""
+def _took_too_long(seconds: float) -> ApiError:
+    return ApiError(
+        504,
+        f"the request took longer than the {seconds:g} s that this server allows",
+        kind=SERVER_ERROR,
+        code="request_timeout",
+    )
 
-    def __init__(self, max_works: int) -> None:
+
+class InFlight:
+    """All works of one server. Lives in the event loop's thread only. `retry_after_s` tells when who is refused may
+    come back.
+    """
+
+    def __init__(self, max_works: int, retry_after_s: Callable[[], float] = lambda: 1.0) -> None:
         self._max_works = max_works
+        self._retry_after_s = retry_after_s
         self._works: set[Work] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.draining = False
 
     def __len__(self) -> int:
@@ -82,14 +90,14 @@ class InFlight:
             raise DrainingError("this instance is shutting down")
         if len(self._works) >= self._max_works:
             raise CapacityError(
-                f"{self._max_works} requests are being worked on, which is as many as are allowed"
+                f"{self._max_works} requests are being worked on, which is as many as are allowed",
+                retry_after_s=self._retry_after_s(),
             )
         work: Work | None = None
         try:
             async with asyncio.timeout(None) as scope:
                 work = Work(scope)
                 self._works.add(work)
-                self._idle.clear()
                 yield work
         except TimeoutError:
             if work is not None and work.ended_by is not None:
@@ -98,25 +106,32 @@ class InFlight:
         finally:
             if work is not None:
                 self._works.discard(work)
-            if not self._works:
-                self._idle.set()
+                work.ended.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; end what still runs after `timeout_s`. True when nothing
         was ended.
         """
         self.draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-            return True
-        except TimeoutError:
-            pass
-        for work in self.works:
-            work.end(DrainingError(f"the instance shut down {timeout_s:g} s after it was told to"))
-        try:
-            async with asyncio.timeout(CUT_GRACE_S):
-                await self._idle.wait()
-        except TimeoutError:
-            pass  # their clients take nothing; the connections are closed under them
+        reason = DrainingError(f"the instance shut down {timeout_s:g} s after it was told to")
+        return await finish(self.works, timeout_s, reason)
+
+
+async def finish(works: Collection[Work], timeout_s: float, reason: TeneralError) -> bool:
+    """Wait for these works; end those that still run after `timeout_s`. True when nothing was ended."""
+    if await _all_ended(works, timeout_s):
+        return True
+    for work in works:
+        work.end(reason)
+    await _all_ended(works, CUT_GRACE_S)  # else their clients take nothing; who drains closes the connections
+    return False
+
+
+async def _all_ended(works: Collection[Work], timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            for work in works:
+                await work.ended.wait()
+        return True
+    except TimeoutError:
         return False

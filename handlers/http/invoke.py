@@ -7,20 +7,19 @@ definition, or the caller asks for a stream; so a first value is held back until
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
 
 from aiohttp import web
 
 from ...runtime.errors import CancelledError
-from ..context import Context
-from ..function import Handler, HandlerKind, run
-from .errors import SERVER_ERROR, ApiError
+from ..context import NO_FACTS, Context
+from ..function import Handler, run
 from .respond import complete
 from .responses import encode
 from .schemas import Decoder
-from .service import CALL, Service
+from .service import CALL, Call, Service
 from .sse import NDJSON, SSE, EventStream, Framing
 
 SESSION_HEADER = "Teneral-Session"  # `context.session`
@@ -33,56 +32,88 @@ class InvokeRoute:
         self._decoder: Decoder[Any] = Decoder(Any)
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        service, call = self._service, CALL.get()
-        async with service.admission.body(request) as data:
+        async with self._service.admission.body(request) as data:
             event = self._decoder.decode(data) if data else None
-            timeout_s = service.limits.request_timeout_s
-            session = request.headers.get(SESSION_HEADER)
-            context = Context(
-                service.instance, request_id=call.request_id, timeout_s=timeout_s, session=session or None
-            )
-            values = cast(AsyncGenerator[Any, None], run(self._handler, event, context))
-            async with aclosing(values):
-                try:
-                    return await self._respond(request, self._handler, values)
-                except CancelledError as error:
-                    if context.remaining_time_s() > 0:
-                        raise
-                    raise ApiError(504, error.message, kind=SERVER_ERROR, code="request_timeout") from error
-
-    async def _respond(
-        self, request: web.Request, handler: Handler, values: AsyncIterator[Any]
-    ) -> web.StreamResponse:
-        accept = request.headers.get("Accept", "")
-        framing = SSE if SSE.content_type in accept else NDJSON
-        is_generator = handler.kind in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR)
-        if is_generator or framing is SSE or NDJSON.content_type in accept:
-            return await self._stream(request, framing, [], values)
-        first = [value async for value in _up_to(2, values)]
-        if len(first) > 1:
-            return await self._stream(request, framing, first, values)
-        return _whole(first[0] if first else None)
-
-    async def _stream(
-        self, request: web.Request, framing: Framing, first: list[Any], values: AsyncIterator[Any]
-    ) -> web.StreamResponse:
-        async def send() -> None:
-            if first:
-                await stream.send(*map(encode, first))
-            async for value in values:
-                await stream.send(encode(value))
-
-        async with EventStream(request, framing, self._service.limits) as stream:
-            return await complete(stream, CALL.get(), send())
+            session = request.headers.get(SESSION_HEADER) or None
+            async with invoking(self._service, self._handler, event, session=session) as values:
+                return await respond(self._service, request, self._handler, values)
 
 
-def _whole(value: Any) -> web.Response:
+@asynccontextmanager
+async def invoking(
+    service: Service,
+    handler: Handler,
+    event: Any,
+    *,
+    session: str | None = None,
+    platform: Mapping[str, Any] = NO_FACTS,
+    trace_id: str | None = None,
+) -> AsyncIterator[AsyncIterator[Any]]:
+    """While in here: the values that the function gives, one after another. Leaving cancels what it has left running.
+
+    Raises what the function does, in here; 504 when its time is up.
+    """
+    call = CALL.get()
+    context = Context(
+        service.instance,
+        request_id=call.request_id,
+        timeout_s=call.time_left_s(service.limits.request_timeout_s),
+        session=session,
+        platform=platform,
+        trace_id=trace_id,
+    )
+    values = cast(AsyncGenerator[Any, None], run(handler, event, context))
+    async with aclosing(values), aclosing(_in_time(values, context, call)) as timely:
+        yield timely
+
+
+async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> AsyncGenerator[Any, None]:
+    """The values; that the time is up is told as that, in a stream that has begun as well."""
+    try:
+        async for value in values:
+            yield value
+    except CancelledError as error:
+        if context.remaining_time_s() > 0:
+            raise
+        raise call.overdue(error) from error
+
+
+async def respond(
+    service: Service, request: web.Request, handler: Handler, values: AsyncIterator[Any]
+) -> web.StreamResponse:
+    """One value whole; several as the stream that the caller's `Accept` names."""
+    accept = request.headers.get("Accept", "")
+    framing = SSE if SSE.content_type in accept else NDJSON
+    if handler.kind.is_generator or framing is SSE or NDJSON.content_type in accept:
+        return await stream_values(service, request, framing, [], values)
+    first = [value async for value in up_to(2, values)]
+    if len(first) > 1:
+        return await stream_values(service, request, framing, first, values)
+    return whole(first[0] if first else None)
+
+
+async def stream_values(
+    service: Service, request: web.Request, framing: Framing, first: list[Any], values: AsyncIterator[Any]
+) -> web.StreamResponse:
+    """All values as items of a stream; `first` are those that were read already."""
+
+    async def send() -> None:
+        if first:
+            await stream.send(*map(encode, first))
+        async for value in values:
+            await stream.send(encode(value))
+
+    async with EventStream(request, framing, service.limits) as stream:
+        return await complete(stream, CALL.get(), send())
+
+
+def whole(value: Any) -> web.Response:
     if isinstance(value, bytes):
         return web.Response(body=value, content_type="application/octet-stream")
     return web.Response(body=encode(value), content_type="application/json")
 
 
-async def _up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """The first values, so many or fewer; the rest can still be read from `values`."""
     while count > 0:
         try:

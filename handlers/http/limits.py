@@ -14,6 +14,11 @@ MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
 # Ours, for a head as a whole.
 MAX_HEAD_BYTES = 64 << 10
+# Of a stream, what a client may leave unread: in this process, and in the kernel, which would let it grow to megabytes
+# (Linux takes twice the number, for what it needs beside the bytes). Written in pieces, with a look between any two.
+MAX_UNSENT_BYTES = 64 << 10
+SEND_BUFFER_BYTES = 64 << 10
+PIECE_BYTES = 16 << 10
 # Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first
 # must not be us, or a request that is on its way meets a closed socket.
 IDLE_CONNECTION_S = 620.0
@@ -37,6 +42,7 @@ class Limits:
     max_pending_events: int = 8192  # steps of a stream that its client has not taken yet
     keepalive_s: float = 5.0  # between signs of life on a stream where nothing flows
     write_stall_s: float = 60.0  # for a client to take what was written
+    unload_drain_s: float = 30.0  # for what runs to end when the model is unloaded
     request_timeout_s: float = 600.0  # from when the engine took it: waiting for weights does not count
 
     @classmethod

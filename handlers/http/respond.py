@@ -18,7 +18,7 @@ from .responses import Usage
 from .schemas import GenerationBody
 from .sequences import Outcome, Sequences, Step
 from .service import CALL, Call, Service
-from .sse import SSE, EventStream
+from .sse import SSE, EventStream, Framing
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 INLINE_PROMPT_BYTES = 4096
 
 
-class Format(Protocol):
-    """One request's side of the wire: `completions.CompletionFormat` or `chat.ChatFormat`. Does no I/O."""
+class Asked(Protocol):
+    """What a request wants to have generated. Does no I/O."""
 
     num_sequences: int
     prepare_may_block: bool
@@ -45,6 +45,10 @@ class Format(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
 
+
+class Format(Asked, Protocol):
+    """One request's side of the wire, too: `completions.CompletionFormat` or `chat.ChatFormat`."""
+
     def chunks(self, step: Step) -> list[bytes]:
         """What a stream says of a step: any number of JSON items."""
 
@@ -54,34 +58,39 @@ class Format(Protocol):
 
 
 async def respond(
-    service: Service, request: web.Request, fmt: Format, *, body_bytes: int
+    service: Service, request: web.Request, fmt: Format, *, body_bytes: int, framing: Framing = SSE
 ) -> web.StreamResponse:
-    """The response to a request whose body, of `body_bytes`, was decoded and checked into `fmt`."""
+    """The response to a request whose body, of `body_bytes`, was decoded and checked into `fmt`. `framing` is that of
+    streams.
+    """
     if not fmt.body.stream:
         return await _whole(service, CALL.get(), fmt, body_bytes)
-    return await _stream(service, request, fmt, body_bytes)
+    call = CALL.get()
+    async with EventStream(request, framing, service.limits, comment=service.load_comment) as stream:
+        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes))
 
 
-async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
-    outcomes = [Outcome() for _ in range(fmt.num_sequences)]
+async def generate(
+    service: Service, call: Call, asked: Asked, body_bytes: int
+) -> tuple[list[Outcome], Usage]:
+    """All of it, once it is there."""
+    outcomes = [Outcome() for _ in range(asked.num_sequences)]
     with Sequences(service, call) as sequences:
-        await _submit(service, call, fmt, sequences, body_bytes)
+        await _submit(service, call, asked, sequences, body_bytes)
         while steps := await sequences.next_steps():
             for index, event in steps:
                 outcomes[index].add(event)
-    usage = sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)
+    return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
+
+
+async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
+    outcomes, usage = await generate(service, call, fmt, body_bytes)
     details = usage.completion_tokens_details
     return web.Response(
         body=fmt.whole(outcomes, usage),
         content_type="application/json",
         headers={} if details is UNSET else {DRAFTED_TOKENS_HEADER: str(details.drafted_tokens)},
     )
-
-
-async def _stream(service: Service, request: web.Request, fmt: Format, body_bytes: int) -> web.StreamResponse:
-    call = CALL.get()
-    async with EventStream(request, SSE, service.limits, comment=service.load_comment) as stream:
-        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes))
 
 
 async def _send_steps(
@@ -117,7 +126,7 @@ async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) ->
         return await stream.fail(call.explain(error))
 
 
-async def _submit(service: Service, call: Call, fmt: Format, sequences: Sequences, body_bytes: int) -> None:
+async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences, body_bytes: int) -> None:
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)

@@ -15,6 +15,7 @@ import msgspec
 
 from ...runtime.engine.requests import FirstToken, Priority
 from ...runtime.errors import RequestError
+from .json_bounds import check_shape
 
 MAX_MESSAGE_CHARS = 300  # of an error: it may quote what the client sent
 
@@ -135,15 +136,16 @@ class Decoder(Generic[T]):
         self._decoder = msgspec.json.Decoder(kind)
 
     def decode(self, data: bytes | bytearray) -> T:
-        """Raises `RequestError` naming the field, or where the JSON breaks off."""
+        """Raises `RequestError` naming the field, or where the JSON breaks off. What is too deep or has too many values
+        is not decoded at all.
+        """
+        check_shape(data)
         try:
             return self._decoder.decode(data)
         except msgspec.ValidationError as error:
             raise invalid_field(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not JSON: {error}") from None
-        except RecursionError:
-            raise RequestError("the body's JSON is nested too deeply") from None
 
 
 _PLACE = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)

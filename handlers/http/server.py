@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,11 +20,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError
-from ..lifetime import calling_on_loop
 from .limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
 from .service import SERVICE, logger
 
 BACKLOG = 1024  # connections that the kernel takes while the event loop is busy
+# An instance may have failed before anybody was let in. Whoever waits in the backlog is told so, not reset.
+FAILED_GRACE_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -34,9 +35,10 @@ async def serve(
     *,
     drain_timeout_s: float = 8.0,
     stop: asyncio.Event | None = None,
+    more_sockets: Sequence[socket.socket] = (),
 ) -> TeneralError | None:
-    """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain. Closes the socket, not the
-    instance. Returns what the instance failed with, None when it did not.
+    """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain. Closes the sockets, not the
+    instance that the application was made with. Returns what the instance failed with, None when it did not.
 
     Draining: /readyz turns 503 at once and new work gets 503; what runs has `drain_timeout_s` to finish and
     is then ended, each stream with an error event. A second signal ends the process at once, by that signal.
@@ -44,9 +46,7 @@ async def serve(
     """
     service = app[SERVICE]
     stop = stop or asyncio.Event()
-    service.instance.ended.add_done_callback(
-        calling_on_loop(asyncio.get_running_loop(), lambda _: stop.set())
-    )
+    service.slot.watch(stop.set)
     runner = web.AppRunner(
         app,
         access_log=None,  # `edge` writes one
@@ -60,24 +60,26 @@ async def serve(
         shutdown_timeout=0.5,  # after the drain only answers on their way out are left
     )
     await runner.setup()
-    listener: asyncio.Server | None = None
+    listeners: list[asyncio.Server] = []
     try:
         with _signals(stop):
-            listener = await asyncio.get_running_loop().create_server(
-                service.connections.guarding(cast(Callable[[], Any], runner.server)),
-                sock=sock,
-                backlog=BACKLOG,
-            )
+            factory = service.connections.guarding(cast(Callable[[], Any], runner.server))
+            for each in (sock, *more_sockets):
+                listener = await asyncio.get_running_loop().create_server(factory, sock=each, backlog=BACKLOG)
+                listeners.append(listener)
             await stop.wait()
+            if service.instance.failure is not None:
+                await asyncio.sleep(FAILED_GRACE_S)
             logger.info("draining: %d requests in work, %g s", len(service.in_flight), drain_timeout_s)
             deadline_s = time.monotonic() + drain_timeout_s
             await service.in_flight.drain(drain_timeout_s)
             await asyncio.to_thread(service.instance.save_snapshot, deadline_s - time.monotonic())
             return service.instance.failure
     finally:
-        if listener is not None:
+        for listener in listeners:
             listener.close()
         await runner.cleanup()
+        await service.slot.close()
 
 
 def _wire_logger() -> logging.Logger:

@@ -18,12 +18,17 @@ from ...runtime.errors import ModelError, RequestError
 from ...runtime.state import State
 from .admission import Admission
 from .connections import Connections
-from .errors import ApiError, as_api_error
+from .deadline import Deadline
+from .errors import SERVER_ERROR, ApiError, as_api_error
 from .inflight import InFlight, Work
 from .limits import MAX_HEAD_BYTES, Limits
 from .mailbox import Bridge
+from .model_slot import ModelSlot
+from .retry import expected_wait_s
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
@@ -36,11 +41,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request, from its arrival. `work` is there while the route's handler runs, for POST routes."""
+    """One HTTP request, from its arrival. `work` is there while the route's handler runs, for POST routes, and so is
+    `deadline`, if the caller gave one.
+    """
 
     request_id: str
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
+    deadline: Deadline | None = None
     error_status: int | None = None  # of the error that the client was told, which may be an item of a stream
 
     def age_s(self) -> float:
@@ -55,6 +63,16 @@ class Call:
         """Give the rest of the work so much time."""
         if self.work is not None:
             self.work.limit(seconds)
+
+    def time_left_s(self, limit_s: float) -> float:
+        """For work that may take so long from now: that, or less where the caller waits no longer."""
+        return limit_s if self.deadline is None else max(0.0, min(limit_s, self.deadline.remaining_s()))
+
+    def overdue(self, error: TeneralError) -> ApiError:
+        """`error`, which is that time was up, as the client is told it."""
+        if self.deadline is not None and self.deadline.remaining_s() <= 0:
+            return self.deadline.error()
+        return ApiError(504, error.message, kind=SERVER_ERROR, code="request_timeout")
 
     def explain(self, error: Exception) -> ApiError:
         """What the client is told of an exception; the log is told the rest."""
@@ -77,23 +95,32 @@ class Service:
     loop only.
     """
 
-    def __init__(self, instance: Instance, limits: Limits, metrics: Metrics) -> None:
-        self.instance = instance
+    def __init__(
+        self, instance: Instance, limits: Limits, metrics: Metrics, *, make_instance: Callable[[], Instance]
+    ) -> None:
+        """`make_instance` gives another of the same configuration, for when this one is unloaded and loaded again."""
         self.limits = limits
         self.metrics = metrics
-        self.admission = Admission(limits, self._num_in_engine)
-        self.in_flight = InFlight(limits.max_in_flight)
+        self.admission = Admission(limits, self._num_in_engine, self._retry_after_s)
+        self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
+        self.slot = ModelSlot(instance, make_instance, self.in_flight)
         self.connections = Connections(
             max_connections=limits.max_connections,
             max_head_bytes=MAX_HEAD_BYTES,
             head_timeout_s=limits.head_timeout_s,
+            write_stall_s=limits.write_stall_s,
         )
         self.bridge = Bridge()
 
     @property
+    def instance(self) -> Instance:
+        """The one that serves now: ask for it anew after waiting for anything."""
+        return self.slot.instance
+
+    @property
     def state(self) -> State:
         """The instance's, except that the instance of a server which drains still works."""
-        state = self.instance.state
+        state = self.slot.state
         return State.DRAINING if self.in_flight.draining and state is not State.FAILED else state
 
     @property
@@ -143,11 +170,21 @@ class Service:
         return f"loading {100 * fraction:.0f} %" if fraction < 1 else "working"
 
     def _num_in_engine(self) -> int:
+        statistics = self._engine_statistics()
+        return 0 if statistics is None else statistics.running + statistics.queued
+
+    def _retry_after_s(self) -> float:
+        """For who is refused: by how often places become free, or while there is none to have, by the load so far."""
+        statistics = self._engine_statistics()
+        if statistics is not None:
+            return statistics.retry_after_s
+        return expected_wait_s(self.instance.progress()["fraction"], self.instance.timeline.now_s())
+
+    def _engine_statistics(self) -> EngineStatistics | None:
         future = self.instance.engine
         if not future.done() or future.exception() is not None:
-            return 0
-        statistics: EngineStatistics = future.result().statistics()
-        return statistics.running + statistics.queued
+            return None
+        return future.result().statistics()
 
 
 SERVICE = web.AppKey("service", Service)  # the application's key for it

@@ -18,7 +18,7 @@ from typing import Self
 from aiohttp import web
 
 from .errors import ApiError
-from .limits import Limits
+from .limits import PIECE_BYTES, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Framing:
     suffix: bytes
     has_comments: bool
     end: bytes  # what a stream that went well ends with
+    error_body: Callable[[ApiError], bytes] = ApiError.body  # the item that one ends with that went wrong
 
 
 SSE = Framing("text/event-stream", b"data: ", b"\n\n", True, b"data: [DONE]\n\n")
@@ -91,7 +92,7 @@ class EventStream:
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End with an error item."""
         await self._stop_ticker()
-        await self.send(error.body())
+        await self.send(self._framing.error_body(error))
         await self._response.write_eof()
         return self._response
 
@@ -112,13 +113,19 @@ class EventStream:
         async with self._lock:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
-            try:
-                async with asyncio.timeout(self._limits.write_stall_s):
-                    await self._response.write(data)
-            except TimeoutError:
-                self.abort()
-                raise ConnectionResetError("the client took nothing for too long") from None
+            for start in range(0, len(data), PIECE_BYTES):
+                await self._write_piece(data[start : start + PIECE_BYTES])
             self._last_write_s = asyncio.get_running_loop().time()
+
+    async def _write_piece(self, data: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._limits.write_stall_s):
+                await self._response.write(data)
+                # aiohttp waits for a slow client after each 64 KiB that it wrote, however much lies there already.
+                await self._request.writer.drain()
+        except TimeoutError:
+            self.abort()
+            raise ConnectionResetError("the client took nothing for too long") from None
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()

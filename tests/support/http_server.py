@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from teneral.handlers.function import Handler
 from teneral.handlers.http.app import Limits, create_app, serve
@@ -26,14 +28,15 @@ class Server:
     def __init__(
         self,
         instance: Any,
-        service: Service,
+        app: web.Application,
         client: aiohttp.ClientSession,
         address: tuple[str, int],
         stop: asyncio.Event,
         task: asyncio.Task[TeneralError | None],
     ) -> None:
         self.instance = instance
-        self.service = service
+        self.app = app
+        self.service: Service = app[SERVICE]
         self.client = client
         self.address = address
         self.stop = stop
@@ -56,6 +59,11 @@ class Server:
     def stream(self, path: str, body: dict[str, Any], **kwargs: Any) -> Any:
         """The response while it comes, as a context manager; `stream` is set in the body."""
         return self.client.post(path, json={**body, "stream": True}, **kwargs)
+
+    def post_paths(self) -> set[str]:
+        """Of all routes that do work, with something in place of what is variable in them."""
+        routes = [route for route in self.app.router.routes() if route.method == "POST"]
+        return {re.sub(r"{[^}]*}", "x", route.resource.canonical) for route in routes if route.resource}
 
     async def eventually(self, condition: Callable[[], bool]) -> None:
         """Returns when the condition holds; the test's own time limit is the limit."""
@@ -110,9 +118,12 @@ async def running_server(
     drain_timeout_s: float = 5.0,
     send_buffer_bytes: int | None = None,
     platform: Platform = Platform.HTTP,
+    make_instance: Callable[[], Any] | None = None,
 ) -> AsyncIterator[Server]:
     """`send_buffer_bytes` is what the system may hold back for a client that does not read."""
-    app = create_app(instance, handler=handler, limits=limits, platform=platform)
+    app = create_app(
+        instance, handler=handler, limits=limits, platform=platform, make_instance=make_instance
+    )
     stop = asyncio.Event()
     with instance, socket.socket() as sock:
         if send_buffer_bytes is not None:
@@ -123,7 +134,7 @@ async def running_server(
         task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
         try:
             async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
-                yield Server(instance, app[SERVICE], client, address, stop, task)
+                yield Server(instance, app, client, address, stop, task)
         finally:
             stop.set()
             await task

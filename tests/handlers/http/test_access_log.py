@@ -52,3 +52,29 @@ async def test_neither_probes_nor_queries_nor_line_breaks_stand_in_the_log(start
         await server.get("/nothing%0ahere?token=secret")
     (line,) = lines()
     assert line.startswith("GET /nothing%0Ahere 404 ")
+
+
+async def test_neither_prompts_nor_answers_stand_in_the_log(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "teneral")
+    secret = "the patient in room seven"
+
+    def broken(event: Any, context: Any) -> Any:
+        return {"echo": event, "length": len(context.model.generate(event, max_tokens=1).text)}
+
+    async with start(handler=broken) as server:
+        body = {"prompt": secret, "max_tokens": 8, "ignore_eos": True}
+        answered = (await server.post("/v1/completions", body)).json["choices"][0]["text"]
+        for bad in (
+            {**body, "prompt": {"text": secret}},
+            {**body, "prompt": secret * 900},
+            {**body, "n": secret},
+        ):
+            assert (await server.post("/v1/completions", bad)).status == 400
+        messages = [{"role": "user", "content": secret}]
+        assert (await server.post("/v1/chat/completions", {**body, "messages": messages})).status == 200
+        assert (await server.post("/invoke", secret)).status == 200
+    assert "teneral.http.access" in caplog.text
+    assert secret not in caplog.text
+    assert len(answered) < 4 or answered not in caplog.text

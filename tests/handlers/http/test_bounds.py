@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from teneral.handlers.http.limits import MAX_HEADER_BYTES, Limits
+from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
 
@@ -63,6 +63,29 @@ async def test_a_compressed_body_is_refused_not_unpacked(start: Any) -> None:
 async def test_headers_are_bounded(start: Any) -> None:
     async with start() as server:
         assert (await server.get("/livez", headers={"x-large": "x" * (MAX_HEADER_BYTES + 1)})).status == 400
+
+
+async def test_request_lines_are_bounded(start: Any) -> None:
+    async with start() as server:
+        assert (await server.get("/livez?" + "x" * MAX_REQUEST_LINE_BYTES)).status == 400
+        assert (await server.get("/livez?" + "x" * (MAX_REQUEST_LINE_BYTES // 2))).status == 200
+
+
+async def test_the_number_of_headers_is_bounded(start: Any) -> None:
+    async with start() as server:
+        few = {f"x-{number}": "y" for number in range(MAX_HEADERS // 2)}
+        many = {f"x-{number}": "y" for number in range(MAX_HEADERS + 1)}
+        assert (await server.get("/livez", headers=few)).status == 200
+        assert (await server.get("/livez", headers=many)).status == 400
+
+
+async def test_a_body_is_charged_for_what_it_may_become(start: Any) -> None:
+    limits = Limits(max_body_bytes_in_flight=64 * 100)
+    async with start(limits=limits) as server:
+        values = {**BODY, "teneral_unknown": [[]] * 100}
+        assert (await server.post("/v1/completions", values)).status == 429
+        assert server.service.admission.body_bytes == 0
+        assert (await server.post("/v1/completions", BODY)).status == 200
 
 
 async def test_sequences_of_one_request_are_bounded_over_all_prompts(start: Any) -> None:

@@ -154,3 +154,30 @@ async def test_a_client_that_does_not_speak_http_is_one_line_in_the_log(
     (record,) = [record for record in caplog.records if record.name == "teneral.http.wire"]
     assert (record.levelname, record.exc_info) == ("INFO", None)
     assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"Content-Length: 3\r\nContent-Length: 4",
+        b"Content-Length: 3\r\nTransfer-Encoding: chunked",
+        b"Content-Length: 3, 3",
+        b"Content-Length: +3",
+        b"Content-Length: 0x3",
+        b"Transfer-Encoding: xchunked",
+        b"Transfer-Encoding: chunked, identity",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding:\x0bchunked",
+        b"x : y",
+        b"x: a\r\n b",
+        b"x: a\nContent-Length: 3",
+        b"x: a\0b",
+    ],
+)
+async def test_a_head_that_could_be_read_in_two_ways_is_refused(start: Any, lines: bytes) -> None:
+    async with start() as server:
+        client = await Connection.to(server)
+        await client.send(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n\r\n0\r\n\r\n")
+        answer = await client.rest()
+        assert b" 400 " in answer
+        assert answer.count(b"HTTP/1.") == 1  # nothing behind it was taken for another request

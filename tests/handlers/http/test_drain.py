@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,77 @@ async def test_a_function_that_takes_too_long_is_ended(start: Any) -> None:
         await ended.wait()
 
 
+def forever(event: Any, context: Any) -> Iterator[Any]:
+    yield 1
+    yield from context.model.stream("Once", max_tokens=400, ignore_eos=True)
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "ignore_eos": True, "stream": True}
+LONG = {**BODY, "max_tokens": 400, "stream": True}
+STREAMS = {
+    "a completion": ("/v1/completions", LONG, {}),
+    "several choices": ("/v1/completions", {**LONG, "n": 3}, {}),
+    "a chat": ("/v1/chat/completions", CHAT, {}),
+    "lines of a function": ("/invoke", None, {}),
+    "events of a function": ("/invoke", None, {"Accept": "text/event-stream"}),
+}
+
+
+@pytest.mark.parametrize("moment", ["computed", "held", "queued", "loading"])
+@pytest.mark.parametrize("kind", sorted(STREAMS))
+async def test_every_stream_that_is_cut_ends_with_an_error_and_nothing_behind_it(
+    start: Any, kind: str, moment: str
+) -> None:
+    path, body, headers = STREAMS[kind]
+    async with start(
+        loaded=moment != "loading",
+        handler=forever,
+        drain_timeout_s=0.05,
+        max_running=3,
+        limits=Limits(keepalive_s=0.01),
+    ) as server:
+        if moment in ("held", "queued"):
+            server.instance.model.hold()
+        server.instance.model.step_s = 0.01
+        others = [
+            asyncio.create_task(server.post("/v1/completions", BODY))
+            for _ in range(3 if moment == "queued" else 0)
+        ]
+        if others:
+            await server.eventually(lambda: server.running() + server.queued() == 3)
+        async with server.client.post(path, json=body, headers=headers) as response:
+            assert response.status == 200
+            await response.content.readany()
+            server.stop.set()
+            rest = await response.read()  # to its end: it was not just cut off
+        is_lines = "ndjson" in response.headers["Content-Type"]
+        items = rest.decode().splitlines() if is_lines else events(rest)
+        assert json.loads(items[-1])["error"]["code"] == "draining"
+        assert "[DONE]" not in items
+        await server.task
+        server.instance.model.release()
+        assert {answer.status for answer in await asyncio.gather(*others)} <= {503}
+
+
+async def test_a_client_that_takes_nothing_does_not_hold_up_the_end(start: Any) -> None:
+    talkative = {**LONG, "logprobs": 20, "n": 2}
+    async with start(drain_timeout_s=0.05, send_buffer_bytes=4096) as server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            sock.setblocking(False)
+            data = json.dumps(talkative).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(sock, server.address)
+            await loop.sock_sendall(sock, head.encode() + data)
+            await server.eventually(
+                lambda: max(server.service.connections.unsent_bytes(), default=0) > 30_000
+            )
+            server.stop.set()
+            await server.task
+        await server.eventually(lambda: server.running() == 0)
+
+
 # A process of its own, since a signal is the process's. No model is needed: a function does the work.
 PROGRAM = """
 import asyncio, socket, sys, time
@@ -163,3 +235,17 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
             time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=60) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("accept", ["application/x-ndjson", "text/event-stream"])
+def test_a_signal_ends_streams_that_take_too_long_with_an_error_each(accept: str) -> None:
+    with process(drain_timeout_s=0.2) as (server, url):
+        request = Request(f"{url}/invoke", data=b"1000000", method="POST", headers={"Accept": accept})
+        with urlopen(request, timeout=60) as first, urlopen(request, timeout=60) as second:
+            for response in (first, second):
+                assert response.readline() in (b"0\n", b"data: 0\n")
+            server.send_signal(signal.SIGTERM)
+            for response in (first, second):
+                last = response.read().strip().splitlines()[-1].removeprefix(b"data: ")
+                assert json.loads(last)["error"]["code"] == "draining"
+        assert server.wait(timeout=60) == 0

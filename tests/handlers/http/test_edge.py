@@ -1,15 +1,10 @@
-"""What every request passes through: ids, keys, errors, counts."""
+"""What every request passes through: ids, errors, counts. (Keys: `test_keys.py`; deadlines: `test_deadline.py`.)"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from aiohttp import web
-from tests.support.instances import StagedInstance, TinyParts
-
-from teneral.handlers.http.app import create_app
-from teneral.handlers.http.edge import OPEN_PATHS
 
 BODY = {"prompt": "x", "max_tokens": 1}
 
@@ -92,54 +87,3 @@ async def test_a_bug_of_ours_tells_the_client_nothing_but_its_id(
         assert "ZeroDivision" not in answer.error["message"]
         assert answer.headers["x-request-id"] in caplog.text
         assert "ZeroDivisionError" in caplog.text
-
-
-def routes(parts: TinyParts) -> list[tuple[str, str]]:
-    app = create_app(StagedInstance(parts))
-    return sorted(
-        {
-            (route.method, route.resource.canonical)
-            for route in app.router.routes()
-            if isinstance(route.resource, web.Resource)
-        }
-    )
-
-
-async def test_every_route_but_the_probes_asks_for_the_key(start: Any, tiny_parts: TinyParts) -> None:
-    found = routes(tiny_parts)
-    assert ("POST", "/invoke") in found
-    assert ("GET", "/metrics") in found
-    async with start(api_key="sesame-secret") as server:
-        for method, pattern in [*found, ("GET", "/not/there"), ("POST", "/livez/../invoke")]:
-            path = pattern.replace("{id}", "tiny/model")
-            answer = await server.request(method, path)
-            if path in OPEN_PATHS:
-                assert answer.status == 200, path
-            else:
-                assert answer.status == 401, path
-                if method != "HEAD":
-                    assert answer.error["code"] == "invalid_api_key"
-                assert b"sesame-secret" not in answer.body
-
-
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        ("Bearer sesame", 200),
-        ("bearer sesame", 200),
-        ("Bearer sesam", 401),
-        ("Bearer sesame2", 401),
-        ("Bearer ", 401),
-        ("Basic sesame", 401),
-        ("sesame", 401),
-        ("Bearer sésame", 401),
-    ],
-)
-async def test_only_the_whole_key_opens(start: Any, header: str, status: int) -> None:
-    async with start(api_key="sesame") as server:
-        assert (await server.get("/v1/models", headers={"Authorization": header})).status == status
-
-
-async def test_without_a_key_configured_none_is_asked_for(start: Any) -> None:
-    async with start() as server:
-        assert (await server.get("/v1/models")).status == 200

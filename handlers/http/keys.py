@@ -1,0 +1,78 @@
+"""The API keys that open a server: one, or several while callers change from an old one to a new one.
+
+    --api-key KEY                    one
+    --api-key OLD,NEW                several
+    --api-key @/run/secrets/keys     those of a file, one a line; lines that begin with # are none
+
+A file is read once, at the start. Nothing here shows a key, neither in errors nor in `repr`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...loader.errors import UsageError
+
+MAX_KEYS = 64
+MAX_KEY_CHARS = 4096
+MAX_FILE_BYTES = 1 << 20
+
+
+class ApiKeys:
+    """Only digests are kept, and compared: all of them, each in a time that tells neither what differs nor how long a
+    key is.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._salt = secrets.token_bytes(16)
+        self._digests = [self._digest(key.encode()) for key in keys]
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def opens(self, given: bytes) -> bool:
+        digest = self._digest(given)
+        found = False
+        for each in self._digests:
+            found |= hmac.compare_digest(digest, each)
+        return found
+
+    def _digest(self, key: bytes) -> bytes:
+        return hashlib.blake2b(key, key=self._salt, digest_size=32).digest()
+
+
+def parse_keys(setting: str) -> list[str]:
+    """The keys that a setting names, the first of them being the one to send. Raises `UsageError`, for none as well: a
+    server that was to have a key must not stand open.
+    """
+    given = _of_file(Path(setting[1:])) if setting.startswith("@") else setting.split(",")
+    keys = [key.strip() for key in given if key.strip()]
+    if not 0 < len(keys) <= MAX_KEYS or not all(map(_can_be_sent, keys)):
+        raise UsageError(
+            f"api_key must be 1 to {MAX_KEYS} keys of visible ASCII, of up to {MAX_KEY_CHARS} characters",
+            key="api_key",
+            hint="Separate several by commas, or name a file of them, one a line, as @/run/secrets/keys.",
+        )
+    return keys
+
+
+def _can_be_sent(key: str) -> bool:
+    return len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable() and " " not in key
+
+
+def _of_file(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the API keys in {path}: {error.strerror or error}", key="api_key"
+        ) from error
+    if len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"the API keys in {path} are more than {MAX_FILE_BYTES} bytes", key="api_key")
+    lines = data.decode("utf-8", "replace").splitlines()
+    return [line for line in lines if not line.lstrip().startswith("#")]

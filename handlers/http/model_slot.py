@@ -1,0 +1,187 @@
+"""The place of a server's model: which instance stands in it, and exchanging it while the server lives on.
+
+Invariant: there is always an instance to ask. One that was never started stands in for a model that is not loaded, and
+while it does, `check` turns work away. Changes come one after another, and go on when whoever asked for one goes away.
+An instance that serves and then ends, ends the server, the first one and each that was loaded since; one that was
+unloaded does not, nor one whose load failed. Why this is so: docs/decisions/0018. It knows no protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ...loader.errors import TeneralError
+from ...runtime.errors import DrainingError, UnloadedError
+from ...runtime.state import State
+from ..lifetime import calling_on_loop
+from .inflight import InFlight, Work, finish
+
+if TYPE_CHECKING:
+    from ...runtime.instance import Instance
+
+logger = logging.getLogger("teneral.http")
+
+
+class ModelSlot:
+    """One per server; used on its event loop only."""
+
+    def __init__(self, instance: Instance, make: Callable[[], Instance], in_flight: InFlight) -> None:
+        """`make` gives an instance that was not started, of the same configuration. `instance` is the caller's to
+        close; what comes after it is closed here.
+        """
+        self.instance = instance
+        self.reason = ""  # why there is no model, where there is none
+        self._first = instance
+        self._make = make
+        self._in_flight = in_flight
+        self._absence: State | None = (
+            None  # DRAINING, UNLOADED or LOADING; None: the instance speaks for itself
+        )
+        self._turn = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()
+        self._askers: set[Work] = (
+            set()
+        )  # requests that wait for a change, and that a change must not wait for
+        self._on_end: Callable[[], object] = lambda: None
+
+    @property
+    def state(self) -> State:
+        return self._absence or self.instance.state
+
+    def check(self) -> None:
+        """Raises `UnloadedError` while there is no model to work with because somebody wanted it so."""
+        if self._absence is not None:
+            name = self.instance.model_name
+            told = {State.LOADING: "is being loaded", State.DRAINING: "is being unloaded"}
+            raise UnloadedError(f"the model {name!r} {told.get(self._absence, 'is not loaded')}")
+
+    def watch(self, on_end: Callable[[], object]) -> None:
+        """Have `on_end` called, on this loop, when an instance that serves has ended by itself."""
+        self._on_end = on_end
+        self._watch(self.instance)
+
+    async def unload(self, work: Work | None, *, drain_timeout_s: float) -> None:
+        """Give the model's memory back, once what runs has ended or `drain_timeout_s` are over. Returns when it is
+        done; at once when there is no model. `work` is the request that asks.
+        """
+        await self._change(work, self._unload(drain_timeout_s))
+
+    async def load(self, work: Work | None) -> None:
+        """Load the model if it is not there. Returns when it can answer. Raises what its load failed with; then there
+        is none, and the next call tries again.
+        """
+        await self._change(work, self._load())
+
+    async def close(self) -> None:
+        """At the end of the server: give up a change that is under way, and close what was loaded since the first."""
+        for task in self._changes:
+            task.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        if self.instance is not self._first:
+            await asyncio.to_thread(self.instance.close)
+
+    async def _change(self, work: Work | None, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._in_turn(change))
+        self._changes.add(task)
+        task.add_done_callback(self._forget)
+        if work is not None:
+            self._askers.add(work)
+        try:
+            await asyncio.shield(task)
+        finally:
+            if work is not None:
+                self._askers.discard(work)
+
+    async def _in_turn(self, change: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with self._turn:
+                await change
+        finally:
+            change.close()  # where it never had its turn
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a change of the model failed: %s", error)  # whoever asked may be gone
+
+    async def _unload(self, drain_timeout_s: float) -> None:
+        if self._absence is not None:
+            return
+        self._absence = State.DRAINING
+        name = self.instance.model_name
+        works = self._in_flight.works - self._askers
+        logger.info("unloading %s: %d requests in work, %g s", name, len(works), drain_timeout_s)
+        reason = DrainingError(f"the model {name!r} was unloaded while this request was worked on")
+        await finish(works, drain_timeout_s, reason)
+        await self._take_out(drain_timeout_s, reason="unloaded")
+
+    async def _load(self) -> None:
+        if self._absence is None:
+            await _can_answer(self.instance)  # it may be on its way still, for the first time
+            return
+        instance = self.instance = self._make()  # now, so that its clock begins with its load
+        self._absence, self.reason = State.LOADING, ""
+        logger.info("loading %s", instance.model_name)
+        try:
+            await asyncio.to_thread(instance.start)
+            await _can_answer(instance)
+        except TeneralError as error:
+            await self._take_out(0.0, reason=error.message)
+            raise
+        self._absence = None
+        self._watch(instance)
+
+    async def _take_out(self, drain_timeout_s: float, *, reason: str) -> None:
+        """Put one in the instance's place that was not started, and free what it held."""
+        instance, self.instance = self.instance, self._make()
+        try:
+            await asyncio.to_thread(_give_back, instance, drain_timeout_s)
+        finally:
+            self._absence, self.reason = State.UNLOADED, reason
+
+    def _watch(self, instance: Instance) -> None:
+        def ended() -> None:
+            if self.instance is instance and self._absence is None:
+                self._on_end()
+
+        call = calling_on_loop(asyncio.get_running_loop(), ended)
+        instance.ended.add_done_callback(lambda _: call())
+
+
+async def _can_answer(instance: Instance) -> None:
+    """Wait until it does. Raises what its load failed with."""
+    kind = await _done(instance.kind)
+    await _done(instance.tokenizer)
+    await _done(instance.engine if kind == "decoder" else instance.embedder)
+
+
+async def _done(future: Future[Any]) -> Any:
+    # The shield: whoever gives up waiting must not cancel what all others wait for too.
+    return await asyncio.shield(asyncio.wrap_future(future))
+
+
+def _give_back(instance: Instance, drain_timeout_s: float) -> None:
+    """End an instance and free its memory, also where somebody holds the instance still. Blocks."""
+    instance.drain(drain_timeout_s)
+    instance.close()
+    instance.let_go()
+    # A server's start puts all that there is then out of the collector's sight, parts of the model among it.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    _trim_heap()
+
+
+def _trim_heap() -> None:
+    """Give the system what the C library holds ready for the next allocation: tens of megabytes, after computing."""
+    import ctypes  # a model is seldom unloaded
+
+    # glibc's: other libraries give back by themselves, or never.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

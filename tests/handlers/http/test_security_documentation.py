@@ -1,0 +1,53 @@
+"""docs/security.md says what is so: its tests exist, and its bounds have the numbers that it gives."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from teneral.handlers.http import deadline, json_bounds, limits
+from teneral.handlers.http.edge import OPEN_PATHS
+from teneral.handlers.http.limits import Limits
+from teneral.runtime.config import ServeConfig
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+PROOFS = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE)))
+BOUNDS = re.findall(
+    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|json_bounds|deadline)\.(\w+)`", PAGE, re.MULTILINE
+)
+UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+
+@pytest.mark.parametrize(("file", "test"), PROOFS)
+def test_what_it_points_at_is_there(file: str, test: str) -> None:
+    source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+    assert re.search(rf"def {test or 'test_'}", source)
+
+
+@pytest.mark.parametrize(("default", "place", "name"), BOUNDS)
+def test_a_bound_has_the_number_that_it_says(default: str, place: str, name: str) -> None:
+    owner = {
+        "Limits": Limits.from_config(ServeConfig(model="m")),
+        "limits": limits,
+        "json_bounds": json_bounds,
+        "deadline": deadline,
+    }[place]
+    if default == "none":
+        assert hasattr(owner, name)
+        return
+    number, _, unit = default.partition(" ")
+    assert float(number.replace(",", "")) * UNITS[unit] == getattr(owner, name)
+
+
+def test_every_bound_and_every_open_route_stands_there() -> None:
+    assert len(PROOFS) > 40
+    assert len(BOUNDS) > 15
+    internal = {"keepalive_s"}  # no bound on anybody
+    assert {f"`Limits.{name}`" for name in Limits.__slots__ if name not in internal} <= set(
+        re.findall(r"`Limits\.\w+`", PAGE)
+    )
+    for path in OPEN_PATHS:
+        assert f"`{path}`" in PAGE

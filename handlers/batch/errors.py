@@ -1,0 +1,18 @@
+"""Errors of batch jobs, under the trees of loader and runtime."""
+
+from __future__ import annotations
+
+from ...loader.errors import AlreadyExistsError, FormatError
+from ...runtime.errors import ModelError
+
+
+class JobMismatchError(AlreadyExistsError):
+    """The output's place belongs to a job of another input, model or options, or to something that is no job."""
+
+
+class JobFormatError(FormatError):
+    """What a job has left in its work folder is damaged, hostile, or from a newer version. Nothing of it was used."""
+
+
+class ModelBrokenError(ModelError):
+    """The model ran, and answers nothing any more. What was finished is kept; another instance can go on from there."""

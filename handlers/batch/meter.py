@@ -1,0 +1,72 @@
+"""How far a job is, as numbers: counted by its worker, shown by whoever looks. It prints nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """A moment's view. Counts of parts and records are the job's, those that begin with `run_` this run's."""
+
+    records: int
+    records_done: int  # visible ones, and those that were computed for parts which are not yet
+    parts: int
+    parts_done: int
+    run_records: int
+    run_failed: int
+    run_tokens: int
+    run_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        rate = self.run_tokens / self.run_s if self.run_s else 0.0
+        return {
+            "event": "progress",
+            "records_done": self.records_done,
+            "records": self.records,
+            "parts_done": self.parts_done,
+            "parts": self.parts,
+            "failed": self.run_failed,
+            "tokens_per_s": round(rate, 1),
+            "elapsed_s": round(self.run_s, 1),
+        }
+
+
+class Meter:
+    """Counts. Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self.records = 0
+        self.parts = 0
+        self.records_visible = 0
+        self.parts_done = 0
+        self.records_pending = 0  # of parts that are being worked on
+        self.run_records = 0
+        self.run_failed = 0
+        self.run_tokens = 0
+
+    def part_done(self, num_records: int) -> None:
+        """A part is visible, whoever made it so."""
+        self.parts_done += 1
+        self.records_visible += num_records
+
+    def record_done(self, *, is_failed: bool, num_tokens: int) -> None:
+        self.run_records += 1
+        self.run_failed += is_failed
+        self.run_tokens += num_tokens
+        self.records_pending += 1
+
+    def view(self) -> JobProgress:
+        return JobProgress(
+            records=self.records,
+            records_done=self.records_visible + self.records_pending,
+            parts=self.parts,
+            parts_done=self.parts_done,
+            run_records=self.run_records,
+            run_failed=self.run_failed,
+            run_tokens=self.run_tokens,
+            run_s=time.monotonic() - self._started_s,
+        )

@@ -1,0 +1,129 @@
+"""What a batch job is asked to do, and what became of it: values that hold no connection and do no I/O."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...loader.errors import UsageError
+from ...loader.sources.base import SourceOptions
+from ...loader.tools.progress_bar import format_duration
+
+MAX_LINES = 5_000_000  # of any job: a hash of 16 bytes for each is held while the input is scanned
+MAX_LINE_BYTES = 64 << 20
+MAX_PART_LINES = 100_000
+MAX_WORKERS = 10_000  # that is as many children as an array job may have
+_SHARE = re.compile(r"(\d{1,6})/(\d{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The parts of one of several workers: those whose number leaves `index` when it is divided by `count`."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count <= MAX_WORKERS:
+            raise UsageError(
+                f"worker {self.index} of {self.count} cannot be",
+                key="worker",
+                hint=f"Workers count from 0, and there may be {MAX_WORKERS}: 0/4, 1/4, 2/4 and 3/4 are all of four.",
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """From 'I/N'. Raises `UsageError`."""
+        match = _SHARE.fullmatch(text)
+        if match is None:
+            raise UsageError(
+                f"{text[:40]!r} does not say which worker of how many",
+                key="worker",
+                hint="Write 0/4 for the first of four.",
+            )
+        return cls(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job, and this worker's place in it. Raises `UsageError` for what cannot be meant.
+
+    The input, the model, and the limits of lines and of their number decide what the job is: they must be the same
+    for all of its workers. The other fields are each worker's own.
+    """
+
+    input: str  # a JSONL file or object: a path, s3://bucket/key or http(s)://…
+    output: str  # a folder or prefix, or a name that ends in .jsonl
+    input_version: str | None = None  # the input's ETag, where it is known: another one is an error
+    source_options: SourceOptions | None = None  # how to reach both; None: as the model is reached
+    max_line_bytes: int = 1 << 20
+    max_lines: int = 1_000_000
+    part_lines: int | None = None  # None: about two per sequence that the engine runs at once
+    share: Share | None = None  # None: all parts
+    drain_s: float = 8.0  # for what is being worked on when the job is told to stop
+    model_identity: str | None = None  # None: the digest of the model's artifact
+
+    def __post_init__(self) -> None:
+        _check_range("max_line_bytes", self.max_line_bytes, 64, MAX_LINE_BYTES)
+        _check_range("max_lines", self.max_lines, 1, MAX_LINES)
+        if self.part_lines is not None:
+            _check_range("part_lines", self.part_lines, 1, MAX_PART_LINES)
+        if not 0 <= self.drain_s <= 86_400:
+            raise UsageError(f"drain_s is {self.drain_s:g}, but must be from 0 to 86400", key="drain_s")
+
+
+class Status(enum.StrEnum):
+    COMPLETE = "complete"  # every record is there, and the manifest; of a .jsonl output, the file
+    SHARE_DONE = (
+        "share_done"  # this worker's parts are there; others' are not yet, and one of them ends the job
+    )
+    INCOMPLETE = "incomplete"  # the deadline came, or somebody stopped it: run it again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """How a worker's run ended. Counts of records are the job's; what begins with `run_` is this run's own."""
+
+    status: Status
+    output: str
+    key: str  # the idempotency key: the same for every run of the same job; '' where it ended before it was known
+    records: int = 0
+    records_done: int = 0
+    failed: int | None = None  # records that are errors; known when the job is complete
+    parts: int = 0
+    parts_done: int = 0
+    stopped_by: str | None = None  # deadline | stop | draining
+    run_records: int = 0  # that this run computed
+    run_failed: int = 0
+    run_tokens: int = 0  # that were generated
+    run_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is left for this worker to do."""
+        return self.status is not Status.INCOMPLETE
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "status": str(self.status), "run_s": round(self.run_s, 3)}
+
+    def render(self) -> str:
+        """For people."""
+        lines = [f"{self.output}  {self.status}"]
+        if self.stopped_by is not None:
+            lines[0] += f" ({self.stopped_by})"
+        lines.append(
+            f"  {self.records_done:,} of {self.records:,} records in {self.parts_done:,} of {self.parts:,} parts"
+        )
+        if self.failed is not None:
+            lines[-1] += f", {self.failed:,} of them errors"
+        if self.run_records:
+            took = format_duration(self.run_s)
+            lines.append(f"  {self.run_records:,} computed in {took}, {self.run_tokens:,} tokens generated")
+        return "\n".join(lines)
+
+
+def _check_range(key: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{key} is {value}, but must be from {low} to {high}", key=key)

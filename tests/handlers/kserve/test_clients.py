@@ -1,0 +1,111 @@
+"""tritonclient and schemathesis, which we did not write, against a real server.
+
+They bring along what must not be in the environment of everybody (gevent; a pytest plugin), so they have their own,
+which scripts/conformance-kserve makes; TENERAL_KSERVE_CLIENTS names its Python. Elsewhere these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.support.http_server import Server, running_server
+from tests.support.tiny_models import save_tiny
+
+from teneral.handlers.function import Handler
+from teneral.runtime.config import ServeConfig
+from teneral.runtime.instance import Instance
+
+CLIENTS = os.environ.get("TENERAL_KSERVE_CLIENTS", "")
+ROOT = Path(__file__).parents[3]
+CALLS = ROOT / "tests" / "support" / "triton_calls.py"
+MAX_EXAMPLES = 40  # of each operation
+
+pytestmark = [
+    pytest.mark.skipif(
+        not CLIENTS, reason="needs tritonclient and schemathesis: run scripts/conformance-kserve"
+    ),
+    pytest.mark.slow,
+]
+
+
+def serving(tmp_path: Path, family: str, handler: Any = None, **settings: Any) -> Any:
+    model = save_tiny(family, tmp_path)
+    config = ServeConfig(model=str(model), name="org/tiny", kv_bytes=4 << 20, threads=1, **settings)
+    return running_server(Instance(config), handler=None if handler is None else Handler(handler))
+
+
+async def run(*command: str) -> None:
+    """Raises when it fails; what it says goes to whoever runs the tests with -s."""
+    process = await asyncio.create_subprocess_exec(
+        CLIENTS, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    print(output.decode())
+    assert process.returncode == 0, output.decode()
+
+
+async def is_ready(server: Server) -> None:
+    while (await server.get("/readyz")).json["state"] != "ready":
+        await asyncio.sleep(0.01)
+
+
+async def test_tritonclient_and_a_decoder(tmp_path: Path, one_thread: None) -> None:
+    async with serving(tmp_path, "llama", model_control=True) as server:
+        body = {"prompt": "Once", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        expected = (await server.post("/v1/completions", body)).json["choices"][0]["text"]
+        host, port = server.address
+        await run(str(CALLS), "decoder", f"{host}:{port}", "org/tiny", expected)
+
+
+async def test_tritonclient_and_an_encoder(tmp_path: Path, one_thread: None) -> None:
+    async with serving(tmp_path, "bert") as server:
+        await is_ready(server)
+        host, port = server.address
+        await run(str(CALLS), "encoder", f"{host}:{port}", "org/tiny")
+
+
+async def test_tritonclient_and_a_function(tmp_path: Path, one_thread: None) -> None:
+    def handler(event: Any, context: Any) -> Any:
+        return event if "x" in event else {"size": len(event["image"][0])}
+
+    async with serving(tmp_path, "llama", handler) as server:
+        await is_ready(server)
+        host, port = server.address
+        await run(str(CALLS), "function", f"{host}:{port}", "org/tiny")
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+async def test_schemathesis_finds_nothing_that_the_document_does_not_say(
+    tmp_path: Path, one_thread: None, family: str
+) -> None:
+    document = yaml.safe_load((ROOT / "docs" / "openapi-kserve.yaml").read_text(encoding="utf-8"))
+    document["components"]["parameters"]["name"]["schema"] = {"enum": ["org/tiny", "org/tiny/versions/1"]}
+    here = tmp_path / "openapi.yaml"
+    here.write_text(yaml.safe_dump(document))
+    async with serving(tmp_path, family) as server:
+        await is_ready(server)
+        await run(
+            "-m",
+            "schemathesis.cli",
+            "run",
+            str(here),
+            f"--url={server.url}",
+            f"--max-examples={MAX_EXAMPLES}",
+            "--phases=examples,coverage,fuzzing",
+            # Bodies of the right shape may still not be meant; and the server here asks for no key.
+            "--exclude-checks=positive_data_acceptance,ignored_auth",
+            "--continue-on-failure",
+            "--no-color",
+            "--seed=1",
+        )
+        counted = re.findall(r'requests_total{route="(/v2.*?)",status="(\d+)"}', server.metrics_text())
+    answered = {route for route, status in counted if status == "200"}
+    assert "/v2/models/{name}/infer" in answered
+    assert ("/v2/models/{name}/generate_stream" in answered) is (family == "llama")
+    assert {status for _, status in counted} <= {"200", "400", "403", "404", "405", "415"}

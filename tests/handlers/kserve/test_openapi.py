@@ -1,0 +1,60 @@
+"""docs/openapi-kserve.yaml says what the server does: the same paths, and the same fields."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from tests.support.instances import StagedInstance, TinyParts
+
+from teneral.handlers.http.app import create_app
+from teneral.handlers.http.edge import OPEN_PATHS
+from teneral.handlers.kserve import schemas
+from teneral.handlers.kserve.repository import _STATES
+from teneral.handlers.kserve.tensors import DATATYPES
+
+DOCUMENT: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parents[3] / "docs" / "openapi-kserve.yaml").read_text(encoding="utf-8")
+)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+STRUCTS = [
+    each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
+]
+
+
+def test_it_has_the_paths_and_methods_of_the_server(tiny_parts: TinyParts) -> None:
+    served = {
+        (route.method.lower(), re.sub(r"/{action}$", f"/{action}", route.resource.canonical))
+        for route in create_app(StagedInstance(tiny_parts)).router.routes()
+        if route.resource and route.resource.canonical.startswith("/v2") and route.method != "HEAD"
+        for action in ("load", "unload")
+    }
+    told = {
+        (method, path)
+        for path, item in DOCUMENT["paths"].items()
+        for method in item
+        if method != "parameters"
+    }
+    assert told == served
+
+
+def test_it_says_which_paths_ask_for_no_key() -> None:
+    told = {path for path, item in DOCUMENT["paths"].items() if item.get("get", {}).get("security") == []}
+    assert told == {path for path in OPEN_PATHS if path.startswith("/v2")}
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_it_has_the_fields_of_every_body(struct: type[msgspec.Struct]) -> None:
+    told = SCHEMAS[struct.__name__]
+    fields = msgspec.structs.fields(struct)
+    assert set(told["properties"]) == {field.name for field in fields}
+    assert set(told.get("required", ())) == {field.name for field in fields if field.required}
+
+
+def test_it_has_every_datatype_and_state() -> None:
+    assert set(SCHEMAS["Datatype"]["enum"]) == set(DATATYPES)
+    assert set(SCHEMAS["ModelIndex"]["properties"]["state"]["enum"]) == set(_STATES.values())

@@ -1,0 +1,162 @@
+"""`teneral serve` as platforms start it: what they set, what they ask, and how they end it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.tiny_models import save_tiny
+
+from teneral.loader.sources.file import FileStore
+from teneral.loader.tools.pack import pack
+
+WAIT_S = 60
+COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+# The command itself, except that its image is here: /opt/ml is not ours to write to.
+SERVE_WITH_FOLDER = """
+import sys, teneral.runtime.config as config
+config.MODEL_FOLDER = sys.argv.pop(1)
+from teneral.__main__ import main
+raise SystemExit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("platforms")
+    save_tiny("llama", directory / "model")
+    pack(FileStore(directory / "model"), FileStore(directory / "artifact"))
+    return directory / "artifact"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and what it says until its ports are open."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TENERAL_HOST": "127.0.0.1", **variables},
+    )
+    assert process.stderr is not None
+    try:
+        yield process, process.stderr.readline()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def test_sagemaker_starts_it_with_serve_and_nothing_else(artifact: Path) -> None:
+    port = free_port()
+    command = ["-c", SERVE_WITH_FOLDER, str(artifact), "serve"]
+    with serving(command, SAGEMAKER_BIND_TO_PORT=str(port)) as (process, said):
+        assert said.strip().endswith(f":{port}")
+        assert ask(port, "GET", "/ping")[0] in (200, 503)
+        status, body = ask(port, "POST", "/invocations", COMPLETION)
+        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 4)
+        assert ask(port, "GET", "/ping") == (200, b"")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+        assert process.stderr is not None
+        assert "25 s" in process.stderr.read()  # of the 30 that SageMaker gives
+
+
+def test_a_stream_goes_on_to_its_end_after_sagemakers_sigterm(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, time\n"
+        "def handler(event, context):\n"
+        "    yield 'begun'\n"
+        "    while not pathlib.Path(event).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    yield 'ended'\n"
+    )
+    port = free_port()
+    with serving(
+        ["-m", "teneral", "serve", str(artifact), "--handler", f"{tmp_path}/mine.py:handler"],
+        TENERAL_PLATFORM="sagemaker",
+        TENERAL_PORT=str(port),
+    ) as (process, _):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        connection.request("POST", "/invocations", json.dumps(str(tmp_path / "end")))
+        response = connection.getresponse()
+        assert response.readline() == b'"begun"\n'
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert any("draining: 1 requests in work" in line for line in iter(process.stderr.readline, ""))
+        assert ask(port, "GET", "/ping")[0] == 503
+        (tmp_path / "end").touch()
+        assert response.read() == b'"ended"\n'
+        connection.close()
+        assert process.wait(WAIT_S) == 0
+
+
+def test_cloud_run_says_which_port_and_sends_events(artifact: Path) -> None:
+    port = free_port()
+    with serving(["-m", "teneral", "serve", str(artifact)], PORT=str(port), K_SERVICE="summaries") as (
+        process,
+        said,
+    ):
+        assert said.strip().endswith(f":{port}")
+        event = {"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "data": COMPLETION}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/cloudevents+json"}
+        connection.request("POST", "/", json.dumps(event), headers)
+        response = connection.getresponse()
+        reply = json.loads(response.read())
+        connection.close()
+        assert (response.status, reply["type"]) == (200, "t.reply")
+        assert reply["data"]["usage"]["completion_tokens"] == 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_runpods_load_balancer_asks_another_port_how_it_is(artifact: Path) -> None:
+    port, health_port = free_port(), free_port()
+    with serving(
+        ["-m", "teneral", "serve", str(artifact), "--api-key", "secret-key-of-mine"],
+        PORT=str(port),
+        PORT_HEALTH=str(health_port),
+        RUNPOD_ENDPOINT_ID="endpoint",
+    ) as (process, _):
+        assert process.stderr is not None
+        assert re.search(rf"\b{health_port}$", process.stderr.readline().strip())
+        assert ask(health_port, "GET", "/ping")[0] in (200, 204)
+        assert ask(port, "GET", "/ping")[0] in (200, 204)
+        assert ask(health_port, "GET", "/metrics")[0] == 401
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_a_worker_of_a_queue_says_what_it_lacks(artifact: Path) -> None:
+    command = [sys.executable, "-m", "teneral", "serve", str(artifact), "--platform", "runpod-queue"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 2
+    assert "RUNPOD_WEBHOOK_GET_JOB" in done.stderr

@@ -72,11 +72,15 @@ def store_variables(url: str) -> dict[str, str]:
     }
 
 
-def prepare(like: str, root: Path, *, residual_scale: float = 1.0) -> None:
-    """Write and pack the model once, into the bucket `models` below `root`, and read it into the page cache."""
+def prepare(like: str, root: Path, *, residual_scale: float = 1.0, num_layers: int | None = None) -> None:
+    """Write and pack the model once, into the bucket `models` below `root`, and read it into the page cache.
+
+    `num_layers` are fewer than it has; None: all.
+    """
     plain, packed = root / "models" / "plain", root / "models" / "packed"
     if not plain.exists():
-        _teneral("synth", str(plain), "--like", like, "--residual-scale", str(residual_scale))
+        layers = [] if num_layers is None else ["--layers", str(num_layers)]
+        _teneral("synth", str(plain), "--like", like, "--residual-scale", str(residual_scale), *layers)
     if not (packed / "manifest.json").exists():
         _teneral("pack", str(plain), str(packed), "--force")
     read_once(root)

@@ -7,6 +7,7 @@ MODEL is a directory, or `s3://bucket/prefix` at the endpoint that the environme
 prints the token here would still have to import one. It runs in the peers' environment and knows nothing of Teneral.
 
     local        AutoModelForCausalLM.from_pretrained(directory)
+    local-cuda   the same, straight to a device: `dtype="auto", device_map="cuda"`
     boto3        the same after `download_file` of each object, which reads 8 MiB parts over 10 connections
     runai        the small files by the streamer's own `pull_files`, the weights by SafetensorsStreamer over S3, passed
                  on as `state_dict` without a copy, since the streamer gives its tensors away
@@ -32,6 +33,7 @@ Answer = Callable[[Any, str], None]  # takes a model that is loaded, and the dir
 def main() -> None:
     ways: dict[str, Callable[[str, Answer], None]] = {
         "local": local,
+        "local-cuda": local_cuda,
         "boto3": boto3_download,
         "runai": runai,
         "tensorizer": tensorizer,
@@ -49,6 +51,12 @@ def local(directory: str, give: Answer) -> None:
     from transformers import AutoModelForCausalLM
 
     give(AutoModelForCausalLM.from_pretrained(directory), directory)
+
+
+def local_cuda(directory: str, give: Answer) -> None:
+    from transformers import AutoModelForCausalLM
+
+    give(AutoModelForCausalLM.from_pretrained(directory, dtype="auto", device_map="cuda"), directory)
 
 
 def boto3_download(model: str, give: Answer) -> None:
@@ -119,7 +127,7 @@ def answer(model: Any, directory: str, *, prompt: str, num_tokens: int) -> None:
         def end(self) -> None:
             pass
 
-    inputs = AutoTokenizer.from_pretrained(directory)(prompt, return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(directory)(prompt, return_tensors="pt").to(model.device)
     length = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
     model.eval().generate(**inputs, **length, do_sample=False, streamer=Printer())
 

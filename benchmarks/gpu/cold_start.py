@@ -1,0 +1,125 @@
+"""From starting a process to its first token on a GPU, with the model's files in the page cache.
+
+    python -m benchmarks.gpu.cold_start [--like llama-3.1-8b] [--layers N] [--rounds 2] [--json FILE] [--work DIR]
+
+`teneral serve` on the packed model, and transformers on the same model's safetensors, straight to the device. Beside
+both stand their floor, measured in the same run: the time that the pinned rate of the bus takes for the bytes that must
+cross it, as planes and as plain weights. The model is written and packed first, which is not counted, and needs four
+times its weights on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cold_starts, peer_environment
+from benchmarks.gpu.check import claim
+from benchmarks.processes import RunError
+from benchmarks.report import machine, note, table, versions
+from benchmarks.store import prepare
+
+GOAL = 1.3  # of the floor
+COPY_BYTES = 1 << 30
+NUM_COPIES = 5
+
+
+def main() -> int:
+    options = _options()
+    try:
+        rate = pinned_bytes_s()
+    except RuntimeError as error:
+        note(f"no device: {error}")
+        return 2
+    root = options.work / f"{options.like}-{options.layers or 'all'}" / "store"
+    prepare(options.like, root, num_layers=options.layers)
+    plain, packed = root / "models" / "plain", root / "models" / "packed"
+    sizes = {"plain": _size(plain, "*.safetensors"), "packed": _size(packed, "*")}
+    peers = peer_environment.find(options.work)
+    systems = {
+        "teneral": lambda: cold_starts.serve(str(packed), "--device", "cuda", variables={}),
+        "transformers": lambda: cold_starts.peer("local-cuda", str(plain), peers=peers, variables={}),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    failed: dict[str, str] = {}
+    for _ in range(options.rounds):
+        for name, start in systems.items():
+            if name not in failed:
+                try:
+                    seconds[name].append(start().first_token_s)
+                except RunError as error:
+                    failed[name] = str(error)[-2_000:]
+                    note(f"{name}: {failed[name]}")
+    floors = {"teneral": sizes["packed"] / rate, "transformers": sizes["plain"] / rate}
+    medians = {name: statistics.median(each) for name, each in seconds.items() if each}
+    claims = []
+    if "teneral" in medians:
+        ratio = medians["teneral"] / floors["teneral"]
+        claims.append(
+            claim("cold start on a GPU, of the transfer's floor", ratio, GOAL, unit="x", at_most=True)
+        )
+    rows = [
+        [name, f"{median:.2f}", f"{floors[name]:.2f}", f"{median / floors[name]:.2f}x"]
+        for name, median in medians.items()
+    ]
+    print(f"pinned copies to the device: {rate / 1e9:.1f} GB/s; {sizes} bytes; page cache warm")
+    print(table(["exec → first token", "s", "floor, s", "of the floor"], rows))
+    report: dict[str, Any] = {
+        "benchmark": "gpu_cold_start",
+        "model": options.like,
+        "layers": options.layers,
+        "machine": machine(),
+        "versions": versions(),
+        "pinned_bytes_s": rate,
+        "bytes": sizes,
+        "seconds": seconds,
+        "failed": failed,
+        "claims": claims,
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if "teneral" in medians else 1
+
+
+def pinned_bytes_s() -> float:
+    """Bytes a second from pinned memory to the device, the best of several copies. RuntimeError without a device."""
+    import torch  # only here: nothing else of this process computes
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device")
+    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    best_s = float("inf")
+    for _ in range(NUM_COPIES):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        device.copy_(host, non_blocking=True)
+        torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return COPY_BYTES / best_s
+
+
+def _size(folder: Path, pattern: str) -> int:
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--like", default="llama-3.1-8b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "teneral-bench")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

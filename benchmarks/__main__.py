@@ -29,6 +29,7 @@ BENCHMARKS = {
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "goodput": "answers in time at up to 10 times the load that saturates the server",
     "overhead": "a step and an invocation without a model",
+    "invocation": "an invocation of a function that does nothing: HTTP and AWS Lambda, beside AWS's own runtime",
     "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
 CANNOT_SAVE = ("node_cache",)

@@ -8,12 +8,16 @@ away.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from ..runtime.engine.requests import check_owner
 from .lifetime import Lifetime
 from .model import Model, ModelHost
 
 LOGGER_NAME = "teneral.handler"
+NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Context:
@@ -28,18 +32,27 @@ class Context:
         request_id: str,
         timeout_s: float | None = None,
         session: str | None = None,
+        platform: Mapping[str, Any] = NO_FACTS,
+        trace_id: str | None = None,
+        on_progress: Callable[[Any], object] | None = None,
     ) -> None:
         """`host` is the instance that serves the model; `timeout_s` counts from now, None is no deadline. RequestError
-        for a `session` that cannot be meant.
+        for a `session` that cannot be meant. `platform` is what the place where this runs tells of the invocation.
         """
         check_owner(session=session or "")
         self.request_id = request_id
+        self.platform = (
+            platform  # on Lambda: its name, the function's ARN, client context, identity and so on
+        )
+        self.trace_id = trace_id  # as the platform writes it, of X-Ray for one; None: nobody traces
         self.session = (
             session  # what is computed is kept for the next invocation that names the same; None: none
         )
         self.logger: logging.LoggerAdapter[logging.Logger] = logging.LoggerAdapter(
             logging.getLogger(LOGGER_NAME), {"request_id": request_id}
         )
+        self.host = host  # for handlers that are a part of Teneral; `model` is for all others
+        self._on_progress = on_progress
         self._lifetime = Lifetime(timeout_s)
         self.model = Model(host, self._lifetime, request_id, session=session)
 
@@ -58,6 +71,13 @@ class Context:
         stop.
         """
         return self._lifetime.cancelled
+
+    def progress(self, value: Any) -> None:
+        """Tell whoever waits how far this is, where the platform has a way for it (RunPod's queue); elsewhere nothing
+        happens. `value` is JSON; of several in one second, one is told.
+        """
+        if self._on_progress is not None:
+            self._on_progress(value)
 
     def cancel(self) -> None:
         """End the invocation: generations stop within one step, waiting calls raise `CancelledError`.

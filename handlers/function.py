@@ -22,10 +22,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from ..loader.errors import TeneralError
-from ..runtime.errors import CancelledError, HandlerError
+from ..runtime.errors import CancelledError, HandlerError, ResultError
 from .context import Context
 from .loop_thread import LoopThread
 from .outlet import Outlet, OutletClosedError
+from .threads import CallThreads
 from .user_code import find_function
 
 MAX_MESSAGE_CHARS = 1_000
@@ -41,6 +42,11 @@ class HandlerKind(enum.StrEnum):
     def is_async(self) -> bool:
         return self in (HandlerKind.ASYNC, HandlerKind.ASYNC_GENERATOR)
 
+    @property
+    def is_generator(self) -> bool:
+        """By its definition. A plain function may return an iterator all the same, which shows when it does."""
+        return self in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR)
+
 
 class Handler:
     """A function that was found to take (event, context). Serves any number of invocations at a time; close
@@ -54,6 +60,7 @@ class Handler:
         self.function = function
         self.name = name or getattr(function, "__qualname__", type(function).__name__)
         self.kind = kind_of(function)
+        self.threads = CallThreads(f"teneral-handler-{self.name}")
         self._loop_thread: LoopThread | None = None
         self._lock = threading.Lock()
         try:
@@ -76,6 +83,7 @@ class Handler:
         """Cancel async invocations that still run, and end their loop. Threads end with the calls that they
         are in.
         """
+        self.threads.close()
         with self._lock:
             loop_thread, self._loop_thread = self._loop_thread, None
         if loop_thread is not None:
@@ -133,12 +141,8 @@ def _begin(handler: Handler, event: Any, context: Context, outlet: Outlet) -> Ca
     """
     if handler.kind.is_async:
         return handler.loop_thread.submit(_invoke_async(handler, event, context, outlet)).cancel
-    threading.Thread(
-        target=contextvars.copy_context().run,
-        args=(_invoke, handler, event, context, outlet),
-        name=f"teneral-handler-{context.request_id}",
-        daemon=True,  # a function that never returns must not keep the process alive
-    ).start()
+    call = functools.partial(contextvars.copy_context().run, _invoke, handler, event, context, outlet)
+    handler.threads.run(call)
     return lambda: None
 
 
@@ -147,14 +151,14 @@ def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> N
     try:
         result = handler.function(event, context)
         if not isinstance(result, Iterator):
-            outlet.put(_checked(handler, result))
-        else:
-            try:
-                for value in result:
-                    outlet.put(_checked(handler, value))
-            finally:
-                if hasattr(result, "close"):  # a generator has, and its `finally` runs now
-                    result.close()
+            outlet.finish(_checked(handler, result))
+            return
+        try:
+            for value in result:
+                outlet.put(_checked(handler, value))
+        finally:
+            if hasattr(result, "close"):  # a generator has, and its `finally` runs now
+                result.close()
     except OutletClosedError:
         return
     except BaseException as error:  # noqa: BLE001 - not even a SystemExit may end the process
@@ -170,14 +174,14 @@ async def _invoke_async(handler: Handler, event: Any, context: Context, outlet: 
         if inspect.isawaitable(result):
             result = await result
         if not isinstance(result, AsyncIterator):
-            await outlet.put_async(_checked(handler, result))
-        else:
-            try:
-                async for value in result:
-                    await outlet.put_async(_checked(handler, value))
-            finally:
-                if hasattr(result, "aclose"):
-                    await result.aclose()
+            outlet.finish(_checked(handler, result))
+            return
+        try:
+            async for value in result:
+                await outlet.put_async(_checked(handler, value))
+        finally:
+            if hasattr(result, "aclose"):
+                await result.aclose()
     except OutletClosedError:
         return
     except asyncio.CancelledError:
@@ -199,7 +203,7 @@ def _checked(handler: Handler, value: Any) -> Any:
         value.close()  # or Python warns of a coroutine that was never awaited, on top of our error
 
     def refuse(part: object) -> None:
-        raise HandlerError(
+        raise ResultError(
             f"{handler.name} gave {_type_name(part)}, which is not JSON",
             hint="Give dicts, lists, strings, numbers, booleans and None (numpy: .tolist()), or bytes alone.",
         )
@@ -213,7 +217,7 @@ def _checked(handler: Handler, value: Any) -> Any:
         )
         text.encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise HandlerError(f"{handler.name} gave a value that is not JSON: {error}") from error
+        raise ResultError(f"{handler.name} gave a value that is not JSON: {error}") from error
     return value
 
 

@@ -29,7 +29,7 @@ class _End:
 
 
 class Outlet:
-    """Made by the consumer, on its event loop. `put`, `put_async` and `end` are the producer's, from any
+    """Made by the consumer, on its event loop. `put`, `put_async`, `finish` and `end` are the producer's, from any
     thread.
     """
 
@@ -56,6 +56,12 @@ class Outlet:
     def end(self, error: BaseException | None = None) -> None:
         """No value will follow; `error` is raised to the consumer behind the last one. Never waits."""
         calling_on_loop(self._loop, self._append)(_End(error))
+
+    def finish(self, value: Any) -> None:
+        """The one value there is, and its end: once round the consumer's loop instead of twice. Never waits; nobody may
+        be there to take it.
+        """
+        calling_on_loop(self._loop, self._append)(value, _End(None))
 
     def __aiter__(self) -> Self:
         return self
@@ -92,6 +98,6 @@ class Outlet:
             raise OutletClosedError
         self._append(value)
 
-    def _append(self, value: Any) -> None:
-        self._values.append(value)
+    def _append(self, *values: Any) -> None:
+        self._values.extend(values)
         self._arrived.set()

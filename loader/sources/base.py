@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from ..errors import UsageError
 
@@ -83,6 +83,16 @@ class Source(Protocol):
     def close(self) -> None:
         """Give up all reads in flight (they raise `SourceClosedError`) and free every connection.
         Idempotent.
+        """
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """A source that keeps connections. Those that are on this machine have nothing of the kind."""
+
+    def rest(self) -> None:
+        """Nothing will be read for a while, during which the process may stand still or be copied: close connections
+        that are idle, and forget credentials and addresses. All of it is made anew when it is needed. Does not block.
         """
 
 

@@ -42,6 +42,11 @@ class CredentialChain:
                 self._found = self._provider = None
             return self._get().session_token != expired_token
 
+    def forget(self) -> None:
+        """Look everywhere again when they are next needed."""
+        with self._lock:
+            self._found = self._provider = None
+
     def _get(self) -> Credentials:
         if self._found is None and self._provider is None:
             self._found = self._from_environment()

@@ -63,6 +63,9 @@ class HttpSource:
             hint="Use the folder's s3:// address, or a copy on disk.",
         )
 
+    def rest(self) -> None:
+        self._client.rest()
+
     def close(self) -> None:
         self._client.close()
 

@@ -133,6 +133,9 @@ class HttpClient:
     def statistics(self) -> HttpStatistics:
         return replace(self._tally.counts(), connections_opened=self._pool.statistics().opened)
 
+    def rest(self) -> None:
+        self._pool.rest()
+
     def close(self) -> None:
         """Whoever waits in here gives up with `SourceClosedError`. Idempotent."""
         self._retrying.close()

@@ -74,6 +74,14 @@ class ConnectionPool:
                 return
         connection.close()
 
+    def rest(self) -> None:
+        """Close the idle connections and forget where hosts are. Those in use are left alone."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+            self._addresses = AddressBook()
+        for connection in (one for connections in idle.values() for one in connections):
+            connection.close()
+
     def close(self) -> None:
         """Close the idle connections; whoever waits on another gives up at once. Idempotent."""
         with self._lock:

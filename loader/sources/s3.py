@@ -84,6 +84,13 @@ class S3Store:
                 return
         raise SourceError(f"{self.url} holds too many objects to be listed", source=self.url)
 
+    def rest(self) -> None:
+        """As `Remote.rest`. What boto3 keeps for writing sees to itself: it tries a dead connection again, and renews
+        credentials.
+        """
+        self._client.rest()
+        self._credentials.forget()
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

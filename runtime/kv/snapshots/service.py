@@ -27,7 +27,7 @@ from ....loader.errors import (
     TeneralError,
 )
 from ....loader.pin import split_pin
-from ....loader.sources.base import Source, SourceOptions, Store
+from ....loader.sources.base import Remote, Source, SourceOptions, Store
 from ....loader.sources.open import open_source, open_store, scheme_of
 from ....loader.timeline import Timeline
 from ...errors import SnapshotError, SnapshotMismatchError
@@ -145,6 +145,11 @@ class SnapshotService:
     def statistics(self) -> dict[str, int]:
         """Totals count from the start; the rest is what came from the snapshot."""
         return dict(self._figures)
+
+    def rest(self) -> None:
+        """As `Remote.rest`."""
+        if isinstance(self._source, Remote):
+            self._source.rest()
 
     def close(self) -> None:
         """Give up what is being fetched. Idempotent."""

@@ -1,14 +1,14 @@
 """Goodput under too much load: requests that are answered in time, at 1, 2, 5 and 10 times what saturates the server.
 
-    python -m benchmarks.goodput [--factors 0.5 1 2 5 10] [--seconds 30] [--within 2 5] [--save]
+    python -m benchmarks.goodput [--factors 0.5 1 2 5 10] [--seconds 30] [--within 2 3] [--save]
 
 A real server is asked over HTTP. First one request at a time, which says how fast an answer can be; then with as many
 clients as there are places, each asking again at once, which says what the server can do. Then requests come at random
 moments (a Poisson process), at multiples of that rate, whether or not earlier ones were answered. All are alike but for
 their tokens.
 
-In time is an answer whose first token took at most so many times as long as that of a request that is alone, and whose
-others did on average (`--within`). The promise is that what is too much is refused at once, with 429 and Retry-After,
+In time is an answer whose first token took at most so many times as long as the median of those clients' answers, and
+whose others did on average (`--within`): as soon as a server that is full, and not more than full, gives it. The promise is that what is too much is refused at once, with 429 and Retry-After,
 and that goodput stays at 90 % or more of its peak.
 """
 
@@ -110,7 +110,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = new_parser(__doc__, rounds=1)
     parser.add_argument("--factors", type=float, nargs="+", default=[0.5, 1, 2, 5, 10])
-    parser.add_argument("--within", type=float, nargs="+", default=[2, 5], help="times as long as alone")
+    parser.add_argument("--within", type=float, nargs="+", default=[2, 3], help="times as long as when full")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each level")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
@@ -137,21 +137,29 @@ class Load:
             first_s = statistics.median(outcome.first_s for outcome in alone)
             token_s = statistics.median(outcome.token_s for outcome in alone)
             note(f"alone: first token {1000 * first_s:.0f} ms, then one every {1000 * token_s:.0f} ms")
-            capacity = await self.closed_loop(session, options.max_running)
+            outcomes, window = await self.closed_loop(session, options.max_running)
+            capacity = window.rate(outcomes)
+            full_first_s = statistics.median(outcome.first_s for outcome in outcomes)
+            full_token_s = statistics.median(outcome.token_s for outcome in outcomes)
             note(f"with {options.max_running} clients: {capacity:.2f} requests/s")
             levels = []
             for factor in options.factors:
                 outcomes, window = await self.open_loop(session, factor * capacity)
-                levels.append({"factor": factor, **level(outcomes, window, options.within, first_s, token_s)})
+                levels.append(
+                    {"factor": factor, **level(outcomes, window, options.within, full_first_s, full_token_s)}
+                )
                 note(f"{factor:g}x: {levels[-1]}")
         return {
             "alone": {"first_s": first_s, "token_s": token_s},
+            "full": {"first_s": full_first_s, "token_s": full_token_s},
             "capacity_requests_s": capacity,
             "levels": levels,
         }
 
-    async def closed_loop(self, session: aiohttp.ClientSession, num_clients: int) -> float:
-        """Answers a second, when each client asks again as soon as it has its answer."""
+    async def closed_loop(
+        self, session: aiohttp.ClientSession, num_clients: int
+    ) -> tuple[list[Outcome], Window]:
+        """The answers, when each client asks again as soon as it has its own."""
         window = Window.from_now(self._options.seconds)
         outcomes: list[Outcome] = []
 
@@ -160,7 +168,7 @@ class Load:
                 outcomes.append(await self.ask(session))
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
-        return window.rate(outcome for outcome in outcomes if outcome.times_s)
+        return [outcome for outcome in outcomes if outcome.times_s], window
 
     async def open_loop(self, session: aiohttp.ClientSession, rate: float) -> tuple[list[Outcome], Window]:
         """`rate` requests a second for some time, and what became of each."""
@@ -238,13 +246,14 @@ def render(report: Mapping[str, Any]) -> str:
             share = row["goodput_s"][factor] / peaks[factor] if peaks[factor] else 0.0
             cells.append(f"{row['goodput_s'][factor]:.2f} ({share:.0%})")
         rows.append(cells)
-    alone = report["alone"]
+    alone, full = report["alone"], report["full"]
     words = [
         report["model"],
         f"{report['prompt_tokens']} + {report['answer_tokens']} tokens",
         f"{report['max_running']} running and {report['max_queued']} waiting at most",
         f"saturated at {report['capacity_requests_s']:.2f} requests/s",
         f"alone {1000 * alone['first_s']:.0f} ms to the first token and {1000 * alone['token_s']:.0f} ms a token",
+        f"full {1000 * full['first_s']:.0f} and {1000 * full['token_s']:.0f} ms",
         f"promise: {report['promise']:.0%} of the peak",
     ]
     columns = [

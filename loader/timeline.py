@@ -3,7 +3,7 @@
 Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read as a
 JSON-ready value. It does not know what the spans mean: `runtime/waterfall/view.py` draws them.
 
-Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "tokenizer",
+Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "device", "place", "tokenizer",
 "model", "execute", "request".
 """
 

@@ -10,11 +10,13 @@ source reads as every AWS program does.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..loader.device.detect import parse_device
 from ..loader.errors import UsageError
 from ..loader.sources.base import SourceOptions
 from ..loader.stream.options import LoadOptions, Order
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
+# How platforms tell a container its ports; where two do, the later one is meant. PORT: Cloud Run, Knative, RunPod and
+# others. SageMaker sets its own only where containers share a host.
+PLATFORM_VARIABLES = (
+    ("PORT", "port"),
+    ("SAGEMAKER_BIND_TO_PORT", "port"),
+    ("PORT_HEALTH", "health_port"),  # RunPod's load balancer
+)
+MODEL_FOLDER = "/opt/ml/model"  # where SageMaker lays a model's files before it starts the container
+MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
 READY_S = 1.5  # from a process's start until it can compute, most of which is importing torch
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -102,6 +113,15 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
     return parse
 
 
+def _template(*allowed: str, required: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        from .address_template import AddressTemplate  # few have such a setting
+
+        return AddressTemplate.parse(value, allowed=allowed, required=required).text
+
+    return parse
+
+
 def _setting(
     default: Any, parse: Callable[[Any], Any], help: str, *, metavar: str = "", secret: bool = False
 ) -> Any:
@@ -121,6 +141,12 @@ class ServeConfig:
     name: str | None = _setting(None, _text, "the model's name for clients (default: the last part of MODEL)")
     host: str = _setting("0.0.0.0", _text, "address to listen on")  # noqa: S104 - a container is reached from outside
     port: int = _setting(8080, _integer(0, 65535), "port to listen on; 0 takes a free one", metavar="PORT")
+    health_port: int | None = _setting(
+        None,
+        _integer(0, 65535),
+        "another port to listen on, for a platform that sends its probes elsewhere (default: none)",
+        metavar="PORT",
+    )
     handler: str | None = _setting(
         None, _text, "function to serve at /invoke: module:function or file.py:function"
     )
@@ -130,7 +156,12 @@ class ServeConfig:
         "where this runs: http, cloud-run, kserve, sagemaker, runpod, runpod-queue, lambda; auto looks",
         metavar="NAME",
     )
-    api_key: str | None = _setting(None, _text, "bearer token that every request must carry", secret=True)
+    api_key: str | None = _setting(
+        None, _text, "bearer token that requests must carry; several with commas, or @FILE", secret=True
+    )
+    model_control: bool = _setting(
+        False, _flag, "let clients unload the model and load it again, through /v2/repository"
+    )
     # The store
     endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
     region: str | None = _setting(None, _text, "region of the bucket")
@@ -252,6 +283,15 @@ class ServeConfig:
         "what to compute in (auto: that of the weights where the CPU is fast in it, or what it is fast in)",
         metavar="DTYPE",
     )
+    device: str = _setting(
+        "auto",
+        parse_device,
+        "what computes: cpu, cuda or cuda:N (auto: the first GPU, where there is one and CuPy is installed)",
+        metavar="DEVICE",
+    )
+    kernel_dir: str | None = _setting(
+        None, _text, "folder with kernels that were compiled for a GPU, so that none is at the start", metavar="DIR"
+    )
     threads: int | None = _setting(
         None, _integer(1, 1024), "threads that compute (default: the cores at hand)"
     )
@@ -275,6 +315,19 @@ class ServeConfig:
         "local socket of a standby pool: serve from a process of it, if one is there",
         metavar="PATH",
     )
+    # Batch jobs that events start
+    batch_output: str | None = _setting(
+        None,
+        _template("bucket", "key", "etag", required="key"),
+        "where a job writes whose event names only its input: s3://results/{bucket}/{key}/{etag}.jsonl",
+        metavar="ADDRESS",
+    )
+    batch_answers: str | None = _setting(
+        None,
+        _template("queue", "id", required="id"),
+        "where the answers to single requests from a queue go: s3://answers/{queue}/{id}.json",
+        metavar="ADDRESS",
+    )
     # Requests and shutdown
     max_body_bytes: int = _setting(8 << 20, parse_bytes, "largest request body", metavar="SIZE")
     request_timeout_s: float = _setting(
@@ -285,6 +338,11 @@ class ServeConfig:
         _seconds(0, 3_600),
         "time for running requests at shutdown (default: what the platform allows, 8 s where none is known)",
         metavar="SECONDS",
+    )
+    lambda_streaming: bool = _setting(
+        False,
+        _flag,
+        "on AWS Lambda, stream answers: for function URLs with InvokeMode RESPONSE_STREAM",
     )
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 
@@ -343,6 +401,10 @@ def resolve(
     values.update(_from_environment(environment))
     for name, value in flags.items():
         values[name] = _parse(name, value, f"--{name.replace('_', '-')}")
+    if not values.get("model") and _has_model_folder(values.get("platform")):
+        values["model"] = MODEL_FOLDER
+        if values.get("platform", "auto") == "auto":
+            values["platform"] = "sagemaker"  # that is where the folder comes from
     if not values.get("model"):
         raise UsageError(
             "no model was named",
@@ -352,11 +414,20 @@ def resolve(
     return ServeConfig(**values)
 
 
+def _has_model_folder(platform: str | None) -> bool:
+    """Whether the model is where SageMaker lays it, which starts a container with the one argument `serve`. Where
+    nobody says that this is SageMaker, a model must really lie there.
+    """
+    if platform == "sagemaker":
+        return os.path.isdir(MODEL_FOLDER)
+    return any(os.path.isfile(os.path.join(MODEL_FOLDER, name)) for name in MODEL_SIGNS)
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    # Cloud Run, Knative and others tell a container its port this way; our own variable wins over it.
-    if "PORT" in environment and PREFIX + "PORT" not in environment:
-        values["port"] = _parse("port", environment["PORT"], "PORT")
+    for variable, name in PLATFORM_VARIABLES:
+        if environment.get(variable) and PREFIX + name.upper() not in environment:  # our own variable wins
+            values[name] = _parse(name, environment[variable], variable)
     for variable, value in environment.items():
         if variable.startswith(PREFIX) and variable != PREFIX + "CONFIG":
             name = variable.removeprefix(PREFIX).lower()

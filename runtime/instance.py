@@ -18,34 +18,37 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..loader.errors import IntegrityError, TeneralError, UsageError
+from ..loader.errors import TeneralError, UsageError
 from ..loader.host import available_cores
 from ..loader.pin import split_pin
+from ..loader.sources.base import Remote
 from ..loader.sources.open import open_source
 from ..loader.stream.options import Order
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
 from .files import ModelFiles
+from .loading import (
+    load_here,
+    placement_statistics,
+    tensor_digests,
+    verify_exact,
+    wait_exact,
+    warn_of_cache,
+)
 from .start import Helpers, send_for
 from .state import State
 
 if TYPE_CHECKING:
-    from ..loader.format.manifest import Manifest, Tensor
+    from ..loader.format.manifest import Manifest
     from ..loader.sources.base import Source
-    from ..loader.stream.load import WeightLoad
-    from ..loader.stream.process_load import ProcessLoad
     from .engine.embedder import Embedder
     from .engine.engine import Engine
     from .kv.snapshots.service import SnapshotService
     from .models.decoder import Decoder
     from .models.encoder import Encoder
     from .text.tokenizer import TextTokenizer
-
-# Of the memory that is left beside the weights, what the KV pool takes unless told: the rest is for
-# activations, staging, and the container's other processes.
-KV_SHARE = 0.4
-DEFAULT_KV_BYTES = 4 << 30
+    from .weights import AnyLoad
 
 # What sentence-transformers writes beside an encoder: how its outputs become one vector.
 SENTENCE_FILES = {
@@ -84,10 +87,12 @@ class Instance:
         self._exact: Future[None] = Future()
         self._source = source
         self._helpers = helpers
-        self._load: WeightLoad | ProcessLoad | None = helpers.load if helpers else None
+        self._load: AnyLoad | None = helpers.load if helpers else None
         self._snapshots: SnapshotService | None = None
         self._draining = False
         self._failure: TeneralError | None = None
+        self._threads: list[threading.Thread] = []
+        self._closed = threading.Event()
         self._lock = threading.Lock()
 
     # life
@@ -99,7 +104,9 @@ class Instance:
         if self.config.kv_snapshot is not None:
             self._run(self._start_snapshots)
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
-            threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(work,), name=f"teneral-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         return self
 
     def drain(self, timeout_s: float) -> bool:
@@ -118,11 +125,29 @@ class Instance:
         """
         return self._snapshots is not None and self._failure is None and self._snapshots.save(timeout_s)
 
+    def rest(self) -> None:
+        """The process may stand still now, or has: let go of connections to stores, addresses and credentials, which
+        are made anew when they are needed. Does not block.
+        """
+        if isinstance(self._source, Remote):
+            self._source.rest()
+        if self._snapshots is not None:
+            self._snapshots.rest()
+
+    def wait_opened(self, timeout_s: float) -> bool:
+        """Block until it is known what is to be loaded; False when that takes longer. Raises the instance's failure."""
+        try:
+            self._opened.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
     def close(self) -> None:
         """Stop everything and free what can be freed. Tensors that somebody still holds stay valid.
         Idempotent.
         """
         self._draining = True
+        self._closed.set()
         self._settle(DrainingError("the instance was closed"))
         tokenizer = _result_or_none(self.tokenizer)
         if tokenizer is not None:
@@ -143,15 +168,33 @@ class Instance:
             if not self.ended.done():
                 self.ended.set_result(self._failure)
 
+    def let_go(self, timeout_s: float = 10.0) -> None:
+        """Forget the model, after `close`: whoever goes on holding this instance then holds none of its memory. Waits
+        for the threads that were building it.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._helpers is not None:
+            self._helpers.load.let_go()  # who started them may hold them still
+        self.tokenizer, self.engine, self.embedder, self._opened = Future(), Future(), Future(), Future()
+        self._settle(DrainingError("the instance was closed"))
+        self._load = self._helpers = self._source = self._snapshots = None
+
     def __enter__(self) -> Instance:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait_exact(self) -> bool:
-        """Block until all weights are exact; False when the instance has failed or was closed before."""
-        return self._exact.exception() is None
+    def wait_exact(self, timeout_s: float | None = None) -> bool:
+        """Block until all weights are exact; False when the instance has failed or was closed before, or when it takes
+        longer.
+        """
+        try:
+            return self._exact.exception(timeout_s) is None
+        except TimeoutError:
+            return False
 
     # what can be seen
 
@@ -195,6 +238,8 @@ class Instance:
             statistics = self._load.statistics()
             if statistics is not None:
                 figures["load"] = statistics
+            if (placement := placement_statistics(self._load)) is not None:
+                figures["placement"] = placement
         for worker in self._workers():
             figures[type(worker).__name__.lower()] = worker.statistics()
         if self._snapshots is not None:
@@ -235,39 +280,27 @@ class Instance:
         if self._source is None:
             self._source = open_source(address, self.config.source_options)
         if self._load is None:
-            self._load = self._load_here(self._source, digest)
+            self._load = load_here(self._source, digest, self.config, self.timeline)
         manifest = self._load.manifest
         self._opened.set_result((self._source, manifest))
         expected = None
         if self.config.verify_exact:
-            expected = _tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
+            expected = tensor_digests(ModelFiles(self._source, manifest, self.config.load_options), manifest)
         self._watch_load(self._load, expected)
 
-    def _load_here(self, source: Source, digest: bytes | None) -> WeightLoad:
-        """A load in this process's own threads."""
-        from ..loader.artifact import open_artifact  # these are the loader's process's business, as a rule
-        from ..loader.stream.load import WeightLoad
-
-        with self.timeline.span("manifest", "open"):
-            manifest = open_artifact(source, digest=digest)
-        load = WeightLoad(source, manifest, options=self.config.load_options, timeline=self.timeline)
-        load.start()
-        return load
-
-    def _watch_load(self, load: WeightLoad | ProcessLoad, expected: tuple[bytes, ...] | None) -> None:
+    def _watch_load(self, load: AnyLoad, expected: tuple[bytes, ...] | None) -> None:
         """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load
         does, or when its tensors do not have the `expected` digests.
         """
-        for group in range(len(load.manifest.groups)):
-            load.wait(group)
+        wait_exact(load)
         self.timeline.mark("process", "all weights exact")
         if expected is not None:
             with self.timeline.span("process", "verify exact"):
-                _verify_exact(load, expected)
+                verify_exact(load, expected)
         _resolve(self._exact, None)
         if self.config.cache_dir is not None:
             load.join()  # until all is written that the next container is to find
-            _warn_of_cache(load)
+            warn_of_cache(load)
 
     def _load_tokenizer(self) -> None:
         source, manifest = self._opened.result()
@@ -296,6 +329,7 @@ class Instance:
             from .models.encoder import Encoder
             from .weights import StreamedWeights
         torch.set_num_threads(self.config.threads or available_cores())
+        self._warm_device_up()
         source, manifest = self._opened.result()
         assert self._load is not None
         with self.timeline.span("model", "build") as said:
@@ -312,11 +346,23 @@ class Instance:
         else:
             self._start_engine(model, manifest)
 
+    def _warm_device_up(self) -> None:
+        """What a GPU needs once before it computes, beside the fetch. Returns at once."""
+        from ..loader.device.detect import CPU, choose_device
+
+        name = choose_device(self.config.device)
+        if name != CPU:
+            import torch
+
+            from .cuda.warm_up import start_warm_up  # nobody else has a device
+
+            start_warm_up(torch.device(name), torch.bfloat16, timeline=self.timeline)
+
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
-        from ..loader.memory import available_bytes
         from .engine.arrival import LoadArrival
         from .engine.engine import Engine, EngineOptions  # they import torch
         from .kv.kinds import KVKind
+        from .kv.sizing import pool_bytes
 
         refuse = ModelError(
             f"{self.model_name} generates text and makes no embeddings",
@@ -337,7 +383,8 @@ class Instance:
                 kv_host_bytes=self.config.kv_host_bytes or 0,
                 kv_disk_bytes=self.config.kv_disk_bytes or 0,
                 kv_disk_dir=self.config.kv_disk_dir,
-                kv_bytes=self.config.kv_bytes or default_kv_bytes(manifest.weight_bytes, available_bytes()),
+                kernels_dir=self.config.kernel_dir,
+                kv_bytes=self.config.kv_bytes or pool_bytes(model, manifest.weight_bytes, self.config.max_running),
             )
         tokenizer = self.tokenizer.result()
         assert self._load is not None
@@ -359,12 +406,12 @@ class Instance:
 
     def _prepare_kernels(self, model: Decoder) -> None:
         """Have generating computed faster than torch does it, when nothing else is left to do for the start."""
-        if not self.config.kernels or self._exact.exception() is not None:
+        if not self.config.kernels or model.device.type != "cpu" or self._exact.exception() is not None:
             return
         from .kernels.prepare import prepare_kernels  # nothing that starts needs it
 
         threads = self.config.threads or available_cores()
-        prepare_kernels(model, num_threads=threads, timeline=self.timeline)
+        prepare_kernels(model, num_threads=threads, timeline=self.timeline, ended=self._closed)
 
     def _start_embedder(self, model: Encoder) -> None:
         from .engine.embedder import Embedder  # imports torch
@@ -438,13 +485,6 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
     return seed_hash(manifest.digest, str(model.dtype).encode()) if manifest.digest is not None else None
 
 
-def default_kv_bytes(weight_bytes: int, free_bytes: int | None) -> int:
-    """The KV pool's size unless told: a share of what the weights leave (None: unknown), within reason."""
-    if free_bytes is None:
-        return DEFAULT_KV_BYTES
-    return max(1 << 20, min(DEFAULT_KV_BYTES, int(KV_SHARE * (free_bytes - weight_bytes))))
-
-
 def _result_or_none(future: Future[T]) -> T | None:
     return future.result() if future.done() and future.exception() is None else None
 
@@ -452,46 +492,3 @@ def _result_or_none(future: Future[T]) -> T | None:
 def _resolve(future: Future[T], value: T) -> None:
     if not future.done():
         future.set_result(value)
-
-
-def _tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
-    """Raises `UsageError` when nothing is known of the original."""
-    from ..loader.format.tensor_digests import (
-        FILE_NAME,
-        parse_tensor_digests,
-    )  # who verifies this is in no hurry
-
-    data = files.read(FILE_NAME)
-    if data is None:
-        raise UsageError(
-            "nothing says what the exact tensors' digests are: this is no artifact, or one of an older version",
-            key="verify_exact",
-            hint="Pack the model (again), or leave verify_exact out.",
-        )
-    return parse_tensor_digests(data, manifest)
-
-
-def _verify_exact(load: WeightLoad | ProcessLoad, expected: tuple[bytes, ...]) -> None:
-    """Raises `IntegrityError` naming a tensor that is not what was packed."""
-    from ..loader.format.tensor_digests import wrong_tensors
-
-    def content(tensor: Tensor) -> memoryview:
-        slab = load.slab(tensor.group)
-        return slab[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].data
-
-    wrong = wrong_tensors(load.manifest, expected, content)
-    if wrong:
-        raise IntegrityError(
-            f"tensor {wrong[0].name!r} is in memory not what was packed; {len(wrong)} of {len(expected)} are not",
-            where=wrong[0].name,
-            hint="Each part was right when it arrived, so this is a defect of Teneral or of the machine's memory.",
-        )
-
-
-def _warn_of_cache(load: WeightLoad | ProcessLoad) -> None:
-    import logging  # only where there is a cache
-
-    statistics = load.statistics()
-    if statistics is not None and statistics.cache is not None:
-        for trouble in statistics.cache.troubles:
-            logging.getLogger(__name__).warning("%s", trouble)

@@ -6,8 +6,11 @@ Imports little, and nothing that starts a thread.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from ..loader.device.detect import CPU, choose_device, index_of
 from ..loader.pin import split_pin
 from ..loader.stream.launch import Launched, Task, launch
 from ..loader.stream.prepare import Prepared, is_possible
@@ -16,6 +19,8 @@ from .config import ServeConfig
 from .text.launch import LaunchedTokenizer, TokenizerTask, launch_tokenizer
 
 if TYPE_CHECKING:
+    from ..loader.device.base import Device
+    from ..loader.stream.device_load import DeviceLoad
     from ..loader.stream.process_load import ProcessLoad
     from .text.remote import TokenizerProcess
 
@@ -25,6 +30,7 @@ class SentFor(NamedTuple):
 
     load: Launched
     tokenizer: LaunchedTokenizer
+    kernel_dir: str | None = None  # as the configuration has it
 
     def let_go(self) -> None:
         """Close this process's ends, of which another process has copies. They go on for that one."""
@@ -33,19 +39,28 @@ class SentFor(NamedTuple):
         os.close(self.load.memory_fd)
 
     def take_over(self, timeline: Timeline) -> Helpers:
-        """Heed them, here. `timeline` has the origin that they were given."""
-        from ..loader.stream.process_load import ProcessLoad  # while they are at work
-        from .text.remote import TokenizerProcess
+        """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
+        another device than the CPU is used.
+        """
+        from .text.remote import TokenizerProcess  # while they are at work
 
-        return Helpers(
-            ProcessLoad(self.load, timeline=timeline), TokenizerProcess(self.tokenizer, timeline=timeline)
-        )
+        return Helpers(self._follow(timeline), TokenizerProcess(self.tokenizer, timeline=timeline))
+
+    def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad:
+        device = self.load.task.device
+        if device == CPU:
+            from ..loader.stream.process_load import ProcessLoad  # as above
+
+            return ProcessLoad(self.load, timeline=timeline)
+        from ..loader.stream.device_load import DeviceLoad  # as above
+
+        return DeviceLoad.follow(self.load, opener(device, self.kernel_dir, timeline), timeline=timeline)
 
 
 class Helpers(NamedTuple):
     """The processes beside an instance's own: each does what must not wait for this one's GIL."""
 
-    load: ProcessLoad
+    load: ProcessLoad | DeviceLoad
     tokenizer: TokenizerProcess
 
     def close(self) -> None:
@@ -66,7 +81,8 @@ def send_for(
     """Both at work; None where the configuration or the system wants threads instead.
 
     Takes `prepared` over. `fork` is for a process that has just begun, as `HelperProcess` has it. Returns at once.
-    Raises `UsageError` for an address that cannot be meant, and `OSError` when the system refuses another process.
+    Raises `UsageError` for an address that cannot be meant, or a device that cannot be used, and `OSError` when the
+    system refuses another process.
     """
     if config.loader != "process" or not is_possible():
         if prepared is not None:
@@ -74,10 +90,30 @@ def send_for(
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
+    device = choose_device(config.device)
     prepared = prepared or Prepared(fork=fork)
     return SentFor(
-        launch(Task(address, digest, source, options, timeline.started_at), prepared),
+        launch(Task(address, digest, source, options, timeline.started_at, device), prepared),
         launch_tokenizer(
             TokenizerTask(address, source, options, timeline.started_at), files=prepared.files, fork=fork
         ),
+        config.kernel_dir,
     )
+
+
+def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:
+    """What opens a CUDA device, in the thread and at the time where it is called. Compiled kernels are looked for in
+    the folder, and then where the last server that had none left them.
+    """
+
+    def open_device() -> Device:
+        from pathlib import Path  # a device's business
+
+        from ..loader.device.cuda import CudaDevice
+
+        folders = [Path(kernel_dir)] if kernel_dir else []
+        with suppress(RuntimeError):  # a user without a home: then they are compiled each time
+            folders.append(Path.home() / ".cache" / "teneral" / "kernels")
+        return CudaDevice(index_of(device), timeline=timeline, cubin_folders=folders)
+
+    return open_device

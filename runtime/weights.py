@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..loader.format.manifest import Tier
+from ..loader.stream.device_load import DeviceLoad
 from ..loader.stream.rows import RowParts
 from .errors import ModelError
 
 if TYPE_CHECKING:
     from ..loader.stream.load import WeightLoad
     from ..loader.stream.process_load import ProcessLoad
+
+    AnyLoad = WeightLoad | ProcessLoad | DeviceLoad
 
 
 class Gate(Protocol):
@@ -113,11 +116,11 @@ class DictWeights:
 
 
 class StreamedWeights:
-    """Weights that a `WeightLoad` is filling. The tensors are views of the load's slabs, which they keep
-    alive.
+    """Weights that a load is filling, here or on another device. The tensors are views of the load's slabs, which they
+    keep alive.
     """
 
-    def __init__(self, load: WeightLoad | ProcessLoad) -> None:
+    def __init__(self, load: AnyLoad) -> None:
         self._load = load
         self._tensors: dict[str, torch.Tensor] = {}
         self._slabs: dict[int, torch.Tensor] = {}
@@ -133,7 +136,9 @@ class StreamedWeights:
                 )
             dtype = TORCH_DTYPES[entry.dtype]
             if entry.size_bytes == 0:
-                self._tensors[name] = torch.empty(entry.shape, dtype=dtype)
+                self._tensors[name] = torch.empty(
+                    entry.shape, dtype=dtype, device=self._slab(entry.group).device
+                )
             else:
                 slab = self._slab(entry.group)
                 stored = slab[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
@@ -145,7 +150,12 @@ class StreamedWeights:
         one view.
         """
         if group not in self._slabs:
-            self._slabs[group] = torch.frombuffer(self._load.slab(group), dtype=torch.uint8)
+            if isinstance(self._load, DeviceLoad):
+                self._slabs[group] = torch.utils.dlpack.from_dlpack(self._load.device_slab(group))
+            elif self._load.manifest.groups[group].slab_bytes:
+                self._slabs[group] = torch.frombuffer(self._load.slab(group), dtype=torch.uint8)
+            else:
+                self._slabs[group] = torch.empty(0, dtype=torch.uint8)
         return self._slabs[group]
 
     def __contains__(self, name: object) -> bool:
@@ -197,13 +207,14 @@ class _WholeTable:
 class _GroupGate:
     """The gate of whole groups."""
 
-    def __init__(self, load: WeightLoad | ProcessLoad, groups: Iterable[int]) -> None:
+    def __init__(self, load: AnyLoad, groups: Iterable[int]) -> None:
         self._load = load
         self._groups = sorted(groups)
 
     def __call__(self) -> None:
         for group in self._groups:
             self._load.wait(group)
+        _order_after(self._load, self._groups)
 
     def opens(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -213,6 +224,7 @@ class _GroupGate:
                     self._load.wait(group, timeout_s=max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             return False
+        _order_after(self._load, self._groups)
         return True
 
     @contextmanager
@@ -226,7 +238,7 @@ class _GroupGate:
 class _TableGate:
     """The gate of some rows of a table and of everything else that was named, all in whole parts."""
 
-    def __init__(self, load: WeightLoad | ProcessLoad, table: str, names: Iterable[str]) -> None:
+    def __init__(self, load: AnyLoad, table: str, names: Iterable[str]) -> None:
         self._load = load
         manifest = load.manifest
         present = [name for name in {table, *names} if name in manifest.by_name]
@@ -242,14 +254,15 @@ class _TableGate:
     def __call__(self, rows: torch.Tensor) -> None:
         if not self._is_open():
             self._load.wait_parts(self._parts(rows))
+        _order_after(self._load, self._groups)
 
     def opens(self, rows: torch.Tensor, timeout_s: float) -> bool:
-        if self._is_open():
-            return True
-        try:
-            self._load.wait_parts(self._parts(rows), timeout_s)
-        except TimeoutError:
-            return False
+        if not self._is_open():
+            try:
+                self._load.wait_parts(self._parts(rows), timeout_s)
+            except TimeoutError:
+                return False
+        _order_after(self._load, self._groups)
         return True
 
     @contextmanager
@@ -272,13 +285,32 @@ class _TableGate:
 
 
 @contextmanager
-def _unchanged(load: WeightLoad | ProcessLoad, groups: Iterable[int]) -> Iterator[None]:
-    """While inside, none of the groups is refined. Ascending, so that two who do this cannot wait for each other."""
+def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
+    """While inside, none of the groups is refined; on another device, nothing that is launched inside sees it refined.
+
+    Ascending, so that two who do this cannot wait for each other.
+    """
     with ExitStack() as stack:
         for group in groups:
-            if not load.is_ready(group):
+            if load.is_ready(group):
+                _order_after(load, (group,))
+            elif isinstance(load, DeviceLoad):
+                stack.enter_context(load.using(group, _stream_of(load)))
+            else:
                 stack.enter_context(load.using(group))
         yield
+
+
+def _order_after(load: AnyLoad, groups: Iterable[int]) -> None:
+    """What this thread launches from now on sees what has been placed in the groups. On the host it is simply there."""
+    if isinstance(load, DeviceLoad):
+        load.order_after(groups, _stream_of(load))
+
+
+def _stream_of(load: DeviceLoad) -> int:
+    """The stream that this thread launches on; 0, the default one, where the device is not one of torch's."""
+    name = load.device_name
+    return int(torch.cuda.current_stream(torch.device(name)).cuda_stream) if name.startswith("cuda") else 0
 
 
 def missing_tensor(name: str, present: Iterable[str]) -> ModelError:

@@ -140,13 +140,16 @@ def decoder(num_layers: int) -> Any:
 
 def engine(model: Any, *, max_running: int, max_context: int, records: bool, kv_gib: float = 8) -> Any:
     """Started. Without `records` every step is launched kernel by kernel."""
+    from teneral.runtime.cuda.backend import CudaBackend
     from teneral.runtime.engine.backend import backend_for
     from teneral.runtime.engine.engine import Engine, EngineOptions
 
     def make_backend(model: Any, kv: Any, options: Any, timeline: Any) -> Any:
         backend = backend_for(model, kv, options, timeline)
+        if not isinstance(backend, CudaBackend):
+            raise RuntimeError("there are no kernels for this device: see the warning above")
         if not records:
-            backend._graphs = None  # type: ignore[attr-defined]
+            backend._graphs = None
         return backend
 
     made = Engine(

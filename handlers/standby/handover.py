@@ -84,6 +84,7 @@ class Order:
                         HelperProcess.adopt(helpers["tokenizer"], socket.socket(fileno=files[6])),
                         tuple(socket.socket(fileno=fd) for fd in files[7:]),
                     ),
+                    config.kernel_dir,
                 )
             return cls(
                 config,
@@ -99,11 +100,13 @@ class Order:
 
 
 def _tasks(config: ServeConfig, started_at: float) -> tuple[Task, TokenizerTask]:
+    from ...loader.device.detect import choose_device
     from ...loader.pin import split_pin
 
     address, digest = split_pin(config.model)
     source, load = config.source_options, config.load_options
-    return Task(address, digest, source, load, started_at), TokenizerTask(address, source, load, started_at)
+    task = Task(address, digest, source, load, started_at, choose_device(config.device))
+    return task, TokenizerTask(address, source, load, started_at)
 
 
 class Channel:

@@ -12,7 +12,7 @@ share one byte of a plane (`plane_shares`): 2 for nibbles.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,6 +180,33 @@ def decode_planes(
                 _check_exponents(pieces[0], encoding.float_format, where)
             float_planes.merge(elements[begin:end], pieces, encoding, tier, scratch.room)
         begin = end
+
+
+def unpack_planes(
+    tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, outs: Sequence[Bytes | None]
+) -> None:
+    """Write a segment's planes, one by one, into `outs` as they are before they are merged: for who merges elsewhere.
+
+    `stored` is its whole part, already verified; each of `outs` has exactly its plane's decoded size. A plane whose
+    `out` is None is left out: one of whole bytes, which may have any value. Raises as `decode_planes` does.
+    """
+    where = f"tensor {tensor.name!r}, elements from {segment.start}"
+    encoding = tensor.encoding
+    shares = plane_shares(encoding, tier, tensor.element_bytes) or (1,)
+    for number, (plane, out, share) in enumerate(zip(segment.planes, outs, shares, strict=True)):
+        if out is None:
+            continue
+        if plane.codec is Codec.ZSTD and not encoding.is_whole:
+            src = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
+            frames = zstd.FrameReader(src, FRAME_ELEMENTS // share, where=where)
+            frames.read_into(out)
+            frames.finish()
+        else:
+            np.copyto(out, _raw_plane(stored, plane, out.size, where))
+        if segment.count % share:
+            _check_unused_bits(segment.count, [out], (share,), where)
+        if number == 0 and encoding.float_format is not None and tier is encoding.tiers[0]:
+            _check_exponents(out, encoding.float_format, where)
 
 
 def _max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int:

@@ -103,6 +103,17 @@ class FrameReader:
                 f"the zstd frames in bytes {begin} to {end} do not hold what they declare", self._where
             )
 
+    def skip(self, size_bytes: int) -> list[tuple[int, int]]:
+        """Step over the frames that hold the next `size_bytes`, checked as always but not decompressed: for who does
+        that elsewhere. Of each frame: where it begins, and how many bytes it has.
+        """
+        extents: list[tuple[int, int]] = []
+        for start in range(0, size_bytes, self._frame_bytes):
+            begin = self._offset
+            end = self._check_frames(min(self._frame_bytes, size_bytes - start))
+            extents.append((begin, end - begin))
+        return extents
+
     def finish(self) -> None:
         """Check that nothing follows what was read."""
         left_bytes = len(self._src) - self._offset

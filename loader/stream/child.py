@@ -20,15 +20,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact
+from ..device.paths import DeviceSpeed
 from ..errors import TeneralError
 from ..helper_process import OWNER_GONE
 from ..sources.open import open_source
 from ..timeline import Timeline
-from .report import Reporter
+from .report import GiveBack, Reporter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from io import BufferedRWPair
 
+    from ..device.sink import ImageSink
     from ..format.manifest import Manifest
     from .launch import Task
     from .load import WeightLoad
@@ -70,13 +73,25 @@ def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: 
     from .load import WeightLoad
 
     options = task.load_options
-    load = WeightLoad(source, manifest, options=options, timeline=timeline, shared_fd=memory_fd)
+    told = threading.Event()  # of the manifest, before which no image makes sense
+    images = _send_images(manifest, memory_fd, reporter, told, inbox) if task.device != "cpu" else None
+    load = WeightLoad(
+        source,
+        manifest,
+        options=options,
+        timeline=timeline,
+        shared_fd=memory_fd if images is None else None,
+        images=images,
+    )
     load.start()
     gc.freeze()
     gc.enable()
     _tell_of_files(manifest, files_fd)
     inbox.load = load  # before the manifest is told, without which nobody can ask for a part
-    reporter.send(manifest=manifest, progress=load.progress())
+    reporter.send(
+        manifest=manifest, progress=load.progress(), ring_bytes=0 if images is None else images.ring_bytes
+    )
+    told.set()
     _report(load, reporter)
     load.join()
     reporter.send(statistics=load.statistics(), progress=load.progress())
@@ -111,27 +126,56 @@ def _report(load: WeightLoad, reporter: Reporter) -> None:
 
 
 class _Inbox:
-    """What the parent says after its task: which parts it waits for, or which order it wants. Silence is for ever; the
-    end is ours, too.
+    """What the parent says after its task: which parts it waits for, which order it wants, or which images it has.
+    Silence is for ever; the end is ours, too.
     """
 
     def __init__(self, stream: BufferedRWPair) -> None:
         self._stream = stream
         self.load: WeightLoad | None = None
+        self.give_back: Callable[[int], None] = lambda offset_bytes: None  # of what the ring has lent
+        self.device_is: Callable[[DeviceSpeed], None] = lambda speed: None
 
     def listen(self) -> None:
         """The body of a thread. Ends the process with the parent."""
         try:
             while True:
-                wish: list[int] | Order = pickle.load(self._stream)  # noqa: S301 - as with the task
+                wish: list[int] | Order | GiveBack | DeviceSpeed = pickle.load(self._stream)  # noqa: S301 - as with the task
                 if self.load is None:
                     continue
-                if isinstance(wish, list):
+                if isinstance(wish, GiveBack):
+                    self.give_back(wish.offset_bytes)
+                elif isinstance(wish, DeviceSpeed):
+                    self.device_is(wish)
+                elif isinstance(wish, list):
                     self.load.want_parts(wish)
                 else:
                     self.load.reorder(wish)
         except (EOFError, OSError):
             os._exit(1)
+
+
+def _send_images(
+    manifest: Manifest, memory_fd: int, reporter: Reporter, told: threading.Event, inbox: _Inbox
+) -> ImageSink:
+    """What takes parts where the weights are another device's: it leaves images in the memory file, and says so."""
+    from ..device.ring import ImageRing, ring_bytes
+    from ..device.sink import ImageSink, SentImage
+    from ..memory import available_bytes
+    from .arena import map_shared
+
+    size_bytes = ring_bytes(manifest, room_bytes=available_bytes())
+    ring = ImageRing(map_shared(memory_fd, size_bytes, what="the ring of images"))
+    inbox.give_back = ring.give_back
+
+    def send(image: SentImage) -> None:
+        told.wait()
+        with suppress(OSError):  # nobody is there: the inbox ends this process
+            reporter.send(image=image)
+
+    sink = ImageSink(manifest, ring, send, timeline=reporter.timeline)
+    inbox.device_is = sink.device_is
+    return sink
 
 
 def _tell_of_files(manifest: Manifest, files_fd: int) -> None:

@@ -25,6 +25,7 @@ from .work import WorkQueue
 
 if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
+    from ..device.sink import ImageSink
     from ..format import codec
 
 
@@ -43,8 +44,12 @@ class Decoder:
         settle: Callable[[Step], None],
         guards: Guards,
         cache: PartCache | None = None,
+        images: ImageSink | None = None,
     ) -> None:
-        """`settle` takes each step whose values are in its slab; `cache` every part that was found right."""
+        """`settle` takes each step whose values are in its slab; `cache` every part that was found right.
+
+        With `images`, the slabs are another device's, and parts are made images of, which are delivered there.
+        """
         self._manifest = manifest
         self._slabs = slabs
         self._work = work
@@ -54,6 +59,7 @@ class Decoder:
         self._settle = settle
         self._guards = guards
         self._cache = cache
+        self._images = images
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
     def run(self) -> None:
@@ -65,7 +71,8 @@ class Decoder:
             step, stored = task
             if self._verify(step, stored):
                 # What needs nothing is the first to write there: no values that somebody could be using.
-                with self._guards.refining(step.part.group) if step.needs else nullcontext():
+                is_first = not step.needs or self._images is not None
+                with nullcontext() if is_first else self._guards.refining(step.part.group):
                     self._decode(step.part, stored, scratch)
                 if self._cache is not None and step.part.digest is not None:
                     self._cache.offer(step.part.digest, stored)
@@ -93,17 +100,23 @@ class Decoder:
         return False
 
     def _decode(self, part: Part, stored: memoryview, scratch: codec.Scratch) -> None:
-        from ..format.codec import decode_planes
-
         begun_at_s = time.monotonic()
         try:
             with self._meter.measure(Phase.DECODE, part.size_bytes):
-                for segment in part.segments:
-                    tensor = self._manifest.tensors[segment.tensor]
-                    decode_planes(tensor, segment, part.tier, stored, self._place(segment), scratch)
+                if self._images is None:
+                    self._fill_slab(part, stored, scratch)
+                else:
+                    self._images.deliver(part, stored, self._work.link_statistics().rate_bytes_per_s)
         except Exception as error:
             raise blame_part(error, self._manifest, part, self._source_url) from error
         self._add_span(Phase.DECODE, part, begun_at_s)
+
+    def _fill_slab(self, part: Part, stored: memoryview, scratch: codec.Scratch) -> None:
+        from ..format.codec import decode_planes
+
+        for segment in part.segments:
+            tensor = self._manifest.tensors[segment.tensor]
+            decode_planes(tensor, segment, part.tier, stored, self._place(segment), scratch)
 
     def _add_span(self, phase: Phase, part: Part, begun_at_s: float, **attributes: object) -> None:
         add_part_span(

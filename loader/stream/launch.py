@@ -22,6 +22,7 @@ class Task(NamedTuple):
     source_options: SourceOptions
     load_options: LoadOptions
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
+    device: str = "cpu"  # another one's weights: what lies in the memory file is then a ring of images
 
 
 class Launched(NamedTuple):
@@ -29,7 +30,7 @@ class Launched(NamedTuple):
 
     task: Task
     process: HelperProcess
-    memory_fd: int  # the memory file that the weights will lie in
+    memory_fd: int  # the memory file that the weights, or images of them, will lie in
 
 
 def launch(task: Task, prepared: Prepared | None = None) -> Launched:

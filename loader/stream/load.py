@@ -38,6 +38,7 @@ from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
 from .sizing import MIN_RANGE_BYTES, Budget
 from .staging import DEFAULT_BYTES, Staging, staging_bytes
+from .trace import mark_ready
 from .work import WorkQueue
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from ..cache.part_cache import PartCache
+    from ..device.sink import ImageSink
 
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
@@ -71,19 +73,25 @@ class WeightLoad:
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
         shared_fd: int | None = None,
+        images: ImageSink | None = None,
     ) -> None:
         """Reserve the memory, in the memory file `shared_fd` if there is one; nothing is read yet.
 
-        Raises `InsufficientMemoryError` when it would not fit.
+        With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
+        were, and there are no slabs here. Raises `InsufficientMemoryError` when it would not fit.
         """
         self.manifest = manifest
         self._source = source
         self._options = options or LoadOptions()
         self._timeline = timeline or Timeline()
-        self._plan = plan_load(manifest, self._options.order, tables_last=self._options.rows_on_demand)
+        self._images = images
+        self._plan = plan_load(
+            manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
+        )
         self._stored_bytes = self._plan.stored_bytes
         self._staging_bytes = self._check_memory()
-        self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=shared_fd)
+        slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
+        self._arena = Arena(slabs, shared_fd=shared_fd)
         self._staging = Staging(self._staging_bytes)
         staged_bytes = sum(
             step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
@@ -288,6 +296,7 @@ class WeightLoad:
             self._source.close()  # it failed, and reads that have not noticed would go on until they time out
         self.join()
         self._guards.close()
+        vars(self).pop("_fetch", None)  # refers to the load, whose memory would wait for the collector
 
     def __enter__(self) -> Self:
         return self
@@ -300,13 +309,12 @@ class WeightLoad:
     def _check_memory(self) -> int:
         """How much staging there may be. Raises `InsufficientMemoryError` when not even the smallest would fit."""
         options = self._options
-        left = (
-            available()
-            if options.available_bytes is None
-            else Available(options.available_bytes, "as the options say")
-        )
+        told = options.available_bytes
+        left = available() if told is None else Available(told, "as the options say")
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
-        weight_bytes, beside_bytes = self.manifest.weight_bytes, options.reserved_bytes
+        what, weight_bytes, beside_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
+        if self._images is not None:  # neither weights nor keys are here
+            what, weight_bytes, beside_bytes = "images of them", self._images.ring_bytes, 0
         room_bytes = None if left is None else left.size_bytes - weight_bytes - beside_bytes
         size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
         least_bytes = staging_bytes(sizes, 0, 0)
@@ -314,7 +322,7 @@ class WeightLoad:
             weight_bytes + least_bytes + beside_bytes,
             left,
             what=f"loading the model from {self._source.url}",
-            made_of=f"weights {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
+            made_of=f"{what} {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
             f"keys and values at least {beside_bytes / MIB:,.0f}",
         )
         return size_bytes
@@ -341,6 +349,7 @@ class WeightLoad:
             settle=self._settle,
             guards=self._guards,
             cache=self._cache,
+            images=self._images,
         )
         self._fetch = fetcher.run
         num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
@@ -440,16 +449,16 @@ class WeightLoad:
         self._readiness.open(gates, (part.index,))
 
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
-        for group, tier in gates:
-            name = self.manifest.groups[group].name
-            reached = "exact" if tier is Tier.REFINE else tier.name.lower()
-            self._timeline.mark("ready", f"{name} {reached}", group=name, tier=reached)
+        if self._images is None:  # else it is for who places them to say
+            mark_ready(self._timeline, self.manifest, gates)
 
     def _fail(self, error: TeneralError) -> bool:
         """End the load with an error; False when it has ended already."""
         if not self._readiness.fail(error):
             return False
         self._work.stop()
+        if self._images is not None:
+            self._images.close()
         if self._started_at_s is not None:
             self._end()
         return True

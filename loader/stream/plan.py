@@ -54,8 +54,8 @@ class Plan(NamedTuple):
         return [step.number for step in steps]
 
 
-def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False) -> Plan:
-    """Put the manifest's parts in `order`.
+def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, direct: bool = True) -> Plan:
+    """Put the manifest's parts in `order`. Without `direct`, no part is read straight into a slab.
 
     With `tables_last`, the parts that hold nothing but tables come behind all others of the same tiers: a table is
     a matrix of the first group that several parts share. A forward pass begins with a few of its rows, which it
@@ -70,7 +70,7 @@ def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False) ->
             number,
             part,
             tuple(sorted(numbers[index] for index in needed.get(part.index, ()))),
-            _direct_offset(manifest, part),
+            _direct_offset(manifest, part) if direct else None,
         )
         for number, part in enumerate(parts)
     )

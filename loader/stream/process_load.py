@@ -16,23 +16,39 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..sources.base import SourceOptions
 from ..timeline import Timeline
-from .arena import Arena, as_array
+from .arena import Arena, as_array, map_shared
 from .guards import Guards
 from .launch import Launched, Task, launch
 from .options import LoadOptions, Order
 from .progress import LoadProgress, LoadState, LoadStatistics
 from .readiness import Readiness
-from .report import Report
+from .report import GiveBack, Report
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from ..device.paths import DeviceSpeed
+    from ..device.sink import SentImage
+
+
+class ImageReceiver(Protocol):
+    """Who takes a load's images to another device. Called by one thread, in this order; `fail` also by others."""
+
+    def opened(self, manifest: Manifest, ring: memoryview) -> None:
+        """Images of this manifest's parts will lie in the ring."""
+
+    def put(self, image: SentImage) -> None:
+        """One does. It stays there until it is given back."""
+
+    def fail(self, error: TeneralError) -> None:
+        """There will be no more of them."""
 
 
 class ProcessLoad:
@@ -41,8 +57,15 @@ class ProcessLoad:
     The slabs belong to whoever looks at them: neither `close` nor the child's end frees memory that a view shows.
     """
 
-    def __init__(self, launched: Launched, *, timeline: Timeline | None = None) -> None:
-        """Take over a load that was launched. Its spans go to `timeline`, whose origin it must have been given."""
+    def __init__(
+        self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None
+    ) -> None:
+        """Take over a load that was launched. Its spans go to `timeline`, whose origin it must have been given.
+
+        `images` takes the images of a load that was launched for another device: then there are no slabs here, and a
+        gate opens when all of its parts' images were there.
+        """
+        self._images = images
         self._timeline = timeline or Timeline(started_at=launched.task.started_at)
         self._child = launched.process
         self._opened = threading.Event()
@@ -170,6 +193,10 @@ class ProcessLoad:
         self._child.kill()  # it may be writing to the node's cache still, which can be interrupted at any point
         self.join()
 
+    def let_go(self) -> None:
+        """Forget the slabs, after `close`: whoever goes on holding this load then holds none of their memory."""
+        self._arena = self._guards = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -204,7 +231,9 @@ class ProcessLoad:
         if report.progress is not None:
             self._progress, self._progress_at_s = report.progress, time.monotonic()
         if report.manifest is not None:
-            self._open(report.manifest, memory_fd)
+            self._open(report.manifest, memory_fd, report.ring_bytes)
+        if report.image is not None and self._images is not None:
+            self._images.put(report.image)
         if (report.gates or report.parts) and self._readiness is not None:
             self._readiness.open(report.gates, report.parts)
         if report.has_all_pages and self._arena is not None and not self._maps_ahead:
@@ -217,19 +246,30 @@ class ProcessLoad:
         if report.error is not None:
             self._fail(report.error)
 
-    def _open(self, manifest: Manifest, memory_fd: int) -> None:
+    def _open(self, manifest: Manifest, memory_fd: int, ring_bytes: int) -> None:
         with self._lock:
             if self._error is not None:
                 return
-            self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=memory_fd)
-            self._guards = Guards(len(manifest.groups), shared_fd=memory_fd)
+            if self._images is not None:
+                self._images.opened(manifest, map_shared(memory_fd, ring_bytes, what="the ring of images"))
+            else:
+                self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=memory_fd)
+                self._guards = Guards(len(manifest.groups), shared_fd=memory_fd)
             self._readiness = Readiness(
                 len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
             )
             self._manifest = manifest
         self._opened.set()
 
-    def _tell(self, wish: list[int] | Order) -> None:
+    def give_back(self, offset_bytes: int) -> None:
+        """The image at that place of the ring is with the device."""
+        self._tell(GiveBack(offset_bytes))
+
+    def device_is(self, speed: DeviceSpeed) -> None:
+        """What the device can do that the images go to."""
+        self._tell(speed)
+
+    def _tell(self, wish: list[int] | Order | GiveBack | DeviceSpeed) -> None:
         # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
         with self._lock, suppress(OSError):
             self._child.socket.sendall(pickle.dumps(wish))
@@ -241,6 +281,8 @@ class ProcessLoad:
             self._error = error
         if self._readiness is not None:
             self._readiness.fail(error)
+        if self._images is not None:
+            self._images.fail(error)
         self._opened.set()
 
 

@@ -47,10 +47,15 @@ class Buffer(NamedTuple):
 class Staging:
     """At most `capacity_bytes` on loan at a time. Not thread-safe."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        """Map, but do not touch, whole pages for `capacity_bytes`. Raises `InsufficientMemoryError`."""
+    def __init__(self, capacity_bytes: int, *, memory: memoryview | None = None) -> None:
+        """Map, but do not touch, whole pages for `capacity_bytes`. Raises `InsufficientMemoryError`.
+
+        With `memory`, whole pages of the caller's, it lends that instead.
+        """
         self.capacity_bytes = align(capacity_bytes, ALIGNMENT_BYTES)
-        self._memory = map_bytes(self.capacity_bytes, what="the loader's staging")
+        self._memory = (
+            map_bytes(self.capacity_bytes, what="the loader's staging") if memory is None else memory
+        )
         self._lent: list[tuple[int, int]] = []  # [start, end) in pages' multiples, by address
         self.used_bytes = 0
         self.peak_bytes = 0  # most on loan at once

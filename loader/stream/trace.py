@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..format.manifest import Manifest, Part
+from collections.abc import Iterable
+
+from ..format.manifest import Manifest, Part, Tier
 from ..timeline import Timeline
 from .progress import Phase
 
@@ -36,6 +38,14 @@ def add_part_span(
         bytes=part.size_bytes,
         **attributes,
     )
+
+
+def mark_ready(timeline: Timeline, manifest: Manifest, gates: Iterable[tuple[int, Tier]]) -> None:
+    """Write down that these gates have opened, now."""
+    for group, tier in gates:
+        name = manifest.groups[group].name
+        reached = "exact" if tier is Tier.REFINE else tier.name.lower()
+        timeline.mark("ready", f"{name} {reached}", group=name, tier=reached)
 
 
 def _tiered(manifest: Manifest, part: Part) -> str:

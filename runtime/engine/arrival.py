@@ -9,8 +9,7 @@ from ...loader.stream.options import Order
 from ...loader.stream.policy import WEIGHT_BYTES_PER_S
 
 if TYPE_CHECKING:
-    from ...loader.stream.load import WeightLoad
-    from ...loader.stream.process_load import ProcessLoad
+    from ..weights import AnyLoad
 
 
 class Arrival(Protocol):
@@ -38,7 +37,7 @@ class Arrival(Protocol):
 class LoadArrival:
     """The arrival of a load's weights."""
 
-    def __init__(self, load: WeightLoad | ProcessLoad) -> None:
+    def __init__(self, load: AnyLoad) -> None:
         self._load = load
 
     def is_exact(self) -> bool:

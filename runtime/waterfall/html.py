@@ -52,6 +52,7 @@ LEGEND = (
     ("fetch refine", "fetch what makes it exact", ".fetch.refine"),
     ("verify", "verify", ".verify"),
     ("decode", "decode", ".decode"),
+    ("place", "place on the device", ".place"),
     ("exact", "layer exact", ".exact, .draft"),
     ("execute", "execute", ".execute, .generate"),
     ("queued", "queued", ".queued"),

@@ -10,13 +10,13 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --ground: #ffffff; --card: #f6f8fa; --ink: #1f2630; --soft: #687385; --line: #e6eaef;
-  --task: #a3b1c2; --fetch: #2f81f7; --refine: #8dc1ff; --verify: #0ea5a0; --decode: #8b5cf6;
+  --task: #a3b1c2; --fetch: #2f81f7; --refine: #8dc1ff; --verify: #0ea5a0; --decode: #8b5cf6; --place: #b0469b;
   --execute: #f97316; --prefill: #fdba74; --queued: #ccd4de; --exact: #16a34a; --token: #e11d48;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #0e1116; --card: #171c24; --ink: #e4eaf2; --soft: #8d99aa; --line: #232a34;
-    --task: #5d6b7e; --fetch: #3b82f6; --refine: #1f4f94; --verify: #2dd4bf; --decode: #a78bfa;
+    --task: #5d6b7e; --fetch: #3b82f6; --refine: #1f4f94; --verify: #2dd4bf; --decode: #a78bfa; --place: #d783c6;
     --execute: #fb923c; --prefill: #9a5a22; --queued: #39424f; --exact: #4ade80; --token: #fb7185;
   }
 }
@@ -59,6 +59,7 @@ svg text.head { letter-spacing: .06em; fill: var(--soft); }
 .fetch.refine { fill: var(--refine); background: var(--refine); }
 .verify { fill: var(--verify); background: var(--verify); }
 .decode { fill: var(--decode); background: var(--decode); }
+.place { fill: var(--place); background: var(--place); }
 .execute, .generate { fill: var(--execute); background: var(--execute); }
 .queued { fill: var(--queued); background: var(--queued); }
 .prefill { fill: var(--prefill); background: var(--prefill); }

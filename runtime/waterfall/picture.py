@@ -20,6 +20,7 @@ class Kind(enum.StrEnum):
     FETCH = "fetch"
     VERIFY = "verify"
     DECODE = "decode"
+    PLACE = "place"  # on another device
     EXECUTE = "execute"
     QUEUED = "queued"
     PREFILL = "prefill"

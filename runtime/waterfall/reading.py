@@ -31,7 +31,7 @@ from .snapshot import Snapshot, clean_text, whole_number
 
 MAX_REQUEST_ROWS = 12
 MAX_TASK_ROWS = 40
-LOAD_LANES = ("fetch", "verify", "decode")
+LOAD_LANES = ("fetch", "verify", "decode", "place")
 DECISIONS = ("draft-first: ", "exact: ")  # how the mark begins that says which tier comes first
 OTHER_LANES = (*LOAD_LANES, "ready", "execute", "request")
 SMALLEST_END_S = 1e-3

@@ -1,7 +1,8 @@
 """A timeline as a waterfall of characters, for a terminal of any width.
 
-Time runs to the right. A row of a layer shows its bytes on their way: ░ fetched, ▒ verified, ▓ decoded, │
-exact, █ executed; what is shorter than a column still takes one, so that nothing that happened is unseen.
+Time runs to the right. A row of a layer shows its bytes on their way: ░ fetched, ▒ verified, ▓ decoded, ▚ placed on
+another device, │ exact, █ executed; what is shorter than a column still takes one, so that nothing that happened is
+unseen.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ SIGNS: dict[Kind | MarkKind, str] = {
     Kind.FETCH: "░",
     Kind.VERIFY: "▒",
     Kind.DECODE: "▓",
+    Kind.PLACE: "▚",
     Kind.EXECUTE: "█",
     Kind.PREFILL: "═",
     Kind.GENERATE: "█",
@@ -53,6 +55,7 @@ COLORS: dict[Kind | MarkKind, str] = {
     Kind.FETCH: "38;5;39",
     Kind.VERIFY: "38;5;37",
     Kind.DECODE: "38;5;99",
+    Kind.PLACE: "38;5;133",
     Kind.EXECUTE: "38;5;208",
     Kind.PREFILL: "38;5;208",
     Kind.GENERATE: "38;5;208",
@@ -67,6 +70,7 @@ LEGEND: tuple[Kind | MarkKind, ...] = (
     Kind.FETCH,
     Kind.VERIFY,
     Kind.DECODE,
+    Kind.PLACE,
     MarkKind.DRAFT,
     MarkKind.EXACT,
     Kind.EXECUTE,

@@ -46,6 +46,8 @@ EXIT_CODES: tuple[tuple[type[loading.TeneralError], int], ...] = (
     (loading.FormatError, 9),
 )
 EXIT_CODES_BY_NAME = {  # classes of the runtime, by name so that `teneral pack` need not import it
+    "ModelBrokenError": 75,  # a batch job's: worth another run, elsewhere
+    "JobRetryError": 75,
     "ModelError": 12,
     "PortInUseError": 13,
     "HandlerError": 14,
@@ -296,6 +298,29 @@ def _invoke(options: argparse.Namespace) -> int:
     return invoke_once(options.function, options.event, config, timeout_s=options.timeout_s)
 
 
+def _batch(options: argparse.Namespace) -> int:
+    from .handlers.batch.array_job import share_of
+    from .handlers.batch.spec import JobSpec, Share
+    from .runtime.config import resolve
+
+    config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)
+    spec = JobSpec(
+        input=options.input,
+        output=options.output,
+        max_line_bytes=options.max_line_bytes,
+        max_lines=options.max_lines,
+        part_lines=options.part_lines,
+        share=Share.parse(options.worker) if options.worker is not None else share_of(os.environ),
+        drain_s=8.0 if config.drain_timeout_s is None else config.drain_timeout_s,
+    )
+    from .handlers.batch.command import exit_code as batch_exit_code  # imports the server
+    from .handlers.batch.command import run_batch
+
+    report = run_batch(spec, config, deadline_s=options.deadline_s, quiet=options.quiet)
+    print(report.render()) if sys.stdout.isatty() else _print_json(report.as_json())
+    return batch_exit_code(report)
+
+
 def _kv(options: argparse.Namespace) -> int:
     return {"export": _kv_export, "inspect": _kv_inspect, "verify": _kv_verify, "import": _kv_import}[
         options.action
@@ -361,14 +386,16 @@ def _kv_import(options: argparse.Namespace) -> int:
 
 
 def _timeline(options: argparse.Namespace) -> int:
+    from .handlers.http.keys import parse_keys
     from .runtime.waterfall.command import show_timeline
 
+    keys = os.environ.get("TENERAL_API_KEY")
     return show_timeline(
         options.snapshot,
         output=options.output,
         width=options.width,
         color=options.color,
-        api_key=os.environ.get("TENERAL_API_KEY"),
+        api_key=parse_keys(keys)[0] if keys else None,
     )
 
 
@@ -424,6 +451,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "standby": _standby,
     "invoke": _invoke,
+    "batch": _batch,
     "kv": _kv,
     "timeline": _timeline,
     "synth": _synth,

@@ -149,6 +149,36 @@ def _invoke(command: argparse.ArgumentParser) -> None:
     _add_settings(command, model_flag=True)
 
 
+def _batch(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="ARTIFACT", help="an artifact or a model directory")
+    command.add_argument("input", metavar="INPUT", help="JSONL, a request a line: a path or s3://bucket/key")
+    command.add_argument("output", metavar="OUTPUT", help="a folder or s3://bucket/prefix/, or a name.jsonl")
+    command.add_argument(
+        "--worker",
+        metavar="I/N",
+        default=None,
+        help="do the parts of worker I of N, from 0 (default: all, or of an array job of AWS Batch the child's)",
+    )
+    command.add_argument(
+        "--deadline-s",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="stop in time before, and exit with 75",
+    )
+    command.add_argument(
+        "--part-lines", type=_natural, default=None, metavar="N", help="lines a part (default: by the engine)"
+    )
+    command.add_argument(
+        "--max-line-bytes", type=_natural, default=1 << 20, metavar="N", help="longest line (default: 1 MiB)"
+    )
+    command.add_argument(
+        "--max-lines", type=_natural, default=1_000_000, metavar="N", help="most lines (default: 1,000,000)"
+    )
+    command.add_argument("--quiet", action="store_true", help="no progress")
+    _add_settings(command)
+
+
 def _kv(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
     export = actions.add_parser("export", help="compute prefixes and store their keys and values")
@@ -282,6 +312,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),
+    "batch": ("answer all requests of a file, each exactly once", _batch),
     "kv": ("store what prompts begin with, computed, and look after it", _kv),
     "timeline": ("draw a cold start as a waterfall", _timeline),
     "synth": ("write a model of a real architecture's shape with random weights", _synth),

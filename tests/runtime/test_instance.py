@@ -27,7 +27,8 @@ from teneral.loader.tools.pack import pack
 from teneral.runtime.config import ServeConfig, resolve
 from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.errors import DrainingError, ModelError
-from teneral.runtime.instance import DEFAULT_KV_BYTES, Instance, default_kv_bytes
+from teneral.runtime.instance import Instance
+from teneral.runtime.kv.sizing import DEFAULT_KV_BYTES, default_kv_bytes
 from teneral.runtime.state import State
 
 WAIT_S = 60.0

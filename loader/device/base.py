@@ -1,0 +1,106 @@
+"""What every device promises that weights are placed on: one protocol, and the values it speaks in.
+
+    ring (host memory) ── upload ──► the same ring on the device ── merge ──► weights (device memory)
+                        own stream                                own stream
+
+A device works asynchronously, in streams: `place` only says what is to be done. A `Ticket` is a point in that work.
+Between streams tickets make order: nothing here makes the host wait but `Ticket.wait`, `read_back` and `close`.
+
+Why no kernel sees half a layer, and why nothing can wait in a circle: who computes has its stream wait for the
+tickets of the parts that it needs (`order_after`), and tells where its last use of a group ends (`record`); what
+replaces bits of values that somebody may have used waits for that (`place(after=…)`). A stream can only be told to
+wait for a ticket that is there already, so each waits for what was asked for before, and never for what comes after.
+
+Implementations: `cuda.py` and `simulated.py`, which pass one contract suite. A device belongs to one load. Its
+methods may be called from any thread, `place` from one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from .image import PartImage
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Ticket(Protocol):
+    """Done once all is done that its device's stream was told before."""
+
+    def is_done(self) -> bool:
+        """Never, when the device could not do it."""
+
+    def wait(self) -> None:
+        """Block until it is done. Raises `LoadError` when the device could not do it."""
+
+
+class DeviceStatistics(NamedTuple):
+    """What a device has been asked to do, and what it holds. Sizes in bytes, times in seconds."""
+
+    name: str
+    num_parts: int
+    sent_bytes: int  # over the link to the device: planes
+    written_bytes: int  # of weights, by merging and copying; words that are replaced count again
+    num_launches: int
+    weights_bytes: int
+    ring_bytes: int  # as much on the host as on the device
+    open_s: float  # until the device could be asked for memory: its context and its kernels
+    pin_s: float
+    is_pinned: bool  # the host's ring is read by the device itself, and not copied once more
+
+
+class Device(Protocol):
+    """Memory that weights are placed in, and what puts them there."""
+
+    @property
+    def name(self) -> str:
+        """Like "cuda:0"."""
+
+    @property
+    def decompresses(self) -> bool:
+        """Whether images may be `coded`."""
+
+    def free_bytes(self) -> int:
+        """What is left of its memory now."""
+
+    def reserve(self, weights_bytes: int, ring: memoryview) -> None:
+        """Take the memory for the weights, and what images need. To be called once, before all that follows.
+
+        `ring` is the host memory that images will lie in, whole pages; it stays the caller's, and must be there until
+        `release_ring` or `close`. Raises `InsufficientMemoryError` with the numbers, having taken nothing.
+        """
+
+    def weights(self) -> Any:
+        """The weights' memory, (weights_bytes,) uint8, on the device: an array that speaks DLPack, and that keeps the
+        memory alive for as long as anything looks at it. Undefined content until it is placed.
+        """
+
+    def place(self, image: PartImage, offset_bytes: int, after: Iterable[Ticket] = ()) -> Ticket:
+        """Have the image at that place of the ring merged into the weights, behind all that was placed before.
+
+        What others have read of these weights so far, up to `after`, is read before. The image's memory belongs to the
+        device until the ticket is done. Returns at once. Raises `LoadError`.
+        """
+
+    def order_after(self, ticket: Ticket, stream: int) -> None:
+        """Have all that is launched on a stream from now on wait for a ticket of this device. Stream 0 is the default
+        one of who computes.
+        """
+
+    def record(self, stream: int) -> Ticket:
+        """A ticket for all that was launched on the stream up to now."""
+
+    def read_back(self, begin_bytes: int, end_bytes: int) -> npt.NDArray[np.uint8]:
+        """A copy of these bytes of the weights on the host, once all is done that was placed. Blocks."""
+
+    def statistics(self) -> DeviceStatistics: ...
+
+    def release_ring(self) -> None:
+        """Let go of what only images need: all were placed, and their tickets are done. Nothing is placed after
+        this."""
+
+    def close(self) -> None:
+        """Wait for what was placed, and let go of all but the weights. Idempotent."""

@@ -1,0 +1,108 @@
+"""Compiled kernels: made of their source by NVRTC, without a device, for an architecture; kept by what they depend on.
+
+    python -m teneral.loader.device.compile FOLDER [ARCHITECTURE ...]
+
+A program for an image's build: it leaves a cubin for each architecture (90 is Hopper's) in the folder, which the
+server is then told of (`kernel_dir`). Their names carry a digest of the source and of the compiler's options, so that
+a cubin of other kernels is never taken. Without one, a server compiles when it starts, beside the fetch, which takes
+some tenths of a second, and leaves what it made where the next one finds it.
+
+A cubin runs on its own architecture and on later minor versions of it: on 9.0 one for 90, on 8.9 one for 80.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import LoadError
+
+SOURCE = Path(__file__).with_name("kernels") / "merge.cu"
+OPTIONS = ("--std=c++17", "--restrict")
+USUAL_ARCHITECTURES = (80, 90, 100)
+
+
+def cubin_name(architecture: int) -> str:
+    """The file of compiled kernels for 10 · major + minor of a compute capability."""
+    what = SOURCE.read_bytes() + repr(OPTIONS).encode()
+    return f"merge-{hashlib.sha256(what).hexdigest()[:16]}-sm{architecture}.cubin"
+
+
+def compile_kernels(architecture: int) -> bytes:
+    """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the compiler's own words."""
+    from cupy.cuda import nvrtc  # some hundred ms, for who compiles
+
+    program, said = None, ""
+    try:
+        program = nvrtc.createProgram(SOURCE.read_text(encoding="ascii"), SOURCE.name, (), ())
+        try:
+            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{architecture}"))
+        except nvrtc.NVRTCError:
+            said = nvrtc.getProgramLog(program)
+            raise
+        cubin: bytes = nvrtc.getCUBIN(program)
+    except RuntimeError as error:  # the compiler's own errors are such, and its absence is one
+        raise LoadError(
+            f"the loader's kernels do not compile for sm_{architecture}: {error} {said}".rstrip(),
+            hint="Compile them where NVRTC is, with `python -m teneral.loader.device.compile`, and name their folder "
+            "with --kernel-dir.",
+        ) from error
+    finally:
+        if program is not None:
+            nvrtc.destroyProgram(program)
+    return cubin
+
+
+def find_cubin(architecture: int, folders: Sequence[Path]) -> Path | None:
+    """The first that runs there: for that very architecture, or for an earlier minor version of it."""
+    for minor in range(architecture % 10, -1, -1):
+        name = cubin_name(architecture // 10 * 10 + minor)
+        for folder in folders:
+            if (folder / name).is_file():
+                return folder / name
+    return None
+
+
+def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
+    """Write it, whole or not at all, beside whoever writes the same. Raises `OSError` where nothing can be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / cubin_name(architecture)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(cubin)
+    part.replace(path)
+    return path
+
+
+def cubin_for(architecture: int, folders: Sequence[Path]) -> tuple[Path, bool]:
+    """A file with the kernels, and whether they had to be compiled: then they are kept in the last of the folders that
+    can be written, or in a temporary one. Raises `LoadError`.
+    """
+    found = find_cubin(architecture, folders)
+    if found is not None:
+        return found, False
+    cubin = compile_kernels(architecture)
+    for folder in reversed(folders):
+        try:
+            return keep_cubin(architecture, cubin, folder), True
+        except OSError:
+            continue
+    import tempfile  # few get here
+
+    return keep_cubin(architecture, cubin, Path(tempfile.mkdtemp(prefix="teneral-kernels-"))), True
+
+
+def main() -> None:
+    """Compile for what the arguments name; print the files."""
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    folder, *architectures = sys.argv[1:]
+    for architecture in map(int, architectures or USUAL_ARCHITECTURES):
+        path = keep_cubin(architecture, compile_kernels(architecture), Path(folder))
+        sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""A CUDA device, through CuPy: a pinned ring, two streams, and the kernels that merge planes.
+
+Uploads have a stream of their own, so that the next image crosses the link while the last one is merged, and while a
+refining waits for who computes. Streams wait for each other by events; the host waits for none but in `Ticket.wait`,
+`read_back` and `close`. Streams of others (torch's) are known by their numbers and are never owned here.
+
+The weights are one allocation of their own, not a pool's: they are never given back while the model lives, and torch
+sees them by DLPack as they are. CuPy is imported when a device is opened, which only a machine that has one does. A
+process that forks must do so before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LoadError, TeneralError
+from ..timeline import Timeline
+from .base import DeviceStatistics, Ticket
+from .compile import cubin_for
+from .image import Chunks, PartImage
+from .memory import check_device_fits, device_refused
+from .nvcomp import Decompressor, find_library
+from .recipe import KERNELS, RESOLVE_KERNEL
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+THREADS = 256  # of a block, as the kernels' source has it
+BLOCKS_PER_FRAME = 4  # each takes a quarter of a whole frame
+MAX_GRID_Y = 65_535
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+
+
+class CudaTicket:
+    """An event on a stream."""
+
+    def __init__(self, device: CudaDevice, event: Any, statuses: npt.NDArray[np.int32] | None = None) -> None:
+        """`statuses`, on the host, are what was said of decompressed frames, once the event is there."""
+        self._device = device
+        self.event = event
+        self._statuses = statuses
+
+    def is_done(self) -> bool:
+        with self._device.used("asking for its progress"):
+            return bool(self.event.done)
+
+    def wait(self) -> None:
+        with self._device.used("placing weights"):
+            self.event.synchronize()
+        statuses, self._statuses = self._statuses, None  # their memory is the next image's afterwards
+        if statuses is not None and statuses.any():
+            raise LoadError(
+                f"{self._device.name} could not decompress {int((statuses != 0).sum())} of {statuses.size} frames",
+                hint="Their digests were right: uninstall nvidia-libnvcomp to have the host decompress them.",
+            )
+
+
+class CudaDevice:
+    """See `base.Device`."""
+
+    def __init__(self, index: int, *, timeline: Timeline, cubin_folders: Sequence[Path] = ()) -> None:
+        """Open the device: its context, and its kernels from the first of the folders that has them, compiled otherwise
+        and left in the last one. Takes some tenths of a second, or seconds. Raises `LoadError` when that fails.
+        """
+        begun_s = time.monotonic()
+        self.name = f"cuda:{index}"
+        with timeline.span("device", "import CuPy"):
+            try:
+                import cupy  # only for who has a device: 0.2 s
+            except ImportError as error:
+                raise LoadError(
+                    f"CuPy cannot be imported: {error}", hint="Reinstall it, or say --device cpu."
+                ) from error
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._index = index
+        self._ring_memory: Any = None
+        self._host_ring: npt.NDArray[np.uint8] | None = None
+        self._ring_address = 0
+        self._ring_bytes = self._weights_bytes = 0
+        self._num_parts = self._sent_bytes = self._written_bytes = self._num_launches = 0
+        self._pin_s = 0.0
+        self._scratch: Any = None  # of the decompressor
+        self._scratch_bytes = 0
+        self._decompressor = _find_decompressor(timeline)
+        self._is_pinned = self._is_closed = False
+        self._timeline = timeline
+        with timeline.span("device", "context", device=self.name), self.used("opening it"):
+            self._runtime.free(0)  # does nothing but make the context
+            self._uploads, self._merges = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        with timeline.span("device", "kernels") as said, self.used("loading its kernels"):
+            self._kernels, said["compiled"] = self._load_kernels(cubin_folders)
+        self._open_s = time.monotonic() - begun_s
+
+    @property
+    def decompresses(self) -> bool:
+        return self._decompressor is not None
+
+    def free_bytes(self) -> int:
+        with self.used("asking for its memory"):
+            return int(self._runtime.memGetInfo()[0])
+
+    def reserve(self, weights_bytes: int, ring: memoryview) -> None:
+        """See `base.Device`. Pinning takes the longest, some tenths of a second a GB."""
+        check_device_fits(self.name, self.free_bytes(), weights_bytes=weights_bytes, ring_bytes=len(ring))
+        import numpy as np  # whoever has CuPy has it
+
+        cupy = self._cupy
+        with self.used("taking memory", needed_bytes=weights_bytes + len(ring)):
+            weights = cupy.cuda.MemoryPointer(cupy.cuda.Memory(max(1, weights_bytes)), 0)
+            self._ring_memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(max(1, len(ring))), 0)
+        self._weights = cupy.ndarray((weights_bytes,), cupy.uint8, memptr=weights)
+        self._weights_bytes, self._ring_bytes = weights_bytes, len(ring)
+        self._host_ring = np.frombuffer(ring, np.uint8)
+        self._ring_address = int(self._host_ring.ctypes.data)
+        begun_s = time.monotonic()
+        try:
+            with self.used("pinning the host's memory"):
+                if len(ring):
+                    self._runtime.hostRegister(self._ring_address, len(ring), PORTABLE)
+            self._is_pinned = len(ring) > 0
+        except LoadError as error:
+            # Some sandboxes do not let shared memory be pinned. CUDA then copies it once more, to memory of its own.
+            self._timeline.mark("device", "the ring is not pinned: uploads are slower", why=error.message)
+        self._pin_s = time.monotonic() - begun_s
+
+    def weights(self) -> Any:
+        return self._weights
+
+    def place(self, image: PartImage, offset_bytes: int, after: Iterable[Ticket] = ()) -> Ticket:
+        with self.used("placing weights"):
+            self._upload(image, offset_bytes)
+            for ticket in after:
+                assert isinstance(ticket, CudaTicket)
+                self._merges.wait_event(ticket.event)
+            statuses = self._decompress(image.chunks, offset_bytes) if image.chunks is not None else None
+            self._merge(image, offset_bytes)
+            done = self._cupy.cuda.Event(block=True, disable_timing=True)
+            done.record(self._merges)
+        self._num_parts += 1
+        self._sent_bytes += image.sent_bytes
+        self._written_bytes += image.written_bytes
+        self._num_launches += len(image.launches)
+        return CudaTicket(self, done, statuses)
+
+    def order_after(self, ticket: Ticket, stream: int) -> None:
+        assert isinstance(ticket, CudaTicket)
+        with self.used("ordering streams"):
+            self._runtime.streamWaitEvent(stream, ticket.event.ptr, 0)
+
+    def record(self, stream: int) -> Ticket:
+        with self.used("ordering streams"):
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream)
+        return CudaTicket(self, event)
+
+    def read_back(self, begin_bytes: int, end_bytes: int) -> npt.NDArray[np.uint8]:
+        import numpy as np  # as above
+
+        out = np.empty(end_bytes - begin_bytes, np.uint8)
+        with self.used("reading weights back"):
+            self._merges.synchronize()
+            if out.size:
+                source = self._weights.data.ptr + begin_bytes
+                self._runtime.memcpy(out.ctypes.data, source, out.size, self._runtime.memcpyDeviceToHost)
+        return out
+
+    def statistics(self) -> DeviceStatistics:
+        return DeviceStatistics(
+            self.name,
+            self._num_parts,
+            self._sent_bytes,
+            self._written_bytes,
+            self._num_launches,
+            self._weights_bytes,
+            self._ring_bytes,
+            self._open_s,
+            self._pin_s,
+            self._is_pinned,
+        )
+
+    def release_ring(self) -> None:
+        address, self._ring_address = self._ring_address, 0
+        try:
+            if address and self._is_pinned:
+                with self.used("letting go of the host's memory"):
+                    self._runtime.hostUnregister(address)
+        finally:
+            self._ring_memory = self._host_ring = self._scratch = None
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            with self.used("closing it"):
+                self._uploads.synchronize()
+                self._merges.synchronize()
+        finally:  # also after an error: the system must not keep pages pinned that nobody has
+            self.release_ring()
+
+    @contextmanager
+    def used(self, doing: str, *, needed_bytes: int = 0) -> Iterator[None]:
+        """This thread works with the device: what CUDA says is told as an error of ours."""
+        cuda = self._cupy.cuda
+        try:
+            # A new one each time: it keeps what to go back to, which threads must not share.
+            with cuda.Device(self._index):
+                yield
+        except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+            raise self._translated(error, doing, needed_bytes) from error
+
+    def _translated(self, error: Any, doing: str, needed_bytes: int) -> TeneralError:
+        if getattr(error, "status", None) == OUT_OF_MEMORY and needed_bytes:
+            return device_refused(self.name, needed_bytes, None, "weights and images on their way")
+        return LoadError(
+            f"{self.name} failed while {doing}: {error}",
+            hint="`nvidia-smi` shows the device and its errors; --device cpu serves without it.",
+        )
+
+    def _upload(self, image: PartImage, offset_bytes: int) -> None:
+        """What the kernels need to the ring, and the rest straight to its place; the merging stream waits for both."""
+        to_device, stream = self._runtime.memcpyHostToDevice, self._uploads.ptr
+        host, ring = self._ring_address + offset_bytes, self._ring_memory.ptr + offset_bytes
+        if image.upload_bytes:
+            self._runtime.memcpyAsync(ring, host, image.upload_bytes, to_device, stream)
+        weights = self._weights.data.ptr
+        for copy in image.copies:  # each is its words' only tier: nobody has read what was there
+            if copy.size_bytes:
+                place = weights + copy.weights_bytes
+                self._runtime.memcpyAsync(place, host + copy.image_bytes, copy.size_bytes, to_device, stream)
+        there = self._cupy.cuda.Event(disable_timing=True)
+        there.record(self._uploads)
+        self._merges.wait_event(there)
+
+    def _decompress(self, chunks: Chunks, offset_bytes: int) -> npt.NDArray[np.int32]:
+        """Have the image's frames decompressed behind it, before they are merged. What is said of them comes to the
+        place in the host's ring that mirrors the device's.
+        """
+        import numpy as np  # as above
+
+        assert self._decompressor is not None
+        assert self._host_ring is not None
+        needed_bytes = self._decompressor.scratch_bytes(chunks.num, chunks.total_bytes)
+        if needed_bytes > self._scratch_bytes:
+            self._merges.synchronize()  # nobody uses the smaller one any more; parts are of one size, so this is rare
+            with self.used("taking memory", needed_bytes=needed_bytes):
+                self._scratch = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(needed_bytes), 0)
+            self._scratch_bytes = needed_bytes
+        ring = self._ring_memory.ptr + offset_bytes
+        arrays = ring + chunks.scratch_bytes
+        pointers = [np.uint64(arrays + 8 * chunks.num * place) for place in range(4)]
+        arguments = (np.uint64(ring), np.uint32(chunks.table_bytes), np.uint32(chunks.num), *pointers)
+        with self._merges:
+            self._kernels[RESOLVE_KERNEL]((-(-chunks.num // THREADS),), (THREADS,), arguments)
+        self._decompressor.launch(
+            arrays, chunks.num, self._scratch.ptr, self._scratch_bytes, self._merges.ptr
+        )
+        begin = chunks.scratch_bytes + 5 * 8 * chunks.num
+        said = self._host_ring[offset_bytes + begin : offset_bytes + begin + 4 * chunks.num].view(np.int32)
+        to_host = self._runtime.memcpyDeviceToHost
+        self._runtime.memcpyAsync(said.ctypes.data, ring + begin, said.nbytes, to_host, self._merges.ptr)
+        return said
+
+    def _merge(self, image: PartImage, offset_bytes: int) -> None:
+        import numpy as np  # as above
+
+        ring, weights = np.uint64(self._ring_memory.ptr + offset_bytes), np.uint64(self._weights.data.ptr)
+        for launch in image.launches:
+            grid = (BLOCKS_PER_FRAME, min(launch.num_frames, MAX_GRID_Y))
+            arguments = (ring, np.uint32(launch.table_bytes), np.uint32(launch.num_frames), weights)
+            with self._merges:
+                self._kernels[launch.kernel](grid, (THREADS,), arguments)
+
+    def _load_kernels(self, folders: Sequence[Path]) -> tuple[dict[str, Any], bool]:
+        """The kernels by name, and whether they had to be compiled."""
+        import numpy as np  # as above
+
+        architecture = int(self._cupy.cuda.Device(self._index).compute_capability)
+        cubin, compiled = cubin_for(architecture, folders)
+        self._module = self._cupy.RawModule(path=str(cubin))  # it stays loaded for as long as this does
+        kernels = {name: self._module.get_function(name) for name in (*KERNELS, RESOLVE_KERNEL)}
+        # CUDA loads a kernel when it is first launched: now, over no frames.
+        memory = self._cupy.cuda.Memory(1024)
+        nothing = (np.uint64(memory.ptr), np.uint32(0), np.uint32(0), np.uint64(memory.ptr))
+        with self._merges:
+            for name in KERNELS:
+                kernels[name]((1,), (THREADS,), nothing)
+        self._merges.synchronize()  # the memory goes when this returns
+        return kernels, compiled
+
+
+def _find_decompressor(timeline: Timeline) -> Decompressor | None:
+    """Where the optional package is installed, and works."""
+    path = find_library()
+    if path is None:
+        return None
+    try:
+        return Decompressor(path)
+    except LoadError as error:
+        timeline.mark("device", "the host decompresses, as nvCOMP cannot be used", why=error.message)
+        return None

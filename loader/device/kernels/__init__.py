@@ -1,0 +1,1 @@
+"""The devices' kernels: sources, and where compiled ones are kept."""

@@ -1,0 +1,45 @@
+"""Where planes are decompressed: on the host, or on the device. A decision from measured rates, pure.
+
+The host does it unless it holds the load up: it has checked every byte then, and the link to the device is seldom
+short. A device that can is tried where the host's cores cannot keep up with the store, and kept where that is faster.
+What is stored raw takes neither way: it is sent as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+MARGIN = 1.1  # to be worth a change
+
+
+class Path(enum.StrEnum):
+    HOST = "host"
+    DEVICE = "device"
+
+
+class DeviceSpeed(NamedTuple):
+    """What a device can do, and how fast it was."""
+
+    decompresses: bool = False
+    bytes_per_s: float | None = None  # stored bytes that it took, decompressed and merged; None: not measured
+
+
+class Choice(NamedTuple):
+    path: Path
+    why: str
+
+
+def choose_path(link_bytes_per_s: float, host_bytes_per_s: float | None, device: DeviceSpeed) -> Choice:
+    """Rates are of stored bytes: what the store gives (0: unknown), and what all of the host's cores decompress."""
+    if not device.decompresses:
+        return Choice(Path.HOST, "the device does not decompress")
+    if not link_bytes_per_s or host_bytes_per_s is None:
+        return Choice(Path.HOST, "nothing was measured yet")
+    if host_bytes_per_s >= MARGIN * link_bytes_per_s:
+        return Choice(Path.HOST, "the host keeps up with the store")
+    if device.bytes_per_s is None:
+        return Choice(Path.DEVICE, "the host does not keep up with the store")
+    if device.bytes_per_s > MARGIN * host_bytes_per_s:
+        return Choice(Path.DEVICE, "the device is faster than the host")
+    return Choice(Path.HOST, "the device is no faster than the host")

@@ -1,0 +1,328 @@
+"""Images become weights: the threads between a ring and a device, and the order between placing and computing.
+
+One thread opens the device at once, while the first bytes are fetched, and then has it place image after image;
+another waits for the tickets and gives the ring's memory back. Nobody waits for the device to be done before the next
+image is on its way.
+
+A part is *settled* when the device was told to place it, not when it has. So whoever was let through a gate has its
+stream wait, by `order_after` or `using`, before it launches anything that reads. And who computes with values that
+are not exact yet does so within `using`: what refines them is placed behind the last of that. On the host the two
+exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`). It does not know
+sources, planes or torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from ..errors import LoadCancelledError, LoadError, TeneralError
+from ..format.manifest import Manifest, Part
+from ..stream.guards import Guards
+from ..timeline import Timeline
+from .base import Device, DeviceStatistics, Ticket
+from .image import PartImage, plan_image, slab_starts
+from .paths import DeviceSpeed
+from .sink import SentImage
+
+
+class _OnItsWay(NamedTuple):
+    sent: SentImage
+    part: Part
+    image: PartImage
+    ticket: Ticket
+    begun_at_s: float
+
+
+class _Model(NamedTuple):
+    """What is to be placed, and where images come from."""
+
+    manifest: Manifest
+    starts: list[int]
+    weights_bytes: int
+    ring: memoryview
+
+
+class Placement:
+    """The way of one model's weights to a device. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        open_device: Callable[[], Device],
+        *,
+        timeline: Timeline,
+        settle: Callable[[int], None],
+        release: Callable[[int], None],
+        tell: Callable[[DeviceSpeed], None],
+        fail: Callable[[TeneralError], None],
+    ) -> None:
+        """`open_device` is called on a thread of this. `settle` takes the number of each part that is being placed,
+        `release` the ring's places that are free again, `tell` what the device can do that it need not, `fail` what
+        ended it. They may be called from any thread.
+        """
+        self._open_device = open_device
+        self._timeline = timeline
+        self._settle, self._release, self._tell, self._fail = settle, release, tell, fail
+        self._model: _Model | None = None
+        self._device: Device | None = None
+        self._error: TeneralError | None = None
+        self._begun, self._reserved, self._done = threading.Event(), threading.Event(), threading.Event()
+        self._is_closed = False
+        # By group, once the manifest is known. What was placed last, as long as the device has not done it …
+        self._last: list[Ticket | None] = []
+        # … how many parts are not placed, and how many the device has not done …
+        self._unplaced: list[int] = []
+        self._undone: list[int] = []
+        # … and of each stream, where its last use ends of values that are not exact.
+        self._uses: list[dict[int, Ticket]] = []
+        self._guards = Guards(0)
+        self._images: queue.SimpleQueue[SentImage | None] = queue.SimpleQueue()
+        self._placed: queue.SimpleQueue[_OnItsWay | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
+            for name, body in (("teneral-place", self._run), ("teneral-placed", self._collect))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def begin(self, manifest: Manifest, ring: memoryview) -> None:
+        """The manifest is known, and so is the memory in which images will lie."""
+        starts, weights_bytes = slab_starts(manifest.groups)
+        self._guards = Guards(len(manifest.groups))
+        self._last = [None] * len(manifest.groups)
+        self._unplaced = [0] * len(manifest.groups)
+        for part in manifest.parts:
+            self._unplaced[part.group] += 1
+        self._undone = list(self._unplaced)
+        self._uses = [{} for _ in manifest.groups]
+        self._model = _Model(manifest, starts, weights_bytes, ring)
+        self._begun.set()
+
+    def put(self, sent: SentImage) -> None:
+        """Have an image placed, behind all that were put before. Returns at once."""
+        self._images.put(sent)
+
+    @property
+    def device_name(self) -> str:
+        """Waits until the device is open."""
+        return self._opened().name
+
+    def slab(self, group: int) -> Any:
+        """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits until it is there,
+        and raises what kept it from being.
+        """
+        device, model = self._opened(), self._model
+        assert model is not None
+        begin = model.starts[group]
+        return device.weights()[begin : begin + model.manifest.groups[group].slab_bytes]
+
+    def order_after(self, groups: Iterable[int], stream: int) -> None:
+        """What is launched on the stream from now on sees all that was placed in these groups so far.
+
+        Costs next to nothing, and asks the device nothing, once they are exact there: so it may stand in what a graph
+        captures, after `wait_done`.
+        """
+        for group in groups:
+            ticket = self._last[group]
+            if ticket is not None:
+                self._opened().order_after(ticket, stream)
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Block until the device has done all that there is to place; False when it has not after this time. Raises
+        what kept it from that.
+        """
+        if not self._done.wait(timeout_s):
+            return False
+        if self._error is not None:
+            raise _copy(self._error)
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has done all that there is to place."""
+        return self._done.is_set() and self._error is None
+
+    @contextmanager
+    def using(self, group: int, stream: int) -> Iterator[None]:
+        """What is launched on the stream while this is held sees the group as it is now, whatever is placed meanwhile.
+
+        One thread a group at a time. Blocks no longer than another thread needs to launch.
+        """
+        with self._guards.using(group):
+            self.order_after((group,), stream)
+            try:
+                yield
+            finally:
+                if self._unplaced[group]:
+                    self._uses[group][stream] = self._opened().record(stream)
+
+    @property
+    def refine_wait_s(self) -> float:
+        """How long `using` has waited on the host."""
+        return self._guards.waited_s if self._model is not None else 0.0
+
+    def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
+        """A copy, on the host, of these bytes of a group's slab as they are on the device. Blocks."""
+        device, model = self._opened(), self._model
+        assert model is not None
+        start = model.starts[group]
+        return device.read_back(start + begin_bytes, start + end_bytes).data
+
+    def statistics(self) -> DeviceStatistics | None:
+        """None while the device is being opened."""
+        return None if self._device is None else self._device.statistics()
+
+    def close(self) -> None:
+        """Place nothing more, wait for what is on its way, and let go of the device; the weights stay. Idempotent."""
+        self._is_closed = True
+        self._begun.set()
+        self._images.put(None)
+        for thread in self._threads:
+            thread.join()
+        if not self._done.is_set():
+            self._error = LoadCancelledError("the load was closed before all weights were on the device")
+            self._done.set()
+        if self._device is not None:
+            with suppress(TeneralError):  # of a device that has failed: that was told
+                self._device.close()
+
+    def let_go(self) -> None:
+        """Forget the device and its memory, after `close`. Nothing can be asked for any more."""
+        self._device, self._model = None, None
+        self._last, self._uses = [], []
+
+    def _opened(self) -> Device:
+        self._reserved.wait()
+        if self._device is None or self._error is not None:
+            if self._error is not None:
+                raise _copy(self._error)
+            raise LoadCancelledError("the load was closed before its device was open")
+        return self._device
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except TeneralError as error:
+            self._end(error)
+        except Exception as error:  # noqa: BLE001 - unless the load ends, all who wait for it wait for ever
+            failure = LoadError(f"placing weights stopped on a defect: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._end(failure)
+
+    def _end(self, error: TeneralError) -> None:
+        if self._error is None:
+            self._error = error
+        self._reserved.set()
+        self._done.set()
+        self._placed.put(None)
+        self._fail(error)
+
+    def _run(self) -> None:
+        """The body of the thread that has images placed."""
+        device = self._open_device()
+        self._device = device
+        if device.decompresses:
+            self._tell(DeviceSpeed(decompresses=True))
+        self._begun.wait()
+        model = self._model
+        if model is not None and not self._is_closed:
+            with self._timeline.span(
+                "device", "memory", weights_bytes=model.weights_bytes, ring_bytes=len(model.ring)
+            ):
+                device.reserve(model.weights_bytes, model.ring)
+            self._reserved.set()
+            if not model.manifest.parts:
+                self._finish(device, model)
+            while (sent := self._images.get()) is not None and not self._is_closed:
+                self._place(device, model, sent)
+            self._placed.put(None)
+        else:
+            self._error = LoadCancelledError("the load was closed before there was anything to place")
+            self._reserved.set()
+            self._done.set()
+            self._placed.put(None)
+
+    def _place(self, device: Device, model: _Model, sent: SentImage) -> None:
+        begun_at_s = time.monotonic()
+        part = model.manifest.parts[sent.part]
+        image = plan_image(model.manifest, part, model.starts, coded=sent.coded)
+        group = part.group
+        if _refines(model.manifest, part):
+            with self._guards.refining(group):
+                ticket = device.place(image, sent.offset_bytes, tuple(self._uses[group].values()))
+                self._last[group] = ticket
+        else:  # the first to write there: no values that somebody could be using
+            self._last[group] = ticket = device.place(image, sent.offset_bytes)
+        self._unplaced[group] -= 1
+        self._placed.put(_OnItsWay(sent, part, image, ticket, begun_at_s))
+        if not sent.coded:  # else it is seen first whether the device could decompress it
+            self._settle(part.index)
+
+    def _collect(self) -> None:
+        """The body of the thread that takes note of what the device has done."""
+        speed, done_at_s = _Speed(), 0.0
+        while (placed := self._placed.get()) is not None:
+            placed.ticket.wait()
+            busy_since_s, done_at_s = max(placed.begun_at_s, done_at_s), time.monotonic()
+            if placed.sent.coded:
+                self._settle(placed.part.index)
+                self._tell(speed.seen(placed.part.size_bytes, done_at_s - busy_since_s))
+            self._undone[placed.part.group] -= 1
+            if self._undone[placed.part.group] == 0:
+                self._last[placed.part.group] = None  # for good: nothing is placed there any more
+            self._release(placed.sent.offset_bytes)
+            model, part = self._model, placed.part
+            assert model is not None
+            group, tier = model.manifest.groups[part.group].name, part.tier.name.lower()
+            started_at = self._timeline.started_at
+            self._timeline.add(
+                "place",
+                f"{group} {tier}",
+                placed.begun_at_s - started_at,
+                done_at_s - started_at,
+                group=group,
+                tier=tier,
+                part=part.index,
+                bytes=placed.image.sent_bytes,
+                weights=placed.image.written_bytes,
+                path="device" if placed.sent.coded else "host",
+            )
+            if not any(self._undone):
+                self._finish(self._opened(), model)
+
+    def _finish(self, device: Device, model: _Model) -> None:
+        """All is done: nobody needs the ring any more."""
+        self._model = model._replace(ring=memoryview(b""))
+        device.release_ring()
+        self._done.set()
+
+
+def _copy(error: TeneralError) -> TeneralError:
+    """Every thread that raises an exception adds its own traceback to it."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
+
+
+class _Speed:
+    """How fast the device takes coded images."""
+
+    def __init__(self) -> None:
+        self._size_bytes, self._busy_s = 0, 0.0
+
+    def seen(self, size_bytes: int, busy_s: float) -> DeviceSpeed:
+        self._size_bytes += size_bytes
+        self._busy_s += busy_s
+        return DeviceSpeed(True, self._size_bytes / self._busy_s if self._busy_s else None)
+
+
+def _refines(manifest: Manifest, part: Part) -> bool:
+    """Whether the part replaces bits that somebody may have used."""
+    return any(
+        manifest.tensors[segment.tensor].encoding.tiers[0] is not part.tier for segment in part.segments
+    )

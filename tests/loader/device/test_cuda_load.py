@@ -1,0 +1,94 @@
+"""Whole loads onto a CUDA device: in a process of their own, and what torch then sees."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.checkpoints import llama_contents, model_store
+
+from teneral.loader.artifact import open_artifact
+from teneral.loader.format.manifest import Tier
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.file import FileStore
+from teneral.loader.stream.device_load import DeviceLoad
+from teneral.loader.stream.launch import Task, launch
+from teneral.loader.stream.load import WeightLoad
+from teneral.loader.stream.options import LoadOptions, Order
+from teneral.loader.timeline import Timeline
+from teneral.loader.tools.pack import pack
+from teneral.loader.tools.tier_options import TierOptions
+from teneral.runtime.start import opener
+
+WAIT_S = 60.0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("cuda")
+    made = {"two tiers": None, "three tiers": TierOptions(sketch_bits=1, draft_bits=4)}
+    for name, tiers in made.items():
+        pack(model_store(llama_contents(num_layers=3)), FileStore(folder / name), tiers=tiers)
+    return {name: folder / name for name in made}
+
+
+@pytest.fixture(params=["two tiers", "three tiers"])
+def artifact(request: pytest.FixtureRequest, artifacts: dict[str, Path]) -> Path:
+    return artifacts[request.param]
+
+
+@pytest.fixture(params=[Order.EXACT, Order.DRAFT_FIRST])
+def load(request: pytest.FixtureRequest, artifact: Path, tmp_path: Path) -> Iterator[DeviceLoad]:
+    timeline = Timeline()
+    options = LoadOptions(order=request.param)
+    task = Task(str(artifact), None, SourceOptions(), options, timeline.started_at, device="cuda:0")
+    launched = launch(task)
+    with DeviceLoad.follow(launched, opener("cuda:0", str(tmp_path), timeline), timeline=timeline) as made:
+        yield made
+
+
+def test_the_weights_on_the_device_are_those_of_a_load_on_the_host(load: DeviceLoad, artifact: Path) -> None:
+    source = FileStore(artifact)
+    with WeightLoad(source, open_artifact(source)) as here:
+        here.start()
+        for group in load.manifest.groups:
+            here.wait(group.index, timeout_s=WAIT_S)
+            load.wait(group.index, timeout_s=WAIT_S)
+        for tensor in load.manifest.tensors:
+            begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes
+            assert load.read_back(tensor.group, begin, end) == here.slab(tensor.group)[begin:end].tobytes(), (
+                tensor.name
+            )
+    assert load.wait_done(WAIT_S)
+
+
+def test_torch_computes_with_the_very_memory_behind_each_gate(load: DeviceLoad, artifact: Path) -> None:
+    import torch
+
+    from teneral.runtime.weights import StreamedWeights
+
+    source = FileStore(artifact)
+    with WeightLoad(source, open_artifact(source)) as here:
+        here.start()
+        weights, expected = StreamedWeights(load), StreamedWeights(here)
+        for name in load.manifest.by_name:
+            gate = weights.gate([name])
+            with gate.using(
+                Tier.DRAFT
+            ):  # whatever is there by now: its kernel is launched, and may be refined behind
+                weights.tensor(name).float().sum()
+            gate()
+            copied = weights.tensor(name).clone()  # on torch's stream, behind what was placed
+            expected.gate([name])()
+            assert copied.device.type == "cuda"
+            assert torch.equal(copied.cpu().view(torch.uint8), expected.tensor(name).view(torch.uint8)), name
+    assert load.wait_done(WAIT_S)
+    said = load.device_statistics()
+    assert said is not None
+    assert said.num_parts == len(load.manifest.parts)

@@ -1,0 +1,486 @@
+"""Whole loads onto a device that is simulated: in threads and in a process of its own, tier by tier, whatever fails."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.artifacts import BuiltArtifact, Layout, build_artifact
+from tests.support.checkpoints import llama_contents, model_store
+from tests.support.faulty_loads import first_ranges
+from tests.support.paced import WAIT_S, PacedSource, reads_of
+from tests.support.store_faults import Fault
+from tests.support.store_server import StoreServer
+
+from teneral.loader.artifact import open_artifact
+from teneral.loader.device import sink
+from teneral.loader.device.base import Device
+from teneral.loader.device.paths import Choice, DeviceSpeed
+from teneral.loader.device.paths import Path as ChosenPath
+from teneral.loader.device.ring import ring_bytes
+from teneral.loader.device.simulated import SimulatedDevice
+from teneral.loader.errors import (
+    InsufficientMemoryError,
+    IntegrityError,
+    LoadCancelledError,
+    LoadError,
+    TeneralError,
+)
+from teneral.loader.format.manifest import Manifest, Tensor, Tier
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.file import FileStore
+from teneral.loader.stream import device_load
+from teneral.loader.stream.device_load import DeviceLoad
+from teneral.loader.stream.launch import Task, launch
+from teneral.loader.stream.load import WeightLoad
+from teneral.loader.stream.options import LoadOptions, Order
+from teneral.loader.stream.prepare import is_possible
+from teneral.loader.stream.progress import LoadState
+from teneral.loader.timeline import Timeline
+from teneral.loader.tools.pack import pack
+
+LAYOUT: Layout = [
+    ("embed", {"embed": ("BF16", (300, 257)), "steps": ("I64", (4, 300))}),
+    ("layers.0", {"norm": ("BF16", (300,)), "up": ("BF16", (301, 301)), "scales": ("F32", (40, 31))}),
+    ("layers.1", {"codes": ("I8", (97, 103)), "packed": ("F4", (64, 32)), "down": ("BF16", (257, 300))}),
+    ("head", {"mask": ("BOOL", (50, 50)), "wide": ("F64", (11, 13)), "nothing": ("BF16", (0, 8))}),
+]
+
+
+@pytest.fixture(scope="module")
+def built() -> BuiltArtifact:
+    return build_artifact(LAYOUT, draft_elements=65_536, refine_elements=131_072)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("device")
+    pack(model_store(llama_contents(num_layers=3)), FileStore(path / "bucket" / "model"))
+    return path
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    made = SimulatedDevice()
+    yield made
+    made.close()
+
+
+@contextmanager
+def load_in_threads(
+    built: BuiltArtifact, device: Device, *, source: object = None, **options: object
+) -> Iterator[DeviceLoad]:
+    chosen = LoadOptions(**options)
+    with DeviceLoad.in_threads(
+        source or built.store.reopen(), built.manifest, lambda: device, options=chosen
+    ) as load:
+        yield load
+
+
+@contextmanager
+def load_in_a_process(url: str, open_device: Callable[[], Device], **options: object) -> Iterator[DeviceLoad]:
+    timeline = Timeline()
+    source_options = SourceOptions(**options.pop("source_options", {}))
+    task = Task(url, None, source_options, LoadOptions(**options), timeline.started_at, device="simulated")
+    with DeviceLoad.follow(launch(task), open_device, timeline=timeline) as load:
+        yield load
+
+
+def seen(load: DeviceLoad, name: str) -> bytes:
+    """A tensor as who computes on the host's own stream sees it."""
+    tensor = load.manifest.by_name[name]
+    load.order_after([tensor.group], 0)
+    slab = load.device_slab(tensor.group)
+    return slab[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].tobytes()
+
+
+def assert_exact(load: DeviceLoad, originals: dict[str, np.ndarray]) -> None:
+    for group in load.manifest.groups:
+        load.wait(group.index, timeout_s=WAIT_S)
+    for name, original in originals.items():
+        assert seen(load, name) == original.tobytes(), name
+
+
+@pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
+def test_the_weights_on_the_device_are_exact(
+    built: BuiltArtifact, device: SimulatedDevice, order: Order
+) -> None:
+    with load_in_threads(built, device, order=order) as load:
+        assert_exact(load, built.originals)
+        assert load.join(WAIT_S)
+        assert load.progress().state is LoadState.EXACT
+        assert load.progress().groups_exact == len(built.manifest.groups)
+
+
+def test_a_sketch_a_draft_and_exact_weights_come_in_turn(device: SimulatedDevice) -> None:
+    built = build_artifact(LAYOUT, sketch_bits=1, draft_elements=65_536, refine_elements=131_072)
+    manifest = built.manifest
+    later = [part for part in manifest.parts if part.tier is not Tier.SKETCH]
+    source = PacedSource(built.store.reopen())
+    refining = source.hold(reads_of(manifest, *[part for part in later if part.tier is Tier.REFINE]))
+    drafting = source.hold(reads_of(manifest, *[part for part in later if part.tier is Tier.DRAFT]))
+    with load_in_threads(built, device, source=source, order=Order.DRAFT_FIRST) as load:
+        for tier, held in ((Tier.SKETCH, drafting), (Tier.DRAFT, refining), (Tier.REFINE, None)):
+            for group in manifest.groups:
+                load.wait(group.index, tier, timeout_s=WAIT_S)
+            for name in built.originals:
+                assert seen(load, name) == built.expected(name, tier).tobytes(), (tier.name, name)
+            if held is not None:
+                held.release()
+
+
+def test_a_model_of_empty_tensors_is_there_at_once(device: SimulatedDevice) -> None:
+    built = build_artifact([("embed", {"nothing": ("BF16", (0, 8))}), ("head", {"neither": ("F32", (4, 0))})])
+    with load_in_threads(built, device) as load:
+        assert_exact(load, built.originals)
+        assert load.wait_done(WAIT_S)
+
+
+def test_plain_safetensors_go_to_the_device_as_they_are(device: SimulatedDevice) -> None:
+    built = build_artifact(LAYOUT, packed=False)
+    with load_in_threads(built, device) as load:
+        assert_exact(load, built.originals)
+    said = load.device_statistics()
+    assert said is not None
+    assert said.num_launches == 0
+    assert said.sent_bytes == sum(original.size for original in built.originals.values())
+
+
+def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
+    built: BuiltArtifact, device: SimulatedDevice
+) -> None:
+    reader: list[bytes] = []
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.ExitStack())
+        held.enter_context(device.hold())
+        load = stack.enter_context(load_in_threads(built, device))
+        load.wait(0, timeout_s=WAIT_S)  # told to place, which it cannot do
+        thread = threading.Thread(target=lambda: reader.append(seen(load, "embed")))
+        thread.start()
+        assert not reader
+        held.close()
+        thread.join(WAIT_S)
+        assert reader == [built.originals["embed"].tobytes()]
+
+
+def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_device(
+    built: BuiltArtifact, device: SimulatedDevice
+) -> None:
+    """Who computes has only launched its reads when refining is asked for."""
+    manifest = built.manifest
+    source = PacedSource(built.store.reopen())
+    held = source.hold(reads_of(manifest, *[part for part in manifest.parts if part.tier is Tier.REFINE]))
+    with load_in_threads(built, device, source=source, order=Order.DRAFT_FIRST) as load:
+        tensor = manifest.by_name["up"]
+        load.wait(tensor.group, Tier.DRAFT, timeout_s=WAIT_S)
+        stream, go_on = device.new_stream(), threading.Event()
+        slab = load.device_slab(tensor.group)
+        read: list[bytes] = []
+        with load.using(tensor.group, stream):
+            device.launch(stream, lambda: (go_on.wait(), None)[1])
+            begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes
+            device.launch(stream, lambda: read.append(slab[begin:end].tobytes()))
+        used = device.record(stream)
+        held.release()
+        load.wait(tensor.group, timeout_s=WAIT_S)  # refining was asked for, behind the read
+        assert not load._placement._last[tensor.group]._done.wait(0.2), "it did not wait for the read"
+        go_on.set()
+        used.wait()
+        assert read == [built.expected("up", Tier.DRAFT).tobytes()]
+        assert_exact(load, built.originals)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_changes_under_who_uses_it_whatever_order_parts_come_in(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who computes reads every tensor twice, late, while parts are placed: both times it must see the same."""
+    built = build_artifact(
+        LAYOUT,
+        seed=seed,
+        sketch_bits=1,
+        sketch_elements=65_536,
+        draft_elements=65_536,
+        refine_elements=65_536,
+    )
+    smallest = ring_bytes(built.manifest, 1)
+    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    device = SimulatedDevice()
+    source = PacedSource(built.store.reopen())
+    source.delay(seed=seed, max_s=0.01)
+    order = Order.DRAFT_FIRST if seed % 2 else Order.EXACT
+    torn: list[str] = []
+    with load_in_threads(built, device, source=source, order=order, connections=3) as load:
+        load.device_slab(0)
+        stream = device.new_stream()
+        groups = [group.index for group in built.manifest.groups]
+        while not all(load.is_ready(group) for group in groups):
+            for group in groups:
+                load.wait(group, Tier.SKETCH, timeout_s=WAIT_S)
+                with load.using(group, stream):
+                    for index in built.manifest.groups[group].tensors:
+                        device.launch(stream, read_twice(load, built.manifest.tensors[index], torn))
+            device.record(stream).wait()
+        assert not torn
+        assert_exact(load, built.originals)
+    device.close()
+
+
+def read_twice(load: DeviceLoad, tensor: Tensor, torn: list[str]) -> Callable[[], None]:
+    content = load.device_slab(tensor.group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+
+    def read() -> None:
+        first = content.copy()
+        threading.Event().wait(0.002)  # so that others have the time to do what they must not
+        if not np.array_equal(first, content):
+            torn.append(tensor.name)
+
+    return read
+
+
+def test_rows_that_are_asked_for_come_first(built: BuiltArtifact, device: SimulatedDevice) -> None:
+    manifest = built.manifest
+    wanted = [part.index for part in manifest.parts if part.group == 2]
+    with load_in_threads(built, device) as load:
+        load.wait_parts(wanted, timeout_s=WAIT_S)
+        assert seen(load, "down") == built.originals["down"].tobytes()
+
+
+def test_a_ring_for_one_image_is_enough(
+    built: BuiltArtifact, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smallest = ring_bytes(built.manifest, 1)
+    assert smallest < ring_bytes(built.manifest)
+    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    with load_in_threads(built, device) as load:
+        assert_exact(load, built.originals)
+
+
+def test_the_rings_memory_is_let_go_once_all_is_placed(built: BuiltArtifact, device: SimulatedDevice) -> None:
+    released = threading.Event()
+    release_ring = device.release_ring
+    device.release_ring = lambda: (release_ring(), released.set())[0]
+    with load_in_threads(built, device) as load:
+        assert_exact(load, built.originals)
+        assert load.wait_done(WAIT_S)
+        assert released.is_set()
+        assert_exact(load, built.originals)
+        tensor = built.manifest.by_name["up"]
+        end = tensor.offset_bytes + tensor.size_bytes
+        assert load.read_back(tensor.group, tensor.offset_bytes, end) == built.originals["up"].tobytes()
+
+
+@pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
+def test_a_device_that_decompresses_gets_frames_and_a_gate_opens_when_it_has(
+    built: BuiltArtifact, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = SimulatedDevice(decompresses=True)
+
+    def choose(link_bytes_per_s: float, host_bytes_per_s: float | None, speed: DeviceSpeed) -> Choice:
+        return Choice(ChosenPath.DEVICE if speed.decompresses else ChosenPath.HOST, "a test says so")
+
+    monkeypatch.setattr(sink, "choose_path", choose)
+    source = PacedSource(built.store.reopen())
+    held = source.hold()
+    with load_in_threads(built, able, source=source, order=order) as load:
+        load.device_slab(0)  # what the device can do was told before this is there
+        held.release()
+        assert_exact(load, built.originals)
+        assert load.wait_done(WAIT_S)
+        spans = [span for span in load._timeline.spans() if span.lane in ("device", "place")]
+        assert {"host", "device"} <= {span.attributes.get("path") for span in spans}
+        assert any(span.name.startswith("planes are decompressed on the device") for span in spans)
+        assert load._device_is.__self__._device.bytes_per_s, "nobody told how fast the device was"
+        exponents = sum(
+            math.prod(tensor.shape) for tensor in built.manifest.tensors if tensor.dtype == "BF16"
+        )
+        whole = sum(original.size for original in built.originals.values())
+        assert able.statistics().sent_bytes < whole - exponents / 2
+    able.close()
+
+
+# what fails
+
+
+def test_a_model_that_the_device_has_no_room_for_ends_the_load_with_the_numbers(built: BuiltArtifact) -> None:
+    small = SimulatedDevice(memory_bytes=1000)
+    with load_in_threads(built, small) as load:
+        with pytest.raises(InsufficientMemoryError, match="the memory of simulated"):
+            load.wait(0, timeout_s=WAIT_S)
+        with pytest.raises(InsufficientMemoryError):
+            load.device_slab(0)
+        assert load.progress().state is LoadState.FAILED
+
+
+def test_a_device_that_cannot_be_opened_ends_the_load(built: BuiltArtifact) -> None:
+    def open_device() -> Device:
+        raise LoadError("cuda:0 failed while opening it: no such device")
+
+    with (
+        DeviceLoad.in_threads(built.store.reopen(), built.manifest, open_device) as load,
+        pytest.raises(LoadError, match="no such device"),
+    ):
+        load.wait(len(built.manifest.groups) - 1, timeout_s=WAIT_S)
+
+
+def test_a_device_that_fails_on_the_way_is_told_to_who_reads(built: BuiltArtifact) -> None:
+    failing = SimulatedDevice(fail_at_part=1)
+    with load_in_threads(built, failing) as load, pytest.raises(LoadError, match="told to fail"):
+        assert_exact(load, built.originals)
+
+
+def test_a_device_that_fails_when_all_gates_are_open_is_told_to_who_waits_for_the_weights(
+    built: BuiltArtifact,
+) -> None:
+    failing = SimulatedDevice(fail_at_part=len(built.manifest.parts) - 1)
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(contextlib.ExitStack())
+        held.enter_context(failing.hold())
+        load = stack.enter_context(load_in_threads(built, failing))
+        for group in built.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        assert not load.wait_done(0)
+        held.close()
+        with pytest.raises(LoadError, match="told to fail"):
+            load.wait_done(WAIT_S)
+        assert load.progress().state is LoadState.FAILED
+        with pytest.raises(LoadError, match="told to fail"):
+            assert_exact(load, built.originals)
+
+
+def test_closing_wakes_who_waits_for_the_device(built: BuiltArtifact, device: SimulatedDevice) -> None:
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            load.wait_done()
+        except LoadCancelledError as error:
+            raised.append(error)
+
+    source = PacedSource(built.store.reopen())
+    source.hold()
+    load = DeviceLoad.in_threads(source, built.manifest, lambda: device)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    load.close()
+    thread.join(WAIT_S)
+    assert len(raised) == 1
+
+
+def test_damaged_bytes_never_reach_the_device(built: BuiltArtifact, device: SimulatedDevice) -> None:
+    source = PacedSource(built.store.reopen())
+    spoilt = built.manifest.parts[2]
+    source.spoil(reads_of(built.manifest, spoilt), times=99)
+    with load_in_threads(built, device, source=source) as load:
+        with pytest.raises(IntegrityError, match="wrong digest"):
+            assert_exact(load, built.originals)
+        assert not load.is_ready(spoilt.group)
+
+
+def test_closing_a_load_that_waits_for_room_ends_it(
+    built: BuiltArtifact, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smallest = ring_bytes(built.manifest, 1)
+    monkeypatch.setattr(device_load, "ring_bytes", lambda manifest, **_: smallest)
+    with device.hold():
+        load = DeviceLoad.in_threads(built.store.reopen(), built.manifest, lambda: device)
+        load.device_slab(0)
+        load.cancel()
+        with pytest.raises(LoadCancelledError):
+            load.wait(len(built.manifest.groups) - 1, timeout_s=WAIT_S)
+    load.close()
+    load.close()
+
+
+# in a process of its own
+
+needs_memory_files = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
+
+
+@needs_memory_files
+def test_a_process_brings_the_same_weights(folder: Path, device: SimulatedDevice) -> None:
+    artifact = folder / "bucket" / "model"
+    source = FileStore(artifact)
+    manifest = open_artifact(source)
+    with WeightLoad(source, manifest) as here, load_in_a_process(str(artifact), lambda: device) as there:
+        here.start()
+        assert there.manifest == manifest
+        for group in manifest.groups:
+            here.wait(group.index, timeout_s=WAIT_S)
+        assert_exact(there, {tensor.name: here.array(tensor.name) for tensor in manifest.tensors})
+        assert there.join(WAIT_S)
+        assert there.progress().state is LoadState.EXACT
+        assert there.statistics().stored_bytes == here.statistics().stored_bytes
+        lanes = {span.lane for span in there._timeline.spans()}
+        assert {"fetch", "verify", "decode", "place", "ready"} <= lanes
+        marks = [span.name for span in there._timeline.spans() if span.lane == "ready"]
+        assert len(marks) == len(set(marks)), "the child tells of gates that are not its own"
+
+
+@needs_memory_files
+def test_a_process_may_be_done_before_the_device_is_open(folder: Path, device: SimulatedDevice) -> None:
+    go_on = threading.Event()
+
+    def open_late() -> Device:
+        go_on.wait()
+        return device
+
+    with load_in_a_process(str(folder / "bucket" / "model"), open_late) as load:
+        assert load.join(WAIT_S)  # all images are in the ring
+        assert load.progress().state is LoadState.LOADING
+        assert not load.is_ready(0)
+        go_on.set()
+        for group in load.manifest.groups:
+            load.wait(group.index, timeout_s=WAIT_S)
+        assert load.progress().state is LoadState.EXACT
+
+
+@needs_memory_files
+def test_a_process_through_a_faulty_store_brings_exact_weights(
+    tmp_path: Path, device: SimulatedDevice
+) -> None:
+    pack(model_store(llama_contents(num_layers=2)), FileStore(tmp_path / "models"))
+    contents = open_artifact(FileStore(tmp_path / "models"))
+    with (
+        StoreServer(tmp_path, fault=first_ranges(3, Fault(status=503))) as server,
+        load_in_a_process(f"{server.url}/models", lambda: device) as load,
+        WeightLoad(FileStore(tmp_path / "models"), contents) as here,
+    ):
+        here.start()
+        for group in contents.groups:
+            here.wait(group.index, timeout_s=WAIT_S)
+        assert_exact(load, {tensor.name: here.array(tensor.name) for tensor in contents.tensors})
+
+
+@needs_memory_files
+def test_a_device_without_room_ends_the_process(folder: Path) -> None:
+    small = SimulatedDevice(memory_bytes=1000)
+    with load_in_a_process(str(folder / "bucket" / "model"), lambda: small) as load:
+        with pytest.raises(InsufficientMemoryError):
+            load.wait(0, timeout_s=WAIT_S)
+        assert load.join(WAIT_S)
+
+
+@needs_memory_files
+def test_a_child_that_dies_ends_the_load(folder: Path, device: SimulatedDevice) -> None:
+    hold = threading.Event()
+
+    def open_never() -> Device:
+        hold.wait()
+        return device
+
+    stall = Fault(stall_after_bytes=1000, stall_s=WAIT_S)
+    with StoreServer(folder, fault=lambda request: stall if "blobs" in str(request) else None) as server:
+        with load_in_a_process(f"{server.url}/bucket/model", open_never) as load:
+            assert isinstance(load.manifest, Manifest)
+            load._feed._child.kill()
+            with pytest.raises(TeneralError, match="killed by signal"):
+                load.wait(0, timeout_s=WAIT_S)
+            hold.set()
+        server.drop_connections()

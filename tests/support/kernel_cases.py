@@ -1,0 +1,114 @@
+"""Arguments for kernels, and the comparison of a launcher with the reference, on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tests.support.reference_kernels import ReferenceKernels
+
+from teneral.runtime.cuda import variants as v
+from teneral.runtime.cuda.tables import StepTables, tables_of
+from teneral.runtime.cuda.variants import Shape
+from teneral.runtime.engine.batch import SequenceSpan
+
+TOLERANCE = {
+    torch.float32: {"atol": 2e-5, "rtol": 1e-4},
+    torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2},
+    torch.float16: {"atol": 3e-3, "rtol": 3e-3},
+}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def shape(**overrides) -> Shape:
+    dtype = NAMES[overrides.pop("dtype", torch.float32)]
+    base = {
+        "dtype": dtype,
+        "norm_dtype": dtype,
+        "hidden_size": 48,
+        "attended_size": 64,
+        "inner_size": 1100,
+        "head_dim": 16,
+        "rotary_dim": overrides.get("head_dim", 16),
+        "group": 1,
+        "has_head_norms": False,
+        "activation": "silu",
+        "block_size": 4,
+    }
+    return Shape(**{**base, **overrides})
+
+
+def both(launch, variant, grid, arguments, outputs, device="cpu"):
+    """The kernel and its reference on copies of the same arguments; what must be the same afterwards, by number."""
+    results = []
+    for each_launch, where in ((launch, device), (ReferenceKernels(), "cpu")):
+        own = [each.clone().to(where) if isinstance(each, torch.Tensor) else each for each in arguments]
+        each_launch(variant, grid, *own)
+        results.append([own[number].cpu() for number in outputs])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(
+            ours, expected, equal_nan=True, **TOLERANCE.get(ours.dtype, {"atol": 0, "rtol": 0})
+        )
+    return results[0]
+
+
+def pool_and_tables(spans, *, kv_heads, head_dim, group, block_size, dtype) -> tuple:
+    """Random heads of the spans' rows, and a pool whose unused slots are NaN."""
+    torch.manual_seed(0)
+    used = {block for span in spans for block in span.blocks}
+    num_blocks = max(used, default=0) + 2
+    keys, values = torch.full((2, num_blocks, block_size, kv_heads, head_dim), float("nan"), dtype=dtype)
+    for span in spans:
+        for token in range(span.context_len):
+            for pool in (keys, values):
+                pool[span.blocks[token // block_size], token % block_size] = torch.randn(kv_heads, head_dim)
+    num_rows = sum(span.length for span in spans)
+    heads = torch.randn(num_rows, kv_heads * (group + 2), head_dim).to(dtype)
+    return heads, keys, values, tables_of(spans, group, torch.device("cpu"))
+
+
+def spans_of(shares: list[tuple[int, int]], block_size: int) -> list[SequenceSpan]:
+    """Each (tokens cached before, tokens of this step), in scattered blocks."""
+    sizes = [-(-(past + new) // block_size) for past, new in shares]
+    order = np.random.default_rng(1).permutation(sum(sizes)).tolist()
+    spans, start = [], 0
+    for (past, new), size in zip(shares, sizes, strict=True):
+        blocks = tuple(order.pop() for _ in range(size))
+        spans.append(SequenceSpan(start, new, past + new, blocks))
+        start += new
+    return spans
+
+
+def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, kv_heads, window, splits):
+    """All rows of the tables, decoding or not."""
+    out = torch.full((len(heads), num_heads * own.head_dim), float("nan"), dtype=heads.dtype)
+    numbers = (own.head_dim**-0.5 * 1.4426950408889634, heads.shape[1], num_heads, kv_heads, window)
+    if len(tables.decoding):
+        size = len(tables.decoding) * num_heads * splits
+        parts = torch.full((size, own.head_dim), float("nan")), torch.full((size,), float("nan"))
+        told = (tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding)
+        launch(
+            v.decode_variant(own, is_split=splits > 1),
+            (len(tables.decoding), kv_heads, splits),
+            *(heads, keys, values, out, *parts, *told, *numbers, splits),
+        )
+        if splits > 1:
+            launch(
+                v.merge_variant(own),
+                (len(tables.decoding), num_heads),
+                *(*parts, out, tables.starts, tables.decoding, num_heads, splits),
+            )
+    if len(tables.tiles):
+        told = (
+            tables.starts,
+            tables.lengths,
+            tables.contexts,
+            tables.table_starts,
+            tables.blocks,
+            tables.tiles,
+        )
+        launch(
+            v.chunk_variant(own),
+            (len(tables.tiles), kv_heads),
+            *(heads, keys, values, out, *told, *numbers),
+        )
+    return out

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ..cuda.tables import StepTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class StepBatch:
     slots: torch.Tensor  # (T,) int64, block * block_size + offset: where this step's keys and values go
     spans: tuple[SequenceSpan, ...]
     logit_rows: torch.Tensor  # (R,) int64, indices into the T rows
+    tables: StepTables | None = None  # the spans once more, where a CUDA device has been told of them
 
 
 def join(batches: Sequence[StepBatch]) -> StepBatch:

@@ -62,8 +62,12 @@ class Capacity:
                 hint="Try again later.",
             )
 
-    def _too_many(self, message: str, *, hint: str) -> CapacityError:
+    @property
+    def retry_after_s(self) -> float:
+        """When a place becomes free, by the time between the latest ends, within bounds."""
         ends_s = self._recent_ends_s
         between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else 0.0
-        retry_after_s = min(max(between_ends_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
-        return CapacityError(message, retry_after_s=retry_after_s, hint=hint)
+        return min(max(between_ends_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+    def _too_many(self, message: str, *, hint: str) -> CapacityError:
+        return CapacityError(message, retry_after_s=self.retry_after_s, hint=hint)

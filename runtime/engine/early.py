@@ -28,15 +28,15 @@ from ..errors import ModelError
 from ..kv.blocks import Epoch
 from .accept import accept
 from .arrival import Arrival
+from .backend import Backend
 from .batch import StepBatch
 from .exact_passes import ExactPasses, PassLike, Sent
 from .requests import FirstToken, GenerationEvent
 from .roster import Roster
-from .sampling import choose_tokens
 from .sequence import Choice, Lane
 from .sequence import Sequence as TokenSequence
 from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
-from .step_batch import Rows, build_batch
+from .step_batch import Rows
 from .trace import EngineTimeline, OnLayer
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
@@ -105,13 +105,14 @@ class EarlyPhase:
         arrival: Arrival,
         *,
         timeline: EngineTimeline,
+        backend: Backend,
     ) -> None:
         self._model = model
         self._kv = kv
         self._roster = roster
         self._arrival = arrival
         self._timeline = timeline
-        self._block_size = roster.options.block_size
+        self._backend = backend
         self._max_rows = roster.options.max_step_tokens
         self._members: list[_Member] = []
         self._passes = ExactPasses(self._max_rows)
@@ -306,7 +307,7 @@ class EarlyPhase:
             num_rows += end - member.num_planned
             member.num_planned = end
         if parts:
-            batch = build_batch([rows for _, rows in parts], self._block_size)
+            batch = self._backend.build([rows for _, rows in parts])
             on_layer = None if self._passes else self._timeline.on_exact_layer()
             self._passes.send(self._model.begin(batch, self._kv, on_layer=on_layer), parts)
 
@@ -329,14 +330,14 @@ class EarlyPhase:
             takers += [member] if end == len(lane.tokens) else []
             num_rows += end - lane.num_computed
         start_s = time.monotonic()
-        batch = build_batch(parts, self._block_size)
+        batch = self._backend.build(parts)
         logits = self._model.forward(
             batch,
             self._kv,
             tier=max(member.tier for member in members),
             on_layer=self._timeline.on_draft_layer(),
         )
-        choices = choose_tokens(logits, [_lane_of(member).sampling for member in takers])
+        choices = self._backend.choose(logits, [_lane_of(member).sampling for member in takers])
         end_s = time.monotonic()
         for part in parts:
             part.lane.num_computed = part.end
@@ -416,7 +417,7 @@ class EarlyPhase:
             if position != sequence.num_tokens - 1:
                 continue  # more was given out since
             num_proposals = len(known) - sequence.num_tokens
-            (choice,) = choose_tokens(logits[number : number + 1], [sequence.sampling])
+            (choice,) = self._backend.choose(logits[number : number + 1], [sequence.sampling])
             event = accept(sequence, choice)
             if member.sends_drafts or not num_proposals:
                 return [*events, event], True

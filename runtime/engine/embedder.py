@@ -21,7 +21,15 @@ import numpy as np
 
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
-from ..errors import WEIGHTS_LOST, CapacityError, ContextLengthError, DrainingError, ModelError, RequestError
+from ..errors import (
+    WEIGHTS_LOST,
+    CancelledError,
+    CapacityError,
+    ContextLengthError,
+    DrainingError,
+    ModelError,
+    RequestError,
+)
 from .text_queue import TextQueue
 
 if TYPE_CHECKING:
@@ -90,6 +98,8 @@ class Embedder:
         """
         self._model = model
         self.max_tokens = model.config.max_tokens
+        # Of a classifier, whose rows are scores; models that embed have none.
+        self.labels: tuple[str, ...] = getattr(model.config, "labels", ())
         self._max_queued = max_queued
         self._max_batch_tokens = max_batch_tokens
         self._max_delay_s = max_delay_s
@@ -123,8 +133,26 @@ class Embedder:
 
         Tokens include the special ones. The future can be cancelled while none of its texts is worked on.
         Raises RequestError (nothing to embed, an unknown token), ContextLengthError, CapacityError,
-        DrainingError, or the error that cost the embedder its weights. Then nothing was begun.
+        DrainingError, ModelError for a classifier, or the error that cost the embedder its weights. Then nothing
+        was begun.
         """
+        if self.labels:
+            raise ModelError(
+                "the model classifies texts and makes no embeddings",
+                hint="Call context.model.classify in a handler, or serve a model that embeds.",
+            )
+        return self._submit(token_lists)
+
+    def classify(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+        """As `embed`, of a classifier: (N, len(labels)) float32 logits. Raises ModelError for other models."""
+        if not self.labels:
+            raise ModelError(
+                "the model makes embeddings and has no labels",
+                hint="Serve a classifier (BertForSequenceClassification and the like), or compare embeddings.",
+            )
+        return self._submit(token_lists)
+
+    def _submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
         self._check(token_lists)
         texts = [list(tokens) for tokens in token_lists]
         call = _Call(texts, Future(), time.monotonic(), len(texts))
@@ -132,17 +160,26 @@ class Embedder:
             if self._refusal is not None:
                 # Without the traceback of the last time, to which each raise would add.
                 raise self._refusal.with_traceback(None)
-            if len(self._calls) > self._max_queued:
-                raise CapacityError(
-                    f"{len(self._calls)} calls are running or waiting: that is all that this instance takes",
-                    hint="Try again later, or run more instances.",
-                )
+            self._require_room()
             self._calls[call] = None
             self._texts.add(call, [len(tokens) for tokens in texts])
             self._changed.notify_all()
         # A cancelled call gives its place back at once.
         call.future.add_done_callback(lambda _: self._take_out([call]))
         return call.future
+
+    def require_room(self) -> None:
+        """Raises CapacityError when a call would be refused now."""
+        with self._changed:
+            self._require_room()
+
+    def give_up(self, future: Future[np.ndarray]) -> None:
+        """Nobody waits for this call any more: what is not worked on yet of its texts never will be. Idempotent."""
+        if future.cancel():
+            return  # and has given its place back
+        with self._changed:
+            calls = [call for call in self._calls if call.future is future]
+        _fail(self._take_out(calls), CancelledError("the call was given up"))
 
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; the
@@ -177,6 +214,13 @@ class Embedder:
                 texts_total=self._num_texts,
                 tokens_total=self._num_tokens,
                 embed_s_total=self._embed_s,
+            )
+
+    def _require_room(self) -> None:
+        if len(self._calls) > self._max_queued:
+            raise CapacityError(
+                f"{len(self._calls)} calls are running or waiting: that is all that this instance takes",
+                hint="Try again later, or run more instances.",
             )
 
     def _check(self, token_lists: Sequence[Sequence[int]]) -> None:

@@ -19,60 +19,46 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import cast
 
 import torch
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
-from ..errors import WEIGHTS_LOST, ContextLengthError, DrainingError, RequestError
+from ..errors import (
+    WEIGHTS_LOST,
+    CapacityError,
+    ContextLengthError,
+    DrainingError,
+    ModelError,
+    RequestError,
+)
 from ..kv.kinds import KVKind
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
 from .arrival import Arrival
-from .batch import StepBatch
+from .backend import BackendOptions, MakeBackend, backend_for
+from .decoder_like import DecoderLike
 from .early import EarlyPhase, TieredDecoder
+from .exhaustion import largest_first
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
 from .requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from .roster import Roster
-from .sampling import choose_tokens
 from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
+from .sequence import Choice, SamplingState
 from .sequence import Sequence as TokenSequence
-from .step_batch import Rows, build_batch
-from .trace import EngineTimeline, OnLayer
+from .statistics import statistics_of
+from .step_batch import Rows
+from .trace import EngineTimeline
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
 
 logger = logging.getLogger(__name__)
 
-
-class DecoderLimits(Protocol):
-    """What bounds a model's sequences."""
-
-    @property
-    def max_context(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class DecoderLike(Protocol):
-    """What is needed of a model."""
-
-    @property
-    def config(self) -> DecoderLimits: ...
-
-    def kv_block_bytes(self, block_size: int, *, kind: KVKind = ...) -> int:
-        """The size of one block of `block_size` tokens in what `new_kv` makes."""
-
-    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = ...) -> Any:
-        """Storage for keys and values, for `forward`; its memory is not touched before it is written."""
-
-    def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Logits (R, vocab) float32 of the batch's `logit_rows`; R may be 0. May wait for weights."""
+IDLE_S = 0.1  # without anybody, before the time is taken for something else
 
 
 class Engine:
@@ -88,6 +74,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         arrival: Arrival | None = None,
         prefix_seed: bytes | None = None,
+        make_backend: MakeBackend = backend_for,
     ) -> None:
         """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
 
@@ -130,10 +117,24 @@ class Engine:
         # Computed blocks come in and go out this way, in any thread.
         self.prefix_pool = PrefixPool(lending, self._kv, seed=prefix_seed)
         lending.open_spill(self._kv, bytes_per_block, self._roster.num_promised_blocks)
+        self._backend = make_backend(
+            model,
+            self._kv,
+            BackendOptions(
+                block_size=block_size,
+                max_running=options.max_running,
+                max_step_tokens=options.max_step_tokens,
+                max_context=self.max_context,
+                kernels_dir=options.kernels_dir,
+            ),
+            timeline,
+        )
         self._early: EarlyPhase | None = None
         if arrival is not None:
             tiered = cast("TieredDecoder", model)
-            self._early = EarlyPhase(tiered, self._kv, self._roster, arrival, timeline=self._timeline)
+            self._early = EarlyPhase(
+                tiered, self._kv, self._roster, arrival, timeline=self._timeline, backend=self._backend
+            )
 
     # -- for any thread --------------------------------------------------------------------------------------
 
@@ -214,40 +215,12 @@ class Engine:
         self._shut_down(failure)
 
     def statistics(self) -> EngineStatistics:
-        roster, lending = self._roster, self._roster.lending
-        with roster.changed:
-            prefixes, sessions = lending.prefixes.statistics(), lending.sessions.statistics()
-            return EngineStatistics(
-                running=len(roster.running),
-                queued=len(roster.waiting),
-                num_blocks=lending.allocator.num_blocks,
-                free_blocks=lending.num_available,
-                block_size=self.options.block_size,
-                kv_bytes=self._kv_bytes,
-                max_context=self.max_context,
-                steps_total=roster.num_steps,
-                forward_s_total=roster.forward_s,
-                prompt_tokens_total=roster.num_prompt_tokens,
-                output_tokens_total=roster.num_output_tokens,
-                computed_tokens_total=roster.num_computed_tokens,
-                preemptions_total=roster.num_preemptions.total(),
-                ended_total=dict(roster.num_ended),
-                drafted_tokens_total=roster.num_drafted_tokens,
-                accepted_proposals_total=roster.num_accepted_proposals,
-                rejected_proposals_total=roster.num_rejected_proposals,
-                cached_blocks=prefixes.num_cached,
-                idle_blocks=prefixes.num_idle,
-                prefix_hit_tokens_total=prefixes.hit_tokens_total,
-                prefix_lookup_tokens_total=prefixes.lookup_tokens_total,
-                prefix_evictions_total=prefixes.evictions_total,
-                spill=None if lending.spill is None else lending.spill.statistics(),
-                queued_by_priority=roster.waiting.num_by_priority(),
-                tenants_waiting=roster.waiting.num_tenants(),
-                preemptions_by_reason_total=dict(roster.num_preemptions),
-                sessions=sessions.num_sessions,
-                pinned_blocks=sessions.num_pinned_blocks,
-                sessions_unpinned_total=sessions.unpinned_total,
-            )
+        return statistics_of(
+            self._roster,
+            kv_bytes=self._kv_bytes,
+            max_context=self.max_context,
+            device=self._backend.statistics(),
+        )
 
     def kv_view(self) -> PoolView:
         """What the KV pool holds, without anything by which who asks could tell whose it is."""
@@ -276,6 +249,8 @@ class Engine:
                     if self._early is not None:
                         self._run_early(self._early)
                         continue
+                    if self._use_idle_time():
+                        continue
                     plan = self._next_plan()
                     if plan is None:
                         self._stop_spill()
@@ -290,10 +265,36 @@ class Engine:
         try:
             early.run()
             self._early = None
+            return
+        except torch.OutOfMemoryError as error:
+            exhausted = str(error)
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
             members = early.members
             early.reset()
             self._fail_step(as_teneral_error(error), members)
+            return
+        members = early.members
+        early.reset()
+        # Whoever is left begins again: of passes that were under way nothing is known any more.
+        victims = largest_first([(each, each.num_tokens) for each in members])
+        self._run_out(exhausted, victims[:1], victims[1:])
+
+    def _use_idle_time(self) -> bool:
+        """One piece of what makes later steps faster, if nobody waits for a first token. Whether to look again."""
+        roster, backend = self._roster, self._backend
+        if not backend.wants_idle_time(has_running=bool(roster.running)):  # on a CPU, never
+            return False
+        with roster.changed:
+            if roster.some_ended_early:
+                roster.forget_ended()
+            has_running = bool(roster.running)
+            is_waited_for = roster.waiting or any(each.exact.num_missing > 1 for each in roster.running)
+            if is_waited_for or roster.is_stopping or not backend.wants_idle_time(has_running=has_running):
+                return False
+            if not has_running and roster.changed.wait(IDLE_S):
+                return True
+        self._backend.work_when_idle()
+        return True
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
         """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
@@ -346,11 +347,17 @@ class Engine:
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
+        exhausted: str | None = None
         try:
-            logits = self._forward(build_batch([Rows.of(share) for share in shares], self.options.block_size))
-            choices = choose_tokens(logits, [sequence.sampling for sequence in choosing])
+            choices = self._compute(shares, [sequence.sampling for sequence in choosing])
+        except torch.OutOfMemoryError as error:
+            exhausted = str(error)  # without its traceback, which holds what the step had made
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
             self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
+            return
+        if exhausted is not None:
+            victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
+            self._run_out(exhausted, victims[:1], [])
             return
         for share in shares:
             share.sequence.exact.num_computed += share.num_tokens
@@ -372,18 +379,45 @@ class Engine:
         for sequence, event in events:
             sequence.generation.emit(event)
 
-    def _forward(self, batch: StepBatch) -> torch.Tensor:
-        step, spill = self._roster.num_steps, self._roster.lending.spill
+    def _compute(
+        self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
+    ) -> list[Choice | ModelError]:
+        """One step, and the tokens after it."""
+        backend, step, spill = self._backend, self._roster.num_steps, self._roster.lending.spill
+        batch = backend.build([Rows.of(share) for share in shares])
         start_s = time.monotonic()
+        end_s: float | None = None
         try:
-            return self._model.forward(batch, self._kv, on_layer=self._timeline.on_layer(step))
+            logits = backend.forward(batch, on_layer=self._timeline.on_layer(step))
+            end_s = None if backend.returns_early else time.monotonic()
+            return backend.choose(logits, states)
         finally:
-            end_s = time.monotonic()
+            end_s = end_s or time.monotonic()
             with self._roster.changed:
                 self._roster.note_step(len(batch.tokens), end_s - start_s)
                 if spill is not None:
                     spill.note_step(len(batch.tokens), end_s - start_s)
             self._timeline.add_step(step, batch, start_s, end_s)
+
+    def _run_out(self, why: str, victims: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
+        """Memory did not suffice for a step. These end, these begin again, and all others go on."""
+        self._backend.make_room()
+        logger.error("out of memory: %s", why)
+        roster = self._roster
+        with roster.changed:
+            roster.num_exhausted += 1
+            for sequence in victims:
+                roster.forget(sequence)
+            roster.preempt([each for each in others if each in roster.running], Preempted.MEMORY)
+            for sequence in roster.running:  # what the step would have filled
+                roster.lending.shrink(sequence.exact, sequence.num_computed)
+            failure = CapacityError(
+                "there was not enough memory to compute this request beside the others",
+                retry_after_s=roster.retry_after_s,
+                hint="Try again later, or with a shorter prompt; --kv-bytes and --max-running leave more room.",
+            )
+        for sequence in victims:
+            sequence.generation.emit(error_event(failure))
 
     def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
         """Ends the sequences of a step that failed; all sequences, now and later, if weights are lost."""

@@ -14,6 +14,7 @@ from .scheduler import Preempted, SchedulerLimits
 if TYPE_CHECKING:
     from ..kv.sessions import Unpinned
     from ..kv.spill.spill import SpillStatistics
+    from .backend import DeviceStatistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,7 @@ class EngineOptions:
     kv_host_bytes: int = 0  # memory beside the pool, for what it gives up
     kv_disk_bytes: int = 0  # the same on a disk: in a file without a name, in this folder
     kv_disk_dir: str | None = None
+    kernels_dir: str | None = None  # of binaries for a CUDA device, compiled ahead of time
 
     def __post_init__(self) -> None:
         _require_at_least("kv_bytes", self.kv_bytes, 1)
@@ -111,12 +113,15 @@ class EngineStatistics:
     prefix_lookup_tokens_total: int = 0
     prefix_evictions_total: int = 0
     spill: SpillStatistics | None = None
+    device: DeviceStatistics | None = None  # where there is one beside the CPU
+    exhausted_total: int = 0  # steps for which memory did not suffice
     queued_by_priority: Mapping[Priority, int] = field(default_factory=dict)
     tenants_waiting: int = 0
     preemptions_by_reason_total: Mapping[Preempted, int] = field(default_factory=dict)
     sessions: int = 0
     pinned_blocks: int = 0  # by sessions: idle or in use
     sessions_unpinned_total: Mapping[Unpinned, int] = field(default_factory=dict)
+    retry_after_s: float = 1.0  # when a place becomes free, by how often that happened lately
 
 
 def _require_at_least(key: str, value: float, least: int) -> None:

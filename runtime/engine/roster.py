@@ -55,6 +55,7 @@ class Roster:
         self.num_drafted_tokens = 0
         self.num_accepted_proposals = 0
         self.num_rejected_proposals = 0
+        self.num_exhausted = 0
         self._capacity = Capacity(options)
 
     # -- taking in -------------------------------------------------------------------------------------------
@@ -79,6 +80,11 @@ class Roster:
             num_of_tenant=waiting.num_of_tenant(queue_name) if queue_name else None,
             num_batch=waiting.num_by_priority()[priority] if priority is Priority.BATCH else None,
         )
+
+    @property
+    def retry_after_s(self) -> float:
+        """For who is refused, as `CapacityError` has it."""
+        return self._capacity.retry_after_s
 
     def require_open(self) -> None:
         if self.refusal is not None:

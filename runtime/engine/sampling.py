@@ -8,9 +8,9 @@ Log-probabilities are taken before the temperature.
 A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
 wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
 the token to be drawn. So there is no generator whose state could be lost or shared: what a sequence draws depends
-neither on its company in the batch, nor on having been preempted, nor on the device. And two models that nearly agree
-nearly always draw the same, which is what lets a draft be confirmed (docs/decisions/0015). Rows are never mixed;
-nothing is known here of text or scheduling.
+neither on its company in the batch, nor on having been preempted. And two models that nearly agree nearly always draw
+the same, which is what lets a draft be confirmed (docs/decisions/0015). On a CUDA device `cuda/sampling.py` says the
+same, with other numbers (0019). Rows are never mixed; nothing is known here of text or scheduling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def choose_tokens(logits: torch.Tensor, states: Sequence[SamplingState]) -> list
     A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice.
     """
     if all(state.is_plain_greedy for state in states):
-        return [Choice(token) if math.isfinite(score) else _not_finite() for score, token in _best(logits)]
+        return [Choice(token) if math.isfinite(score) else not_finite() for score, token in _best(logits)]
     return [_choose(row, state) for row, state in zip(logits.unbind(0), states, strict=True)]
 
 
@@ -52,7 +52,7 @@ def _choose(logits: torch.Tensor, state: SamplingState) -> Choice | ModelError:
     scores = _adjust(logits, state)  # (vocab,)
     ((score, token),) = _best(scores.unsqueeze(0))
     if not math.isfinite(score):
-        return _not_finite()
+        return not_finite()
     if state.params.temperature != 0:
         token = _draw(scores - score, state)
     if state.num_top_logprobs is None:
@@ -146,7 +146,8 @@ def _logprob(scores: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token, logprobs[token].item(), top)
 
 
-def _not_finite() -> ModelError:
+def not_finite() -> ModelError:
+    """In place of a choice."""
     return ModelError(
         "the model's logits are not finite numbers",
         hint="The weights may be damaged, or overflow in their dtype: `teneral verify` checks the artifact.",

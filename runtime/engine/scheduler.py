@@ -50,6 +50,7 @@ class Preempted(enum.StrEnum):
 
     BLOCKS = "blocks"  # an older one needed them
     PRIORITY = "priority"  # it was batch work, and something interactive waited
+    MEMORY = "memory"  # there was none left for the step that it was in
 
 
 SequenceT = TypeVar("SequenceT", bound=Schedulable)

@@ -36,6 +36,8 @@ from .parameters import Parameters, check_computable
 from .rope import RopeTable, rotate_
 
 if TYPE_CHECKING:
+    from ..cuda.decoder import DeviceKernels, DeviceStep
+    from ..cuda.storage import DeviceKVStorage
     from ..kernels.decoder import CompiledStep, DecoderKernels
 
 _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
@@ -54,6 +56,7 @@ class Step:
     sin: torch.Tensor
     plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window, for torch's attention
     compiled: CompiledStep | None = None  # computes the layers in torch's place
+    on_device: DeviceStep | None = None  # the same, on a CUDA device
 
 
 class Decoder:
@@ -92,28 +95,48 @@ class Decoder:
         # A head that is no integers may be multiplied in more precision than the layers; logits then keep it.
         self._head_dtype = computes.matrices if isinstance(self.head, ExpandedLinear) else computes.compute
 
-        self._rope = RopeTable(config.rope, config.max_context, self.dtype)
+        self.rope = RopeTable(config.rope, config.max_context, self.dtype)
         self.kernels: DecoderKernels | None = None  # for a few rows, once somebody has made them
+        self.device_kernels: DeviceKernels | None = None  # for all steps on a CUDA device, likewise
+        self.weights_gate = weights.gate(weights.names())
+        self._weights = weights
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so everything that is computed with them."""
+        return self.embeddings.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all tensors that came with the model."""
+        return sum(self._weights.tensor(name).nbytes for name in self._weights.names())
 
     def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = KVKind.MODEL) -> KVPool:
         """Empty storage of the right shape; `num_blocks` times `kv_block_bytes`."""
         config = self.config
-        return _STORAGES[kind](
+        return self._storage(kind)(
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=self.dtype,
-            device=self.embeddings.device,
+            device=self.device,
         )
 
     def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
         """The size of one block in what `new_kv` makes."""
         config = self.config
-        return _STORAGES[kind].block_bytes(
+        return self._storage(kind).block_bytes(
             config.num_layers, config.num_kv_heads, config.head_dim, block_size, self.dtype
         )
+
+    def _storage(self, kind: KVKind) -> type[KVStorage] | type[Int8KVStorage] | type[DeviceKVStorage]:
+        if kind is KVKind.MODEL and (self.device.type == "cuda" or self.device_kernels is not None):
+            from ..cuda.storage import DeviceKVStorage  # nobody else has one
+
+            return DeviceKVStorage
+        return _STORAGES[kind]
 
     @torch.inference_mode()
     def forward(
@@ -146,7 +169,10 @@ class Decoder:
 
     def plan(self, batch: StepBatch, kv: KVPool) -> Step:
         """What the layers will share in one forward pass. Computes with no weights."""
-        cos, sin = self._rope.rows(batch.positions, max(span.context_len for span in batch.spans))
+        cos, sin = self.rope.rows(batch.positions, max(span.context_len for span in batch.spans))
+        if self.device_kernels is not None and self.device_kernels.takes(batch, kv):
+            on_device = self.device_kernels.begin(batch, kv, cos, sin)
+            return Step(kv, batch.slots, cos, sin, {}, on_device=on_device)
         kernels = self.kernels
         if kernels is not None and isinstance(kv, KVStorage) and kernels.takes(batch):
             return Step(kv, batch.slots, cos, sin, {}, kernels.begin(batch, kv, cos, sin))
@@ -160,6 +186,8 @@ class Decoder:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(R, vocab_size) fp32 of what the last layer made of these rows (R, hidden_size)."""
+        if self.device_kernels is not None:
+            return self.device_kernels.logits(x)
         logits = self.kernels.logits(x) if self.kernels is not None else None
         if logits is not None:
             return logits
@@ -184,10 +212,8 @@ class DecoderLayer:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x may be changed."""
-        return self.compute(x, step) if step.compiled is None else step.compiled.layer(self.index, x)
-
-    def compute(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """The same, in torch whatever else there is; x is left as it is."""
+        if step.on_device is not None:
+            return step.on_device.layer(self.index, x)
         x = x + self.attention(self.attention_norm(x), step)
         return x + self.mlp(self.mlp_norm(x))
 

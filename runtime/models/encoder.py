@@ -73,7 +73,7 @@ class Encoder:
             self._check(tokens, position)
         embeddings = torch.empty((len(token_lists), self.num_columns))
         for batch in batches_by_length([len(tokens) for tokens in token_lists]):
-            embeddings[batch] = self._embed_batch([token_lists[index] for index in batch])
+            embeddings[batch] = self._embed_batch([token_lists[index] for index in batch]).cpu()
         return embeddings
 
     def _embed_batch(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -81,10 +81,11 @@ class Encoder:
         length = int(lengths.max())
         padded = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in token_lists])  # (N, L)
         mask = torch.arange(length) < lengths.unsqueeze(1)  # (N, L)
-        # None when nothing is padded: the kernel is faster without a mask.
-        visible = None if bool(mask.all()) else mask[:, None, None, :]
+        is_padded = not bool(mask.all())
 
         self._entry_gate(padded)
+        padded, mask = padded.to(self._words.device), mask.to(self._words.device)
+        visible = mask[:, None, None, :] if is_padded else None  # the kernel is faster without a mask
         first = self.config.position_offset
         x = F.embedding(padded, self._words).to(self.dtype)
         x = x + self._types[0].to(self.dtype) + self._positions[first : first + length].to(self.dtype)

@@ -40,6 +40,11 @@ class RopeTable:
             self._grow(end, positions.device)
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines as they are now: they are replaced, not changed, when they grow."""
+        return self._cos, self._sin
+
     def _grow(self, end: int, device: torch.device) -> None:
         doubled = 1 << (max(end, SMALLEST_TABLE) - 1).bit_length()
         length = max(end, min(doubled, self._max_context))

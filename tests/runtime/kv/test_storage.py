@@ -7,11 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teneral.runtime.cuda.storage import DeviceKVStorage
 from teneral.runtime.engine.batch import SequenceSpan
 from teneral.runtime.kv.int8_storage import MAX_CODE, Int8KVStorage
 from teneral.runtime.kv.storage import KVPool, KVStorage
 
-KINDS: list[type[KVStorage] | type[Int8KVStorage]] = [KVStorage, Int8KVStorage]
+KINDS: list[type[KVStorage] | type[Int8KVStorage] | type[DeviceKVStorage]] = [
+    KVStorage,
+    Int8KVStorage,
+    DeviceKVStorage,
+]
 LAYERS, HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 3, 4, 12, 4
 
 
@@ -30,7 +35,7 @@ def written(kv: KVPool, blocks: tuple[int, ...], length: int, layer: int = 1) ->
 def assert_same(kv: KVPool, read: torch.Tensor, tokens: torch.Tensor) -> None:
     """read (heads, T, dim) is what was written of keys or of values, (T, heads, dim)."""
     expected = tokens.transpose(0, 1)
-    if isinstance(kv, KVStorage):
+    if isinstance(kv, KVStorage | DeviceKVStorage):
         assert torch.equal(read, expected)
         return
     assert read.dtype == kv.dtype
@@ -127,6 +132,23 @@ def test_pools_whose_blocks_can_be_exchanged_have_equal_layouts():
     assert storage().layout == storage().layout == "float32[2, 2, 3, 4, 4]"
     layouts = {storage(kind, dtype).layout for kind in KINDS for dtype in (torch.float32, torch.bfloat16)}
     assert len(layouts) == 4
+    assert storage().layout == storage(DeviceKVStorage).layout
+
+
+def test_blocks_move_between_a_device_and_the_cpu_as_between_two_of_a_kind():
+    device, cpu, back = storage(DeviceKVStorage), storage(), storage(DeviceKVStorage)
+    tokens = written(device, (3, 7), 2 * BLOCK_SIZE)
+    content = torch.empty((2, KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, torch.float32))).byte()
+
+    device.copy_out((3, 7), content)
+    cpu.copy_in((1, 0), content)
+    cpu.copy_out((1, 0), content)
+    back.copy_in((5, 2), content)
+
+    for kv, blocks in ((cpu, (1, 0)), (back, (5, 2))):
+        keys, values = kv.read(1, kv.extent(SequenceSpan(0, 1, 2 * BLOCK_SIZE, blocks)))
+        assert_same(kv, keys, tokens[:, 0])
+        assert_same(kv, values, tokens[:, 1])
 
 
 # In 8 bits

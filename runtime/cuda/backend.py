@@ -1,0 +1,220 @@
+"""What an engine computes with on a CUDA device.
+
+A step is one copy of numbers to the device, launches or one graph, the choice of tokens there, and one copy back, which
+is the step's only wait. Graphs are recorded between steps, in time that nobody wants, once the weights are exact and
+something was served. Where there are no kernels for a model, torch computes it, and says so on the timeline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...loader.timeline import Timeline
+from ..engine.backend import Backend, BackendOptions, DeviceStatistics
+from ..engine.batch import StepBatch
+from ..engine.sequence import Choice, SamplingState
+from ..engine.step_batch import Rows
+from ..engine.trace import OnLayer
+from ..errors import ModelError
+from .budget import activation_bytes
+from .decoder import DeviceKernels
+from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
+from .launch import Launcher
+from .packing import StepPacker
+from .products import projections_of
+from .sampling import DeviceSampler
+from .storage import DeviceKVStorage
+from .torch_backend import TorchBackend
+from .warm_up import open_launcher, span
+
+if TYPE_CHECKING:
+    from ..models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+MIN_WANTED = 64  # steps of one size, before those who wait for tokens wait for its recording
+
+
+class CudaBackend:
+    """Of one decoder. `DeviceKernels` compute its steps from now on, whoever asks for them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: DeviceKVStorage,
+        options: BackendOptions,
+        kernels: DeviceKernels,
+        *,
+        recorder: Recorder | None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Without a recorder nothing is recorded."""
+        self._decoder = decoder
+        self._kv = kv
+        self._options = options
+        self._timeline = timeline
+        self._device = kv.device
+        self._weight_bytes = decoder.weight_bytes
+        self._kernels = kernels
+        decoder.device_kernels = kernels
+        self._packer = StepPacker(kv.device, block_size=options.block_size, group=kernels.group)
+        self._sampler = DeviceSampler(kv.device, kernels.launch)
+        self._graphs: DecodeGraphs | None = None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(
+                decoder,
+                kernels,
+                kv,
+                self._packer,
+                recorder,
+                max_rows=options.max_running,
+                max_context=options.max_context,
+            )
+        self._missed: Counter[int] = Counter()  # steps that a graph of this size would have served
+        self._next_graph: int | None = None  # that computes the batch which was made last
+        self._num_graph_steps = 0
+        self._num_eager_steps = 0
+        self._num_out_of_memory = 0
+
+    @property
+    def returns_early(self) -> bool:
+        return True
+
+    def build(self, parts: Sequence[Rows]) -> StepBatch:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: kernels are launched without asking torch
+        self._next_graph = None
+        graphs = self._graphs
+        if graphs is not None and all(part.end - part.first == part.num_logits == 1 for part in parts):
+            self._next_graph = graphs.size_for(len(parts))
+            if self._next_graph is not None:
+                return graphs.batch(list(parts), self._next_graph)
+            wanted = next((size for size in graphs.sizes if size >= len(parts)), None)
+            if wanted is not None:
+                self._missed[wanted] += 1
+        return self._packer.batch(parts)
+
+    def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> torch.Tensor:
+        size, self._next_graph = self._next_graph, None
+        if size is not None and self._graphs is not None:
+            self._num_graph_steps += 1
+            return self._graphs.run(size, len(batch.spans))
+        self._num_eager_steps += 1
+        return self._decoder.forward(batch, self._kv, on_layer=on_layer)
+
+    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+        return self._sampler.choose(logits, states)
+
+    def wants_idle_time(self, *, has_running: bool) -> bool:
+        """Nothing before the first step: whoever starts a server is about to ask."""
+        return self._num_eager_steps > 0 and self._size_to_record(has_running=has_running) is not None
+
+    def work_when_idle(self) -> None:
+        """Records one graph."""
+        size = self._size_to_record(has_running=False)
+        assert size is not None
+        assert self._graphs is not None
+        start_s = time.monotonic()
+        if size == 1 and self._device.type == "cuda":
+            self._measure_products()
+        outcome = "recorded" if self._graphs.record(size) else "failed"
+        if self._timeline is not None:
+            origin_s, end_s = self._timeline.started_at, time.monotonic()
+            self._timeline.add(
+                "device", f"CUDA graph, {size} rows", start_s - origin_s, end_s - origin_s, outcome=outcome
+            )
+
+    def _measure_products(self) -> None:
+        """Before steps of one row are recorded, and so for good."""
+        try:
+            found = self._kernels.products.measure(projections_of(self._decoder))
+        except Exception as error:  # noqa: BLE001 - of a driver or memory: torch can do it all
+            logger.warning("products with one row stay torch's: %s", error)
+            return
+        told = {f"{shape}": f"{ours:.3f} ms, torch {theirs:.3f}" for shape, (ours, theirs) in found.items()}
+        if self._timeline is not None:
+            self._timeline.mark("device", "products with one row", **told)
+
+    def _size_to_record(self, *, has_running: bool) -> int | None:
+        graphs = self._graphs
+        if graphs is None or not graphs.missing:
+            return None
+        size = next_to_record(graphs.missing, self._missed, has_running=has_running, min_wanted=MIN_WANTED)
+        return size if size is not None and self._decoder.weights_gate.opens(0.0) else None
+
+    def make_room(self) -> None:
+        self._num_out_of_memory += 1
+        if self._graphs is not None and self._num_out_of_memory > 1:
+            self._graphs.forget()  # memory is really short
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def statistics(self) -> DeviceStatistics | None:
+        graphs = self._graphs
+        return DeviceStatistics(
+            **device_memory(self._device),
+            weight_bytes=self._weight_bytes,
+            kv_bytes=self._kv.size_bytes,
+            graph_bytes=0 if graphs is None else graphs.memory_bytes,
+            activation_bytes=activation_bytes(
+                self._decoder.config,
+                self._decoder.dtype,
+                self._options.max_step_tokens,
+                self._options.max_running,
+            ),
+            num_graphs=0 if graphs is None else graphs.num_recorded,
+            graph_steps_total=self._num_graph_steps,
+            eager_steps_total=self._num_eager_steps,
+            out_of_memory_total=self._num_out_of_memory,
+            narrow_redraws_total=self._sampler.num_redraws,
+        )
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """What the driver and torch's allocator say. On a CPU, where tests run: nothing."""
+    if device.type != "cuda":
+        return dict.fromkeys(("free_bytes", "total_bytes", "allocated_bytes", "reserved_bytes"), 0)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return {
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+        "allocated_bytes": torch.cuda.memory_allocated(device),
+        "reserved_bytes": torch.cuda.memory_reserved(device),
+    }
+
+
+def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
+    """With kernels where there are some for this model and pool; otherwise torch computes it all."""
+    try:
+        if not isinstance(kv, DeviceKVStorage):
+            raise NotImplementedError("there are kernels only for keys and values in the model's own dtype")
+        with span(timeline, "kernels' modules"):
+            folder = Path(options.kernels_dir) if options.kernels_dir else None
+            launch, told = open_launcher(model.device, folder)
+            kernels = _kernels(model, options, launch)
+    except Exception as error:  # noqa: BLE001 - of a compiler or a driver that we may not know: torch can do it all
+        logger.warning(
+            "no kernels on the device, torch computes everything: %s: %s", type(error).__name__, error
+        )
+        if timeline is not None:
+            timeline.mark("process", "no kernels on the device", why=str(error)[:200])
+        return TorchBackend(model, kv, options)
+    if timeline is not None:
+        timeline.mark("process", "kernels on the device", kernels=told)
+    recorder = CudaRecorder(model.device)
+    return CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
+
+
+def _kernels(model: Decoder, options: BackendOptions, launch: Launcher) -> DeviceKernels:
+    """Raises what makes them impossible for this model, before anything is computed with them."""
+    processors = torch.cuda.get_device_properties(model.device).multi_processor_count
+    kernels = DeviceKernels(model, launch, block_size=options.block_size, num_processors=processors)
+    launch.prepare(kernels.variants)
+    return kernels

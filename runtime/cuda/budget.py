@@ -1,0 +1,71 @@
+"""How a device's memory is divided: pure arithmetic over what is free.
+
+Weights come first, then room for the largest step, for recorded steps and for what cannot be foreseen (libraries'
+workspaces, the allocator's rounding); keys and values get most of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..models.config import DecoderConfig
+
+KV_SHARE = 0.9  # of what is left
+GRAPH_BYTES = 256 << 20  # a few hundred kernels' records for each size, and the activations that they share
+SPARE_BYTES = 512 << 20
+MIN_KV_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """In bytes."""
+
+    weight_bytes: int  # that are still to come
+    activation_bytes: int
+    graph_bytes: int
+    spare_bytes: int
+    kv_bytes: int
+
+
+def plan_budget(
+    free_bytes: int, *, missing_weight_bytes: int, activation_bytes: int, kv_bytes: int | None
+) -> DeviceBudget:
+    """`missing_weight_bytes` have no memory yet; `kv_bytes` is what somebody has asked for, who gets it."""
+    taken = missing_weight_bytes + activation_bytes + GRAPH_BYTES + SPARE_BYTES
+    left = max(0, free_bytes - taken)
+    chosen = max(MIN_KV_BYTES, int(KV_SHARE * left)) if kv_bytes is None else kv_bytes
+    return DeviceBudget(missing_weight_bytes, activation_bytes, GRAPH_BYTES, SPARE_BYTES, chosen)
+
+
+def pool_bytes_on(
+    device: torch.device,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    max_step_tokens: int = 2_048,
+) -> int:
+    """For keys and values on this device, whose weights have their memory already."""
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    needed = activation_bytes(config, dtype, max_step_tokens, max_rows)
+    return plan_budget(free_bytes, missing_weight_bytes=0, activation_bytes=needed, kv_bytes=None).kv_bytes
+
+
+def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_step_tokens: int, max_rows: int) -> int:
+    """What the largest step takes beside weights and cache, at most.
+
+    Of a layer, at the same time: the rows, their norm, queries with keys and values, what attention gives, the gate's
+    two products and theirs. Then logits, in the model's dtype and in fp32, and as much again while tokens are chosen.
+    """
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    of_row = (
+        3 * config.hidden_size + heads + config.num_heads * config.head_dim + 3 * config.intermediate_size
+    )
+    of_logits = config.vocab_size * (dtype.itemsize + 3 * 4)
+    return max_step_tokens * of_row * dtype.itemsize + max_rows * of_logits

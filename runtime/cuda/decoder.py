@@ -1,0 +1,227 @@
+"""A decoder's layers on a device: torch's matrix products, and kernels for all that is between them.
+
+Another way to compute the same step as `models/decoder.py` does in torch, over the same weights, where the loader has
+put them, and a pool in the device's layout. It follows arriving weights layer by layer, and reads nothing when it is
+made. No layer waits for the device, so a step is a sequence of launches whose number and shapes do not depend on what
+it computes: `graphs.py` records it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ..engine.batch import StepBatch
+from ..kv.storage import KVPool
+from ..models.norm import RMSNorm
+from . import variants as v
+from .launch import Launcher
+from .products import RowProducts
+from .shape import shape_of, short_name
+from .storage import DeviceKVStorage
+from .tables import StepTables, num_splits, tables_of
+
+if TYPE_CHECKING:
+    from ..models.decoder import Decoder, DecoderLayer
+
+SEES_ALL = 1 << 30  # a window that no context reaches
+MIN_SDPA_ROWS = 64  # of a prompt of its own, from which torch's attention is worth its preparations
+
+
+class DeviceKernels:
+    """For one decoder and one pool's block size."""
+
+    def __init__(
+        self, decoder: Decoder, launch: Launcher, *, block_size: int, num_processors: int = 1
+    ) -> None:
+        """`num_processors` of the device share the work. NotImplementedError where there are no kernels for a model."""
+        config = decoder.config
+        self.shape = shape_of(decoder, block_size)
+        reason = v.why_not(self.shape) or _why_not_norms(decoder, self.shape.norm_dtype)
+        if reason is not None:
+            raise NotImplementedError(reason)
+        self.launch = launch
+        self.decoder = decoder
+        self.group = config.num_heads // config.num_kv_heads
+        self.num_processors = num_processors
+        self.scale = config.head_dim**-0.5 * math.log2(math.e)
+        shape = self.shape
+        self.products = RowProducts(launch, shape.dtype)
+        self.norm = v.norm_variant(shape, adds=False)
+        self.add_norm = v.norm_variant(shape, adds=True)
+        self.place = v.place_variant(shape)
+        self.gate = v.gate_variant(shape)
+        self.whole, self.split = (v.decode_variant(shape, is_split=is_split) for is_split in (False, True))
+        self.merge = v.merge_variant(shape)
+        self.chunk = v.chunk_variant(shape)
+
+    @property
+    def variants(self) -> tuple[v.Variant, ...]:
+        """All that it may launch."""
+        return v.variants_of(self.shape)
+
+    def takes(self, batch: StepBatch, kv: KVPool) -> bool:
+        """Whether a step over this batch is to be computed here."""
+        return (
+            isinstance(kv, DeviceKVStorage) and kv.block_size == self.shape.block_size and bool(batch.spans)
+        )
+
+    def begin(
+        self,
+        batch: StepBatch,
+        kv: KVPool,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        num_splits: int | None = None,
+    ) -> DeviceStep:
+        """The step over this batch; `cos` and `sin` are `RopeTable.rows`. With `num_splits` keys are cut into so many
+        parts whatever the contexts are, as a step needs that is to be recorded.
+        """
+        assert isinstance(kv, DeviceKVStorage)
+        return DeviceStep(self, batch, kv, cos, sin, num_splits)
+
+    def normed(self, norm: RMSNorm, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
+        """norm(x), or with `added` norm(x += added). (T, hidden_size) each."""
+        out = torch.empty_like(x)
+        variant = self.norm if added is None else self.add_norm
+        other = x if added is None else added
+        self.launch(variant, (len(x),), x, other, norm.weight, out, norm.eps)
+        return out
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """(R, vocab_size) fp32 of what the last layer made of these rows."""
+        if not len(x):
+            return x.new_empty((0, self.decoder.config.vocab_size), dtype=torch.float32)
+        return self.products(self.decoder.head, self.normed(self.decoder.norm, x)).float()
+
+
+class DeviceStep:
+    """What all layers share in one step."""
+
+    def __init__(
+        self,
+        kernels: DeviceKernels,
+        batch: StepBatch,
+        kv: DeviceKVStorage,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        fixed_splits: int | None,
+    ) -> None:
+        spans = batch.spans
+        self._kernels = kernels
+        self._kv = kv
+        self._slots = batch.slots
+        self._cos, self._sin = cos, sin
+        self._tables: StepTables = batch.tables or tables_of(spans, kernels.group, kv.device)
+        longest = max((span.context_len for span in spans), default=0)
+        # A prompt that begins here and is alone: nothing of it has to be read back from the pool.
+        self._is_one_prompt = (
+            len(spans) == 1
+            and MIN_SDPA_ROWS <= spans[0].length == spans[0].context_len
+            and kv.device.type == "cuda"
+            and kernels.shape.dtype != "fp32"  # for which torch would write out all scores
+        )
+        self._length = longest
+        num_decoding = len(self._tables.decoding)
+        num_kv_heads = kv.num_kv_heads
+        self._num_splits = fixed_splits or num_splits(
+            num_decoding, num_kv_heads, kernels.num_processors, longest, v.decode_keys(kernels.shape)
+        )
+        num_heads = kernels.decoder.config.num_heads
+        size = num_decoding * num_heads * self._num_splits if self._num_splits > 1 else 0
+        # Written and read within each layer's attention, so one room serves all of them.
+        self._split_out = cos.new_empty((size, kv.head_dim), dtype=torch.float32)
+        self._split_scale = cos.new_empty(size, dtype=torch.float32)
+
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """x (T, hidden_size) through this layer, in place."""
+        kernels = self._kernels
+        layer = kernels.decoder.layers[index]
+        attended = self._attention(layer, kernels.normed(layer.attention_norm, x))
+        added = kernels.products(layer.attention.output, attended)
+        inner = kernels.products(layer.mlp.gate_up, kernels.normed(layer.mlp_norm, x, added))
+        size = inner.shape[1] // 2
+        active = inner.new_empty((len(inner), size))
+        kernels.launch(kernels.gate, (len(inner), -(-size // v.PIECE)), inner, active)
+        return kernels.products.add_(x, layer.mlp.down, active)
+
+    def _attention(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
+        """(T, num_heads * head_dim) of the layer's normed rows, before the output projection."""
+        kernels, kv, attention = self._kernels, self._kv, layer.attention
+        config = kernels.decoder.config
+        heads = kernels.products(attention.qkv, normed).view(len(normed), -1, kv.head_dim)
+        keys, values = kv.of_layer(layer.index)
+        norms = attention.head_norm
+        # Without norms the kernel reads neither.
+        of_queries, of_keys = (heads, heads) if norms is None else (norms.query_weight, norms.key_weight)
+        kernels.launch(
+            kernels.place,
+            (len(heads), -(-heads.shape[1] // v.PLACED_HEADS)),
+            *(heads, self._cos, self._sin, of_queries, of_keys, keys, values, self._slots),
+            *(config.num_heads, kv.num_kv_heads, config.norm_eps),
+        )
+        window = attention.window or SEES_ALL
+        if self._is_one_prompt and window >= self._length:
+            return self._prompt_alone(heads, config.num_heads)
+        out = heads.new_empty((len(heads), config.num_heads * kv.head_dim))
+        # The number of heads a row has, and what each means
+        numbers = (heads.shape[1], config.num_heads, kv.num_kv_heads, window)
+        if len(self._tables.decoding):
+            self._decode(heads, keys, values, out, numbers)
+        if len(self._tables.tiles):
+            tables = self._tables
+            kernels.launch(
+                kernels.chunk,
+                (len(tables.tiles), kv.num_kv_heads),
+                *(heads, keys, values, out, tables.starts, tables.lengths, tables.contexts),
+                *(tables.table_starts, tables.blocks, tables.tiles, kernels.scale, *numbers),
+            )
+        return out
+
+    def _decode(
+        self,
+        heads: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        numbers: tuple[int, ...],
+    ) -> None:
+        kernels, tables, num = self._kernels, self._tables, self._num_splits
+        num_spans, num_heads, num_kv_heads = len(tables.decoding), numbers[1], numbers[2]
+        kernels.launch(
+            kernels.split if num > 1 else kernels.whole,
+            (num_spans, num_kv_heads, num),
+            *(heads, keys, values, out, self._split_out, self._split_scale),
+            *(tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding),
+            *(kernels.scale, *numbers, num),
+        )
+        if num > 1:
+            kernels.launch(
+                kernels.merge,
+                (num_spans, num_heads),
+                *(self._split_out, self._split_scale, out, tables.starts, tables.decoding, num_heads, num),
+            )
+
+    def _prompt_alone(self, heads: torch.Tensor, num_heads: int) -> torch.Tensor:
+        num_kv_heads = self._kv.num_kv_heads
+        by_head = heads.transpose(0, 1).unsqueeze(0)  # (1, heads, T, head_dim)
+        queries, keys, values = by_head.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=self._kernels.group > 1
+        )
+        return out.squeeze(0).transpose(0, 1).reshape(len(heads), -1)
+
+
+def _why_not_norms(decoder: Decoder, norm_dtype: str) -> str | None:
+    weights = [decoder.norm.weight]
+    for layer in decoder.layers:
+        weights += [layer.attention_norm.weight, layer.mlp_norm.weight]
+        if layer.attention.head_norm is not None:
+            weights += [layer.attention.head_norm.query_weight, layer.attention.head_norm.key_weight]
+    if any(short_name(weight.dtype) != norm_dtype for weight in weights):
+        return "its norms are stored in several dtypes"
+    return None

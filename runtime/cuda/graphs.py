@@ -1,0 +1,204 @@
+"""Steps in which every sequence takes one token, recorded once and replayed.
+
+Launching the few hundred kernels of a step takes the host longer than the device needs for them when sequences are few.
+A CUDA graph launches them all at once. Each is recorded for one number of rows, a power of 2, and serves all steps with
+at most as many; what changes from step to step is read from one buffer, whose addresses do not change.
+
+A graph keeps addresses: of weights, which are refined in place and never moved; of the pool; and of the tables of
+rotary angles, which it therefore holds on to. It is recorded when the weights are exact, since no layer of it waits.
+
+When that fails the reason is logged once, and everything goes on as without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..engine.batch import StepBatch
+from ..engine.step_batch import Rows
+from ..models.decoder import Decoder
+from .decoder import DeviceKernels
+from .packing import NUM_PARTS, StepPacker
+from .storage import DeviceKVStorage
+from .tables import StepTables, num_splits
+from .variants import decode_keys
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_STEPS = 2
+
+
+class Recorder(Protocol):
+    """Records what a function puts on the device. A test's calls the function again at each replay."""
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """(replay, the function's result, whose content each replay replaces)"""
+
+    @property
+    def memory_bytes(self) -> int:
+        """What recordings keep, all together."""
+
+
+class CudaRecorder:
+    """CUDA graphs, which share one pool of memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._memory_bytes = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory_bytes
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        current = torch.cuda.current_stream(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UP_STEPS):  # what is made at the first use must not be recorded
+                    work()
+                self._stream.synchronize()
+                # Other threads may allocate and copy meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            current.wait_stream(self._stream)
+        self._memory_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
+        return graph.replay, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    replay: Callable[[], None]
+    logits: torch.Tensor  # (rows, vocab) fp32
+    kept: tuple[torch.Tensor, ...]  # what it reads and nobody else need hold
+
+
+class DecodeGraphs:
+    """Of one decoder and its pool. One thread at a time, the one that computes steps."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kernels: DeviceKernels,
+        kv: DeviceKVStorage,
+        packer: StepPacker,
+        recorder: Recorder,
+        *,
+        max_rows: int,
+        max_context: int,
+    ) -> None:
+        """Of steps with up to `max_rows` sequences of up to `max_context` tokens."""
+        self._decoder = decoder
+        self._kernels = kernels
+        self._kv = kv
+        self._packer = packer
+        self._recorder = recorder
+        self._max_context = max_context
+        self.sizes = graph_sizes(max_rows)
+        self._recorded: dict[int, _Recorded] = {}
+        self._failed = False
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._recorded)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._recorder.memory_bytes + (0 if self._buffer is None else self._buffer.nbytes)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Sizes that are not recorded, and can be."""
+        return () if self._failed else tuple(size for size in self.sizes if size not in self._recorded)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The recorded size for a step of so many rows; None: there is none."""
+        size = next((size for size in self.sizes if size >= num_rows), None)
+        return size if size in self._recorded else None
+
+    def batch(self, parts: list[Rows], size: int) -> StepBatch:
+        """What `run` computes next."""
+        assert self._buffer is not None
+        return self._packer.decode_batch(parts, size, self._buffer)
+
+    def run(self, size: int, num_rows: int) -> torch.Tensor:
+        """Logits (num_rows, vocab) fp32 of the batch that was made last, valid until the next replay."""
+        recorded = self._recorded[size]
+        recorded.replay()
+        return recorded.logits[:num_rows]
+
+    def record(self, size: int) -> bool:
+        """False when it failed; then nothing is recorded any more. Some 100 ms. The weights must be exact."""
+        try:
+            if self._buffer is None:
+                most = self.sizes[-1]
+                num_blocks = most * (-(-self._max_context // self._kv.block_size) + 1)
+                self._buffer = torch.zeros(
+                    NUM_PARTS * most + num_blocks, dtype=torch.int64, device=self._kv.device
+                )
+            self._recorded[size] = self._record(size, self._buffer)
+        except Exception:  # of a driver, a library or memory: every step can be computed without
+            self._failed = True
+            logger.exception("steps of %d rows could not be recorded: they are launched one by one", size)
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Give their memory back, and record nothing any more: others need it."""
+        self._recorded.clear()
+        self._failed = True
+
+    def _record(self, size: int, buffer: torch.Tensor) -> _Recorded:
+        decoder, kernels, kv = self._decoder, self._kernels, self._kv
+        batch = self._packer.decode_batch([], size, buffer)  # rows that do nothing
+        # Tables as long as any context, so that no longer ones take their place.
+        decoder.rope.rows(batch.positions, self._max_context)
+        splits = num_splits(
+            size, kv.num_kv_heads, kernels.num_processors, self._max_context, decode_keys(kernels.shape)
+        )
+        assert isinstance(batch.tables, StepTables)
+
+        def work() -> torch.Tensor:
+            cos, sin = decoder.rope.rows(batch.positions, self._max_context)
+            step = kernels.begin(batch, kv, cos, sin, num_splits=splits)
+            x = decoder.embeddings(batch.tokens)
+            for index in range(decoder.num_layers):
+                x = step.layer(index, x)
+            return kernels.logits(x)
+
+        replay, logits = self._recorder.record(work)
+        return _Recorded(replay, logits, decoder.rope.tables)
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Powers of 2, and `max_rows` itself."""
+    sizes = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
+    return (*sizes, max_rows)
+
+
+def next_to_record(
+    missing: tuple[int, ...], wanted: dict[int, int], *, has_running: bool, min_wanted: int
+) -> int | None:
+    """Which size is worth recording now: in idle time the one that was missed most often, or the smallest; while
+    somebody waits for tokens only one that was missed at least `min_wanted` times.
+    """
+    if not missing:
+        return None
+    most = max(missing, key=lambda size: (wanted.get(size, 0), -size))
+    if has_running and wanted.get(most, 0) < min_wanted:
+        return None
+    return most

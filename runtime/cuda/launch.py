@@ -1,0 +1,163 @@
+"""How kernels are launched: as binaries, through the driver itself (docs/decisions/0019).
+
+What was compiled ahead of time is loaded from a folder; without, Triton compiles it when the engine is made. Either way
+a launch needs neither Triton nor a C compiler, goes to torch's current stream, and can be recorded. It checks nothing
+about its arguments but their alignment: shapes are the caller's business (`decoder.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .library import Binary
+from .variants import Variant, is_aligned
+
+Grid = tuple[int, ...]
+Argument = torch.Tensor | int | float
+
+_MAX_SHARED_BYTES_UNASKED = 48 << 10
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_ALIGNMENT_MASK = 15
+_C_TYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+
+
+class LaunchError(RuntimeError):
+    """The driver refused a binary or a launch."""
+
+
+class Launcher(Protocol):
+    """Puts one kernel on the current stream. `arguments` are those of the variant's signature, in order."""
+
+    def __call__(self, variant: Variant, grid: Grid, *arguments: Argument) -> None: ...
+
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        """Load, or compile, all of these now. Raises what makes it impossible."""
+
+
+class Source(Protocol):
+    """Where binaries come from."""
+
+    def find(self, variant: Variant) -> tuple[Binary, bytes] | None:
+        """What is launched, and its content; None: it is not here. May take seconds, and raises what prevents it."""
+
+
+class Driver:
+    """The few functions of CUDA's driver that a launch takes, as its header declares them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """OSError where there is no driver."""
+        self._device = device
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        launch = self._cuda.cuLaunchKernel
+        # function; grid; block; shared bytes; stream; parameters; extra
+        launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+        self.launch = launch
+
+    def load(self, content: bytes, binary: Binary) -> ctypes.c_void_p:
+        """The function, which stays loaded on the device for as long as the process lives."""
+        # A thread has no context of the driver's before torch has asked the runtime for something.
+        torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        cuda = self._cuda
+        self.check(cuda.cuModuleLoadData(ctypes.byref(module), content), f"loading {binary.key}")
+        found = cuda.cuModuleGetFunction(ctypes.byref(function), module, binary.name.encode())
+        self.check(found, f"finding {binary.name} in {binary.key}")
+        if binary.shared_bytes > _MAX_SHARED_BYTES_UNASKED:
+            allowed = cuda.cuFuncSetAttribute(
+                function, _MAX_DYNAMIC_SHARED, ctypes.c_int(binary.shared_bytes)
+            )
+            self.check(allowed, f"{binary.shared_bytes} bytes of shared memory for {binary.key}")
+        return function
+
+    def check(self, result: int, what: str) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorString(result, ctypes.byref(text))
+            raise LaunchError(f"{what}: {text.value.decode() if text.value else 'error'} ({result})")
+
+
+class BinaryLauncher:
+    """From the first source that has a binary. One thread at a time; the device's context must be current in it."""
+
+    def __init__(self, sources: Sequence[Source], driver: Driver, device: torch.device) -> None:
+        self._sources = sources
+        self._driver = driver
+        self._device = device
+        self._loaded: dict[str, _Loaded] = {}
+
+    def __call__(self, variant: Variant, grid: Grid, *arguments: Argument) -> None:
+        loaded = self._loaded.get(variant.key)
+        if loaded is None:
+            loaded = self._load(variant)
+        loaded.launch(grid, torch.cuda.current_stream(self._device).cuda_stream, arguments)
+
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        for variant in variants:
+            if variant.key not in self._loaded:
+                self._load(variant)
+
+    def _load(self, variant: Variant) -> _Loaded:
+        for source in self._sources:
+            found = source.find(variant)
+            if found is not None:
+                function = self._driver.load(found[1], found[0])
+                self._loaded[variant.key] = loaded = _Loaded(self._driver, function, found[0], variant)
+                return loaded
+        raise LaunchError(f"{variant.key} was not compiled, and nothing is here that could")
+
+
+class _Loaded:
+    """A binary's function, and the room for its parameters."""
+
+    def __init__(self, driver: Driver, function: ctypes.c_void_p, binary: Binary, variant: Variant) -> None:
+        self._driver = driver
+        self._function = function
+        self._binary = binary
+        self._num_threads = 32 * binary.num_warps
+        self._values, self._addresses = parameters_for(binary)
+        names = [name for name, _ in variant.signature]
+        self._setters = [
+            (value, kind.startswith("*"), is_aligned(name, kind))
+            for value, kind, name in zip(self._values, binary.types, names, strict=False)
+        ]
+
+    def launch(self, grid: Grid, stream: int, arguments: tuple[Argument, ...]) -> None:
+        for (value, is_pointer, must_be_aligned), argument in zip(self._setters, arguments, strict=True):
+            if is_pointer:
+                address = argument.data_ptr()  # type: ignore[union-attr]
+                if must_be_aligned and address & _ALIGNMENT_MASK:
+                    raise LaunchError(
+                        f"{self._binary.key}: a tensor lies at {address:#x}, at no multiple of 16"
+                    )
+                value.value = address
+            else:
+                value.value = argument
+        x, y, z = (*grid, 1, 1)[:3]
+        result = self._driver.launch(
+            self._function,
+            x,
+            y,
+            z,
+            self._num_threads,
+            1,
+            1,
+            self._binary.shared_bytes,
+            stream,
+            self._addresses,
+            None,
+        )
+        if result:
+            self._driver.check(result, f"launching {self._binary.key}")
+
+
+def parameters_for(binary: Binary) -> tuple[list[Any], Any]:
+    """Room for each parameter, and the array of their addresses that a launch takes. What has no argument is 0."""
+    values: list[Any] = [_C_TYPES.get(kind, ctypes.c_uint64)(0) for kind in binary.types]
+    values += [ctypes.c_uint64(0) for _ in range(binary.num_parameters - len(values))]
+    addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+    return values, addresses

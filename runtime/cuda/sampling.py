@@ -1,0 +1,297 @@
+"""From logits to the next token on the device, all rows together, and one small copy to the host.
+
+What is chosen is what `engine/sampling.py` says, in the same order and precision; only the numbers of the race are made
+another way (`kernels/race.py`), so that a device can make each by itself. A sequence draws the same whatever its
+company.
+
+Who asks for top-k or top-p draws among the NARROW best candidates, which are sorted. Whether all that are wanted were
+among them comes to the host with the tokens; the rare row of which it is not true is drawn once more among all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..engine.requests import TokenLogprob
+from ..engine.sampling import not_finite
+from ..engine.sequence import Choice, SamplingState
+from ..errors import ModelError
+from .launch import Launcher
+from .transfer import Downlink, Numbers, Uplink, as_floats, bits
+from .variants import PIECE, race_variant
+
+NARROW = 1024
+
+
+class DeviceSampler:
+    """One thread at a time."""
+
+    def __init__(self, device: torch.device, launch: Launcher, *, narrow: int = NARROW) -> None:
+        self._uplink = Uplink(device)
+        self._downlink = Downlink(device)
+        self._launch = launch
+        self._narrow = narrow
+        self.num_redraws = 0
+
+    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+        """As `choose_tokens`. Returns when the device has done all that was asked of it before."""
+        if not states:
+            self._downlink.wait()
+            return []
+        if all(state.is_plain_greedy for state in states):
+            best, tokens = logits.max(dim=-1)
+            answer = self._downlink.fetch(torch.cat([tokens.double(), best.double()])).reshape(2, -1)
+            return [
+                Choice(int(token)) if math.isfinite(highest) else not_finite() for token, highest in answer.T
+            ]
+        choices = self._choose(logits, states, self._narrow)
+        again = [number for number, choice in enumerate(choices) if choice is None]
+        if again:
+            self.num_redraws += len(again)
+            redrawn = self._choose(logits[again], [states[number] for number in again], logits.shape[1])
+            for number, choice in zip(again, redrawn, strict=True):
+                choices[number] = choice
+        return [choice for choice in choices if choice is not None]
+
+    def _choose(
+        self, logits: torch.Tensor, states: Sequence[SamplingState], width: int
+    ) -> list[Choice | ModelError | None]:
+        """None for a row that so many candidates were not enough for."""
+        scores = self._adjusted(logits, states)
+        best, tokens = scores.max(dim=-1)
+        is_complete = torch.ones_like(best, dtype=torch.float64)
+        drawing = [number for number, state in enumerate(states) if state.params.temperature != 0]
+        if drawing:
+            self._draw(scores, best, tokens, is_complete, drawing, states, width)
+        told = [tokens.double(), best.double(), is_complete]
+        asked = [number for number, state in enumerate(states) if state.num_top_logprobs is not None]
+        logprobs = _Logprobs.of(scores, tokens, asked, states, self._uplink) if asked else None
+        if logprobs is not None:
+            told += logprobs.on_device()
+        answer = self._downlink.fetch(torch.cat(told))
+        of_tokens = {} if logprobs is None else logprobs.read(answer[3 * len(states) :])
+        choices: list[Choice | ModelError | None] = []
+        for number, (token, highest, complete) in enumerate(answer[: 3 * len(states)].reshape(3, -1).T):
+            if not math.isfinite(highest):
+                choices.append(not_finite())
+            else:
+                choices.append(Choice(int(token), of_tokens.get(number)) if complete else None)
+        return choices
+
+    # -- bias and penalties ----------------------------------------------------------------------------------
+
+    def _adjusted(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """A new tensor, unless there is nothing to do."""
+        biases, repeated, penalised = _Sparse(), _Sparse(), _Sparse()
+        for row, state in enumerate(states):
+            params = state.params
+            for token, value in params.logit_bias:
+                biases.add(row, token, value)
+            if params.repetition_penalty != 1.0:
+                repeated.extend(row, state.seen, [params.repetition_penalty] * len(state.seen))
+            if params.presence_penalty or params.frequency_penalty:
+                values = [
+                    params.presence_penalty + params.frequency_penalty * count
+                    for count in state.output_counts.values()
+                ]
+                penalised.extend(row, state.output_counts, values)
+        if not (biases.rows or repeated.rows or penalised.rows):
+            return logits
+        sent = self._uplink.send([*biases.parts(), *repeated.parts(), *penalised.parts()])
+        scores = logits.clone()
+        if biases.rows:
+            scores.index_put_((sent[0], sent[1]), as_floats(sent[2]).float(), accumulate=True)
+        if repeated.rows:
+            old, penalty = scores[sent[3], sent[4]], as_floats(sent[5]).float()
+            scores[sent[3], sent[4]] = torch.where(old > 0, old / penalty, old * penalty)
+        if penalised.rows:
+            scores[sent[6], sent[7]] -= as_floats(sent[8]).float()
+        return scores
+
+    # -- drawing ---------------------------------------------------------------------------------------------
+
+    def _draw(
+        self,
+        scores: torch.Tensor,
+        best: torch.Tensor,
+        tokens: torch.Tensor,
+        is_complete: torch.Tensor,
+        drawing: Sequence[int],
+        states: Sequence[SamplingState],
+        width: int,
+    ) -> None:
+        """Writes the tokens of those rows that draw into `tokens`, and whether they are right into `is_complete`."""
+        vocab_size = scores.shape[1]
+        narrow: list[int] = []
+        free: list[int] = []
+        for number in drawing:
+            params = states[number].params
+            is_narrow = 0 < params.top_k < vocab_size or params.top_p < 1.0
+            (narrow if is_narrow else free).append(number)
+        for numbers, is_narrow in ((free, False), (narrow, True)):
+            if not numbers:
+                continue
+            asked = _Asked.of(numbers, states, vocab_size, self._uplink)
+            relative = (scores[asked.rows] - best[asked.rows, None]) / asked.temperature[:, None]
+            if is_narrow:
+                drawn, complete = self._draw_narrow(relative, asked, min(width, vocab_size))
+                is_complete[asked.rows] = complete.double()
+            else:
+                relative.masked_fill_(relative < asked.log_min_p[:, None], -math.inf)
+                drawn = self._race(relative, None, asked)
+            tokens[asked.rows] = drawn
+
+    def _draw_narrow(
+        self, relative: torch.Tensor, asked: _Asked, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(R,) tokens, and (R,) bool: whether all that could be drawn was among so many candidates."""
+        size = relative.shape[1]
+        values, ids = relative.topk(width, dim=-1)
+        # Among equals the lowest id is the best, as where all are sorted.
+        ids, order = ids.sort(dim=-1)
+        values, order_by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(1, order_by_value)
+        kth = values.gather(1, asked.top_k.clamp(1, width)[:, None] - 1)
+        has_k = asked.top_k > 0
+        kept = (values >= kth) | ~has_k[:, None]
+        mass = values.exp().double() * kept
+        total = torch.where(has_k, mass.sum(-1), relative.exp().double().sum(-1))
+        before = mass.cumsum(-1) - mass
+        # An exact 0 for the first: a wish for no mass at all still has one token.
+        before[:, 0] = -1.0
+        kept &= (before < (asked.top_p * total)[:, None]) | (asked.top_p >= 1.0)[:, None]
+        lowest = values.masked_fill(~kept, math.inf).amin(-1)
+        # What is beyond the candidates is no better than the last of them. So all that counts is among them when the
+        # worst that is kept is better, and, since top-p is a share of it, the worst of top-k.
+        last = values[:, -1]
+        complete = (lowest > last) & (~has_k | (kth.squeeze(1) > last))
+        if width == size:
+            complete = torch.ones_like(complete)
+        kept &= values >= asked.log_min_p[:, None]
+        places = self._race(values.masked_fill(~kept, -math.inf), ids, asked)
+        return ids.gather(1, places[:, None]).squeeze(1), complete
+
+    def _race(self, scores: torch.Tensor, ids: torch.Tensor | None, asked: _Asked) -> torch.Tensor:
+        """(R,) the place in each row of scores (R, size) that wins."""
+        num_rows, size = scores.shape
+        num_pieces = -(-size // PIECE)
+        quotients = scores.new_empty((num_rows, num_pieces), dtype=torch.float64)
+        places = asked.seeds.new_empty((num_rows, num_pieces))
+        self._launch(
+            race_variant(has_tokens=ids is not None),
+            (num_rows, num_pieces),
+            *(scores.contiguous(), places if ids is None else ids.contiguous(), asked.seeds, asked.indexes),
+            *(quotients, places, size),
+        )
+        return places.gather(1, quotients.argmax(-1, keepdim=True)).squeeze(1)
+
+
+class _Sparse:
+    """Numbers for single tokens of single rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._tokens: list[int] = []
+        self._values: list[float] = []
+
+    def add(self, row: int, token: int, value: float) -> None:
+        self.extend(row, [token], [value])
+
+    def extend(
+        self, row: int, tokens: Sequence[int] | dict[int, int] | dict[int, None], values: list[float]
+    ) -> None:
+        self.rows += [row] * len(values)
+        self._tokens += tokens
+        self._values += values
+
+    def parts(self) -> list[Numbers]:
+        return [np.array(self.rows, np.int64), np.array(self._tokens, np.int64), bits(self._values)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What some rows want, on the device, (R,) each."""
+
+    rows: torch.Tensor  # int64
+    seeds: torch.Tensor
+    indexes: torch.Tensor
+    top_k: torch.Tensor  # int64; 0: all
+    top_p: torch.Tensor  # fp64
+    temperature: torch.Tensor  # fp32
+    log_min_p: torch.Tensor  # fp32; -inf: any
+
+    @classmethod
+    def of(
+        cls, numbers: Sequence[int], states: Sequence[SamplingState], vocab_size: int, uplink: Uplink
+    ) -> _Asked:
+        own = [states[number] for number in numbers]
+        params = [state.params for state in own]
+        integers = (
+            list(numbers),
+            [_signed(state.seed) for state in own],
+            [state.num_outputs for state in own],
+            [each.top_k if each.top_k < vocab_size else 0 for each in params],
+        )
+        floats = (
+            [each.top_p for each in params],
+            [each.temperature for each in params],
+            [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in params],
+        )
+        sent = uplink.send([*(np.array(part, np.int64) for part in integers), *map(bits, floats)])
+        top_p, temperature, log_min_p = (as_floats(part) for part in sent[4:])
+        rows, seeds, indexes, top_k = sent[:4]
+        return cls(rows, seeds, indexes, top_k, top_p, temperature.float(), log_min_p.float())
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Of the rows that ask, on their way to the host."""
+
+    numbers: Sequence[int]
+    num_top: Sequence[int]
+    own: torch.Tensor  # (R,) fp32
+    values: torch.Tensor  # (R, most that is asked for) fp32, and whose they are
+    tokens: torch.Tensor
+    chosen: torch.Tensor  # (R,)
+
+    @classmethod
+    def of(
+        cls,
+        scores: torch.Tensor,
+        tokens: torch.Tensor,
+        numbers: Sequence[int],
+        states: Sequence[SamplingState],
+        uplink: Uplink,
+    ) -> _Logprobs:
+        (rows,) = uplink.send([np.array(numbers, np.int64)])
+        logprobs = torch.log_softmax(scores[rows], dim=-1)
+        num_top = [min(states[number].num_top_logprobs or 0, scores.shape[1]) for number in numbers]
+        chosen = tokens[rows]
+        values, found = logprobs.topk(max(num_top), dim=-1)
+        return cls(numbers, num_top, logprobs.gather(1, chosen[:, None]).squeeze(1), values, found, chosen)
+
+    def on_device(self) -> list[torch.Tensor]:
+        parts = (self.own, self.chosen, self.values.reshape(-1), self.tokens.reshape(-1))
+        return [part.double() for part in parts]
+
+    def read(self, answer: np.ndarray) -> dict[int, TokenLogprob]:
+        """By row, from what `on_device` has become on the host."""
+        num = len(self.numbers)
+        own, chosen, rest = answer[:num], answer[num : 2 * num], answer[2 * num :]
+        values, tokens = rest.reshape(2, num, -1)
+        found: dict[int, TokenLogprob] = {}
+        for place, number in enumerate(self.numbers):
+            pairs = zip(tokens[place, : self.num_top[place]], values[place], strict=False)
+            top = tuple((int(token), float(value)) for token, value in pairs if value > -math.inf)
+            found[number] = TokenLogprob(int(chosen[place]), float(own[place]), top)
+        return found
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed number."""
+    return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

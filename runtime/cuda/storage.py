@@ -1,0 +1,106 @@
+"""Keys and values in the order that suits a device: the heads of a token lie beside each other.
+
+A token's keys are one stretch of memory, which a kernel writes and reads as such, and a block is one stretch, too: so
+it does not matter where in the pool a block lies. What `copy_out` gives is in the order of `KVStorage`, so blocks move
+between the two like between two of a kind, and a snapshot that the one has made is of use to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..engine.batch import SequenceSpan
+from ..kv.storage import Extent, KVStorage, extent_of
+
+
+class DeviceKVStorage:
+    """As `KVStorage`. Memory is reserved at once. All copies are put on the current stream of the calling thread."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        self.data = torch.empty(shape, dtype=dtype, device=device)
+        self._layers = [(layer[0], layer[1]) for layer in self.data.unbind(0)]
+
+    block_bytes = staticmethod(KVStorage.block_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def element_bytes(self) -> int:
+        """Of the numbers that a block's bytes are."""
+        return self.data.element_size()
+
+    @property
+    def layout(self) -> str:
+        """That of what `copy_out` gives, and `copy_in` takes."""
+        dtype = str(self.data.dtype).removeprefix("torch.")
+        return f"{dtype}[{len(self._layers)}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}]"
+
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its keys and its values, (blocks, block_size, kv_heads, head_dim) each: for kernels."""
+        return self._layers[layer]
+
+    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
+        """The content of these blocks: `into` is (len(blocks), bytes of a block) uint8, on the CPU, contiguous.
+
+        Waits until it is there. What is on its way takes as much memory of the device again.
+        """
+        content = self._by_block()[
+            self._numbers(blocks)
+        ].contiguous()  # (blocks, layers, 2, kv_heads, slots, d)
+        into.view(self.dtype).view(content.shape).copy_(content)
+
+    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        places = self._by_block()
+        shape = (len(blocks), *places.shape[1:])
+        places[self._numbers(blocks)] = content.view(self.dtype).view(shape).to(self.device)
+
+    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
+        for kind, places in enumerate(self._layers[layer]):
+            places.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, split[:, kind])
+
+    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
+        """Where the tokens [first, span.context_len) of a sequence lie."""
+        return extent_of(span, first, self.block_size, self.device)
+
+    def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, (num_kv_heads, extent.count, head_dim) each, as `KVStorage.read`. For torch's attention."""
+        found = []
+        for places in self._layers[layer]:
+            some = places if extent.blocks is None else places.index_select(0, extent.blocks)
+            tokens = some.view(-1, self.num_kv_heads, self.head_dim)
+            found.append(tokens.narrow(0, extent.start, extent.count).transpose(0, 1))
+        return found[0], found[1]
+
+    def _by_block(self) -> torch.Tensor:
+        """(blocks, layers, 2, kv_heads, block_size, head_dim), a view."""
+        return self.data.permute(2, 0, 1, 4, 3, 5)
+
+    def _numbers(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(blocks), dtype=torch.int64, device=self.device)

@@ -1,0 +1,92 @@
+"""What kernels are told of a step's sequences, as numbers in one tensor.
+
+The tables of blocks lie behind one another, each as long as its sequence needs, so that one copy of just these numbers
+tells a device all of a step. Which programs compute which rows is decided here, too: a span of one row goes to the
+kernel that cuts its keys into splits, all others are cut into tiles of rows. Pure arithmetic; `of_spans` alone puts
+something on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..engine.batch import SequenceSpan
+from .variants import MAX_SPLITS, TILE_ROWS
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """All int64, on the device. S spans, of which D have one row."""
+
+    starts: torch.Tensor  # (S,)
+    lengths: torch.Tensor  # (S,)
+    contexts: torch.Tensor  # (S,)
+    table_starts: torch.Tensor  # (S,), indices into `blocks`
+    decoding: torch.Tensor  # (D,), numbers of spans
+    tiles: torch.Tensor  # (tiles, 2), see `chunk_attention`
+    blocks: torch.Tensor
+
+
+class TableCache:
+    """Block tables as arrays: one is made when a sequence gets a block, and used in all steps until the next."""
+
+    def __init__(self, max_tables: int = 1_024) -> None:
+        self._max_tables = max_tables
+        # By the tuple's identity; the tuple is kept, so that its identity is not given to another one.
+        self._arrays: dict[int, tuple[tuple[int, ...], Numbers]] = {}
+
+    def array(self, blocks: tuple[int, ...]) -> Numbers:
+        found = self._arrays.get(id(blocks))
+        if found is None:
+            if len(self._arrays) >= self._max_tables:
+                self._arrays.clear()
+            found = self._arrays[id(blocks)] = (blocks, np.array(blocks, dtype=np.int64))
+        return found[1]
+
+
+def pack(spans: Sequence[SequenceSpan], group: int, cache: TableCache) -> list[Numbers]:
+    """The parts of `StepTables`, in its order. `group` query heads share a key head."""
+    tables = [cache.array(span.blocks) for span in spans]
+    told = np.array([(span.start, span.length, span.context_len) for span in spans], dtype=np.int64)
+    told = told.reshape(-1, 3).T
+    sizes = [len(table) for table in tables]
+    table_starts = np.array([0, *accumulate(sizes)][: len(sizes)], dtype=np.int64)
+    decoding = np.flatnonzero(told[1] == 1)
+    tiles = [
+        (number, first)
+        for number, span in enumerate(spans)
+        if span.length > 1
+        for first in range(0, span.length * group, TILE_ROWS)
+    ]
+    blocks = np.concatenate(tables) if tables else np.empty(0, np.int64)
+    return [*told, table_starts, decoding, np.array(tiles, dtype=np.int64).reshape(-1), blocks]
+
+
+def as_tables(parts: Sequence[torch.Tensor]) -> StepTables:
+    """From what `pack` gave, on the device."""
+    starts, lengths, contexts, table_starts, decoding, tiles, blocks = parts
+    return StepTables(starts, lengths, contexts, table_starts, decoding, tiles.view(-1, 2), blocks)
+
+
+def tables_of(spans: Sequence[SequenceSpan], group: int, device: torch.device) -> StepTables:
+    """For a batch that nobody has packed."""
+    parts = pack(spans, group, TableCache())
+    together = torch.from_numpy(np.concatenate(parts)).to(device)
+    return as_tables(together.split_with_sizes([len(part) for part in parts]))
+
+
+def num_splits(num_spans: int, num_kv_heads: int, num_processors: int, max_context: int, keys: int) -> int:
+    """Into how many parts the keys of each sequence are cut: enough for two programs a processor, and none of less than
+    4 times the keys that a program reads at a time.
+    """
+    wanted = -(-2 * num_processors // max(1, num_spans * num_kv_heads))
+    useful = max(1, max_context // (4 * keys))
+    return max(1, min(wanted, useful, MAX_SPLITS))

@@ -1,0 +1,303 @@
+"""Which kernels there are and in which variants a model uses them: values, which the compiler and launchers share.
+
+A variant is a kernel with the types of its arguments and its constants: what a binary is compiled of. Whatever varies
+from step to step, or can be had at run time without loss, is no constant, so that few variants serve many models.
+Imports no Triton: a process that finds its kernels compiled never does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+MAX_SPLITS = 64  # of a sequence's keys in one step
+PIECE = 1024  # elements that a program of `gate` and `race` has
+PRODUCT_ROWS = 4  # of the matrix, that a program of `row_product` has
+PLACED_HEADS = 8  # of a row, that a program of `place_heads` has
+TILE_ROWS = 64  # rows times query heads a key head that a program of `chunk_attention` computes
+MAX_HEAD_DIM = 256
+MAX_GROUP = 64  # query heads that share a key head
+MAX_SIZE = 1 << 15  # elements that a program can norm
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu": 1,
+    "gelu_python": 1,
+    "gelu_new": 2,
+    "gelu_pytorch_tanh": 2,
+    "relu": 3,
+}
+DTYPES = ("bf16", "fp16", "fp32")
+
+_POINTERS_TO_INTEGERS = {
+    "starts", "lengths", "contexts", "table_starts", "blocks", "spans", "tiles", "slots", "tokens", "seeds", "indexes",
+    "best_places",
+}  # fmt: skip
+_POINTERS_TO_FP32 = {"split_out", "split_scale", "scores"}
+_FLOATS = {"scale", "eps"}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A function of `kernels/`, and its arguments in order: a type each, `dtype` standing for the model's."""
+
+    module: str
+    name: str
+    arguments: tuple[tuple[str, str], ...]
+
+
+def _kernel(module: str, name: str, pointers: str, numbers: str) -> Kernel:
+    def type_of(pointer: str) -> str:
+        if pointer in _POINTERS_TO_INTEGERS:
+            return "*i64"
+        if pointer == "best_quotients":
+            return "*fp64"
+        if pointer in _POINTERS_TO_FP32:
+            return "*fp32"
+        return "*norm" if pointer in ("weight", "query_norm", "key_norm") else "*dtype"
+
+    arguments = [(pointer, type_of(pointer)) for pointer in pointers.split()]
+    arguments += [(number, "fp32" if number in _FLOATS else "i32") for number in numbers.split()]
+    return Kernel(module, name, tuple(arguments))
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        _kernel(
+            "attention",
+            "decode_attention",
+            "queries keys values out split_out split_scale starts contexts table_starts blocks spans",
+            "scale row_heads num_heads num_kv_heads window num_splits",
+        ),
+        _kernel(
+            "attention", "merge_splits", "split_out split_scale out starts spans", "num_heads num_splits"
+        ),
+        _kernel(
+            "attention",
+            "chunk_attention",
+            "queries keys values out starts lengths contexts table_starts blocks tiles",
+            "scale row_heads num_heads num_kv_heads window",
+        ),
+        _kernel("rows", "rms_norm", "x added weight out", "eps"),
+        _kernel(
+            "rows",
+            "place_heads",
+            "heads cos sin query_norm key_norm keys values slots",
+            "num_heads num_kv_heads eps",
+        ),
+        _kernel("rows", "gate", "product out", ""),
+        _kernel("products", "row_product", "x matrix added out", "num_out"),
+        _kernel("race", "race", "scores tokens seeds indexes best_quotients best_places", "size"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What one binary is of. `key` names it."""
+
+    kernel: str
+    dtype: str  # of activations, keys and values
+    constants: tuple[tuple[str, int], ...]
+    norm_dtype: str = ""  # of the weights of norms, where they matter
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @property
+    def key(self) -> str:
+        constants = "-".join(f"{name.lower()}{value}" for name, value in self.constants)
+        norm = f"-{self.norm_dtype}" if self.norm_dtype else ""
+        return f"{self.kernel}-{self.dtype}{norm}-{constants}-w{self.num_warps}s{self.num_stages}"
+
+    @property
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """Names and types of the arguments that are no constants, in order, as Triton writes them."""
+        own = {"*dtype": f"*{self.dtype}", "*norm": f"*{self.norm_dtype or self.dtype}"}
+        return tuple((name, own.get(kind, kind)) for name, kind in KERNELS[self.kernel].arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model decides about its variants."""
+
+    dtype: str
+    norm_dtype: str
+    hidden_size: int
+    attended_size: int  # of all query heads
+    inner_size: int  # of the gated products
+    head_dim: int
+    rotary_dim: int
+    group: int  # query heads that share a key head
+    has_head_norms: bool
+    activation: str
+    block_size: int
+
+
+def why_not(shape: Shape) -> str | None:
+    """Why the kernels do not compute a model of this shape; None: they do."""
+    if shape.dtype not in DTYPES or shape.norm_dtype not in DTYPES:
+        return f"there are kernels for {', '.join(DTYPES)}, and this model computes in {shape.dtype}"
+    if not (16 <= shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 8 == 0):
+        return f"there are kernels for heads of 16 to {MAX_HEAD_DIM} numbers, and this model's have {shape.head_dim}"
+    if shape.group > MAX_GROUP:
+        return f"{shape.group} query heads share a key head; kernels are for up to {MAX_GROUP}"
+    if shape.hidden_size > MAX_SIZE:
+        return f"rows have {shape.hidden_size} numbers; kernels are for up to {MAX_SIZE}"
+    if shape.activation not in ACTIVATIONS:
+        return f"there is no kernel for the activation {shape.activation}"
+    return None
+
+
+def decode_variant(shape: Shape, *, is_split: bool) -> Variant:
+    padded = power_of_2(shape.head_dim)
+    constants = {
+        "HEAD_DIM": shape.head_dim,
+        "PADDED_DIM": padded,
+        "BLOCK_SIZE": shape.block_size,
+        "ROWS": max(16, power_of_2(shape.group)),  # what a product has at least
+        "KEYS": decode_keys(shape),
+        "IS_SPLIT": int(is_split),
+    }
+    return Variant("decode_attention", shape.dtype, tuple(constants.items()), num_warps=4, num_stages=3)
+
+
+def decode_keys(shape: Shape) -> int:
+    """Keys that a program of `decode_attention` reads at a time."""
+    return 64 if power_of_2(shape.head_dim) <= 128 and shape.dtype != "fp32" else 32
+
+
+def merge_variant(shape: Shape) -> Variant:
+    padded = power_of_2(shape.head_dim)
+    constants = {"HEAD_DIM": shape.head_dim, "PADDED_DIM": padded, "SPLITS": MAX_SPLITS}
+    return Variant("merge_splits", shape.dtype, tuple(constants.items()), num_warps=8 if padded > 128 else 4)
+
+
+def chunk_variant(shape: Shape) -> Variant:
+    padded = power_of_2(shape.head_dim)
+    constants = {
+        "HEAD_DIM": shape.head_dim,
+        "PADDED_DIM": padded,
+        "BLOCK_SIZE": shape.block_size,
+        "ROWS": TILE_ROWS,
+        "KEYS": 64 if padded <= 128 and shape.dtype != "fp32" else 32,
+    }
+    num_warps = 8 if padded > 128 else 4
+    return Variant("chunk_attention", shape.dtype, tuple(constants.items()), num_warps=num_warps)
+
+
+def norm_variant(shape: Shape, *, adds: bool) -> Variant:
+    padded = power_of_2(shape.hidden_size)
+    constants = {"SIZE": shape.hidden_size, "PADDED": padded, "ADDS": int(adds)}
+    num_warps = 16 if padded > 8192 else 8 if padded > 2048 else 4
+    return Variant("rms_norm", shape.dtype, tuple(constants.items()), shape.norm_dtype, num_warps=num_warps)
+
+
+def place_variant(shape: Shape) -> Variant:
+    num_rest = shape.head_dim - shape.rotary_dim
+    constants = {
+        "HEAD_DIM": shape.head_dim,
+        "ROTARY": shape.rotary_dim,
+        "PADDED_HALF": power_of_2(shape.rotary_dim // 2),
+        "PADDED_REST": power_of_2(num_rest) if num_rest else 0,
+        "HEADS": PLACED_HEADS,
+        "NORMS": int(shape.has_head_norms),
+    }
+    norm_dtype = shape.norm_dtype if shape.has_head_norms else shape.dtype
+    return Variant("place_heads", shape.dtype, tuple(constants.items()), norm_dtype)
+
+
+def gate_variant(shape: Shape) -> Variant:
+    constants = {"SIZE": shape.inner_size, "KIND": ACTIVATIONS[shape.activation], "PIECE": PIECE}
+    return Variant("gate", shape.dtype, tuple(constants.items()))
+
+
+def product_variant(dtype: str, num_in: int, *, adds: bool) -> Variant:
+    constants = {"SIZE": num_in, "ROWS": PRODUCT_ROWS, "PIECE": PIECE, "ADDS": int(adds)}
+    return Variant("row_product", dtype, tuple(constants.items()))
+
+
+def race_variant(*, has_tokens: bool) -> Variant:
+    return Variant("race", "fp32", (("HAS_TOKENS", int(has_tokens)), ("PIECE", PIECE)))
+
+
+def variants_of(shape: Shape) -> tuple[Variant, ...]:
+    """All that generating with such a model may launch."""
+    products = dict.fromkeys(
+        product_variant(shape.dtype, num_in, adds=adds)
+        for num_in in (shape.hidden_size, shape.attended_size, shape.inner_size)
+        for adds in (False, True)
+    )
+    return (
+        decode_variant(shape, is_split=False),
+        decode_variant(shape, is_split=True),
+        merge_variant(shape),
+        chunk_variant(shape),
+        norm_variant(shape, adds=False),
+        norm_variant(shape, adds=True),
+        place_variant(shape),
+        gate_variant(shape),
+        race_variant(has_tokens=False),
+        race_variant(has_tokens=True),
+        *products,
+    )
+
+
+def usual_variants(block_size: int = 16) -> tuple[Variant, ...]:
+    """Those of the models that are served most: what is compiled unless somebody names a model."""
+    found: dict[Variant, None] = {}
+    for dtype in ("bf16", "fp16"):
+        for head_dim, group, hidden_size, attended_size, inner_size, has_head_norms in (
+            (64, 7, 896, 896, 4864, False),  # Qwen2.5-0.5B
+            (128, 6, 1536, 1536, 8960, False),  # Qwen2.5-1.5B
+            (128, 7, 3584, 3584, 18944, False),  # Qwen2.5-7B
+            (128, 5, 5120, 5120, 13824, False),  # Qwen2.5-14B
+            (64, 4, 2048, 2048, 8192, False),  # Llama-3.2-1B
+            (128, 3, 3072, 3072, 8192, False),  # Llama-3.2-3B
+            (128, 4, 4096, 4096, 14336, False),  # Llama-3.1-8B, Mistral-7B
+            (128, 8, 8192, 8192, 28672, False),  # Llama-3.1-70B
+            (128, 2, 1024, 2048, 3072, True),  # Qwen3-0.6B
+            (128, 2, 2048, 2048, 6144, True),  # Qwen3-1.7B
+            (128, 4, 2560, 4096, 9728, True),  # Qwen3-4B
+            (128, 4, 4096, 4096, 12288, True),  # Qwen3-8B
+            (128, 5, 5120, 5120, 17408, True),  # Qwen3-14B
+        ):
+            shape = Shape(
+                dtype=dtype,
+                norm_dtype=dtype,
+                hidden_size=hidden_size,
+                attended_size=attended_size,
+                inner_size=inner_size,
+                head_dim=head_dim,
+                rotary_dim=head_dim,
+                group=group,
+                has_head_norms=has_head_norms,
+                activation="silu",
+                block_size=block_size,
+            )
+            found.update(dict.fromkeys(variants_of(shape)))
+    return tuple(found)
+
+
+def is_aligned(name: str, kind: str) -> bool:
+    """Whether this argument lies at a multiple of 16 bytes: all that is computed does. Weights lie where the loader has
+    put them, and integers beside each other.
+    """
+    return kind.startswith("*") and kind != "*i64" and name not in ("weight", "query_norm", "key_norm")
+
+
+def power_of_2(number: int) -> int:
+    """The smallest one that is not below."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@cache
+def sources_digest() -> str:
+    """Of all that the binaries are made of, as it is installed: what was compiled of something else is of no use."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for path in (here / "variants.py", *sorted((here / "kernels").glob("*.py"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,37 @@
+"""What an engine needs of a model."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ..kv.kinds import KVKind
+from .batch import StepBatch
+from .trace import OnLayer
+
+
+class DecoderLimits(Protocol):
+    """What bounds a model's sequences."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class DecoderLike(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def config(self) -> DecoderLimits: ...
+
+    def kv_block_bytes(self, block_size: int, *, kind: KVKind = ...) -> int:
+        """The size of one block of `block_size` tokens in what `new_kv` makes."""
+
+    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = ...) -> Any:
+        """Storage for keys and values, for `forward`; its memory is not touched before it is written."""
+
+    def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Logits (R, vocab) float32 of the batch's `logit_rows`; R may be 0. May wait for weights."""

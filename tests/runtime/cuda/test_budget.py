@@ -1,0 +1,45 @@
+"""A device's memory is divided so that weights, the largest step and graphs fit beside keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis", reason="machines that only check a device need not have it")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.tiny_models import config_json, tiny_model
+
+from teneral.runtime.cuda.budget import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, activation_bytes, plan_budget
+from teneral.runtime.models.config import DecoderConfig
+
+GIB = 1 << 30
+
+
+@settings(deadline=None)
+@given(free=st.integers(0, 200 * GIB), missing=st.integers(0, 200 * GIB), activations=st.integers(0, 8 * GIB))
+def test_all_parts_together_fit_what_is_free_if_they_can(free, missing, activations):
+    budget = plan_budget(free, missing_weight_bytes=missing, activation_bytes=activations, kv_bytes=None)
+    others = missing + activations + GRAPH_BYTES + SPARE_BYTES
+    assert budget.kv_bytes >= MIN_KV_BYTES
+    assert others + budget.kv_bytes <= max(free, others + MIN_KV_BYTES)
+
+
+def test_who_asks_for_a_size_gets_it():
+    budget = plan_budget(40 * GIB, missing_weight_bytes=0, activation_bytes=GIB, kv_bytes=3 * GIB)
+    assert budget.kv_bytes == 3 * GIB
+
+
+def test_most_of_what_is_left_is_for_keys_and_values():
+    budget = plan_budget(80 * GIB, missing_weight_bytes=16 * GIB, activation_bytes=GIB, kv_bytes=None)
+    assert 54 * GIB < budget.kv_bytes < 63 * GIB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations_are_those_of_the_largest_step(dtype):
+    config = DecoderConfig.from_json(config_json(tiny_model("llama")))
+    small, large = (activation_bytes(config, dtype, rows, 4) for rows in (100, 200))
+    a_row = dtype.itemsize * (3 * 64 + (4 + 2 * 2) * 16 + 4 * 16 + 3 * 96)
+    assert large - small == 100 * a_row
+    assert activation_bytes(config, dtype, 100, 5) - small == 320 * (dtype.itemsize + 12)

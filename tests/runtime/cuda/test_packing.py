@@ -1,0 +1,106 @@
+"""What a device is told of a step is what a CPU is told, and for recorded steps always in the same place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis", reason="machines that only check a device need not have it")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teneral.runtime.cuda.packing import NUM_PARTS, StepPacker
+from teneral.runtime.cuda.tables import tables_of
+from teneral.runtime.cuda.variants import TILE_ROWS
+from teneral.runtime.engine.requests import GenerationRequest
+from teneral.runtime.engine.sequence import Lane, SamplingState
+from teneral.runtime.engine.step_batch import Rows, build_batch
+from teneral.runtime.kv.blocks import Epoch
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def rows(first: int, end: int, blocks: list[int], num_logits: int) -> Rows:
+    tokens = [(7 * number + end) % 300 for number in range(end)]
+    lane = Lane(Epoch.EXACT, tokens, SamplingState(GenerationRequest("r", (1,))))
+    lane.blocks = tuple(blocks)
+    return Rows(lane, tokens, first, end, num_logits)
+
+
+@st.composite
+def parts(draw, *, decoding: bool = False):
+    free = draw(st.permutations(range(60)))
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        first = draw(st.integers(0, 20))
+        end = first + (1 if decoding else draw(st.integers(1, 15)))
+        num_blocks = -(-end // BLOCK_SIZE) + draw(st.integers(0, 1))
+        blocks, free = free[:num_blocks], free[num_blocks:]
+        made.append(rows(first, end, list(blocks), 1 if decoding else draw(st.integers(0, end - first))))
+    return made
+
+
+@settings(deadline=None)
+@given(parts=parts(), group=st.integers(1, 8))
+def test_a_batch_is_that_of_a_cpu_with_its_tables(parts, group):
+    packer = StepPacker(CPU, block_size=BLOCK_SIZE, group=group)
+    for _ in range(2):  # the second time from what was kept of the tables
+        batch = packer.batch(parts)
+        expected = build_batch(parts, BLOCK_SIZE)
+        assert batch.spans == expected.spans
+        for name in ("tokens", "positions", "slots", "logit_rows"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+        tables = tables_of(expected.spans, group, CPU)
+        for name in tables.__slots__:
+            assert torch.equal(getattr(batch.tables, name), getattr(tables, name)), name
+
+
+@settings(deadline=None)
+@given(parts=parts(), group=st.integers(1, 8))
+def test_every_row_is_computed_once(parts, group):
+    spans = build_batch(parts, BLOCK_SIZE).spans
+    tables = tables_of(spans, group, CPU)
+    covered = {number: [] for number, span in enumerate(spans) if span.length > 1}
+    for span, first in tables.tiles.tolist():
+        covered[span] += range(first, min(first + TILE_ROWS, spans[span].length * group))
+    assert all(each == list(range(spans[number].length * group)) for number, each in covered.items())
+    assert sorted([*covered, *tables.decoding.tolist()]) == list(range(len(spans)))
+    for span, start in zip(spans, tables.table_starts.tolist(), strict=True):
+        assert tuple(tables.blocks[start : start + len(span.blocks)].tolist()) == span.blocks
+
+
+@settings(deadline=None)
+@given(parts=parts(decoding=True), missing=st.integers(0, 3))
+def test_rows_that_fill_up_a_recorded_step_write_and_read_nothing(parts, missing):
+    size = len(parts) + missing
+    room = torch.full((NUM_PARTS * size + 100,), 12345, dtype=torch.int64)
+    batch = StepPacker(CPU, block_size=BLOCK_SIZE, group=2).decode_batch(parts, size, room)
+    expected = build_batch(parts, BLOCK_SIZE)
+    num = len(parts)
+    assert batch.spans == expected.spans
+    assert torch.equal(batch.tokens[:num], expected.tokens)
+    assert torch.equal(batch.positions[:num], expected.positions)
+    assert batch.slots.tolist() == [*expected.slots.tolist(), *[-1] * missing]
+    assert batch.tables.contexts.tolist() == [*(span.context_len for span in expected.spans), *[0] * missing]
+    for each in (batch.logit_rows, batch.tables.starts, batch.tables.decoding):
+        assert each.tolist() == list(range(size))
+    for span, start in zip(expected.spans, batch.tables.table_starts.tolist(), strict=False):
+        assert tuple(batch.tables.blocks[start : start + len(span.blocks)].tolist()) == span.blocks
+
+
+@settings(deadline=None)
+@given(some=parts(decoding=True), others=parts(decoding=True))
+def test_a_recorded_step_is_told_everything_where_it_was_told_before(some, others):
+    size = 6
+    packer = StepPacker(CPU, block_size=BLOCK_SIZE, group=2)
+    room = torch.zeros(NUM_PARTS * size + 100, dtype=torch.int64)
+    first = packer.decode_batch([], size, room)
+    addresses = []
+    for batch in (first, packer.decode_batch(some, size, room), packer.decode_batch(others, size, room)):
+        tensors = [batch.tokens, batch.positions, batch.slots, batch.logit_rows]
+        tensors += [getattr(batch.tables, name) for name in batch.tables.__slots__ if name != "tiles"]
+        addresses.append([(each.data_ptr(), each.shape) for each in tensors])
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert all(address for address, _ in addresses[0])

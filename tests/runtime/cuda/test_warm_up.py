@@ -1,0 +1,67 @@
+"""What a device needs before it computes, where it cannot be had: nothing fails but that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.decoding import oracle_greedy
+from tests.support.device_engine import TIMEOUT_S
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.toy_decoder import ToyTokenizer
+
+from teneral.loader.timeline import Timeline
+from teneral.runtime.cuda import backend as backend_module
+from teneral.runtime.cuda import warm_up
+from teneral.runtime.cuda.storage import DeviceKVStorage
+from teneral.runtime.cuda.torch_backend import TorchBackend
+from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+from teneral.runtime.models.build import build_model
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.weights import DictWeights
+
+PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(3)]
+
+
+def names(timeline: Timeline) -> list[str]:
+    return [span.name for span in timeline.spans()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device here")
+def test_a_warm_up_that_fails_says_so_and_nothing_else():
+    timeline = Timeline()
+    warm_up.start_warm_up(torch.device("cuda:0"), torch.bfloat16, timeline=timeline).join(TIMEOUT_S)
+    assert names(timeline) == ["CUDA context", "warm-up failed"]
+
+
+@pytest.mark.parametrize("error", [ImportError("no Triton"), RuntimeError("no image for this device")])
+def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, error):
+    """As a device's engine does whose kernels cannot be loaded."""
+
+    def refuse(device, folder):
+        raise error
+
+    monkeypatch.setattr(backend_module, "open_launcher", refuse)
+    monkeypatch.setattr(Decoder, "_storage", lambda self, kind: DeviceKVStorage)
+    oracle = tiny_model("mistral", sliding_window=9)
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    timeline = Timeline()
+    engine = Engine(
+        decoder,
+        ToyTokenizer(),
+        options=EngineOptions(kv_bytes=100 * decoder.kv_block_bytes(4), block_size=4, max_context=96),
+        make_backend=backend_module.cuda_backend,
+        timeline=timeline,
+    )
+    assert isinstance(engine._backend, TorchBackend)
+    engine.start()
+    generations = [
+        engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    said = [generation.result(TIMEOUT_S).tokens for generation in generations]
+    assert engine.stop(TIMEOUT_S)
+    with torch.no_grad():
+        assert said == [tuple(oracle_greedy(oracle, prompt, 12)) for prompt in PROMPTS]
+    assert "no kernels on the device" in names(timeline)
+    assert sum(str(error) in record.getMessage() for record in caplog.records) == 1

@@ -290,7 +290,10 @@ class ServeConfig:
         metavar="DEVICE",
     )
     kernel_dir: str | None = _setting(
-        None, _text, "folder with kernels that were compiled for a GPU, so that none is at the start", metavar="DIR"
+        None,
+        _text,
+        "folder with kernels that were compiled for a GPU, so that none is at the start",
+        metavar="DIR",
     )
     threads: int | None = _setting(
         None, _integer(1, 1024), "threads that compute (default: the cores at hand)"

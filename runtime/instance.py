@@ -384,7 +384,8 @@ class Instance:
                 kv_disk_bytes=self.config.kv_disk_bytes or 0,
                 kv_disk_dir=self.config.kv_disk_dir,
                 kernels_dir=self.config.kernel_dir,
-                kv_bytes=self.config.kv_bytes or pool_bytes(model, manifest.weight_bytes, self.config.max_running),
+                kv_bytes=self.config.kv_bytes
+                or pool_bytes(model, manifest.weight_bytes, self.config.max_running),
             )
         tokenizer = self.tokenizer.result()
         assert self._load is not None

@@ -103,9 +103,7 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
             instance.kind.add_done_callback(lambda _: _collect_garbage())
             handler = load_handler(config.handler) if config.handler else None
             platform = platform_of(config.platform, os.environ)
-            app = create_app(
-                instance, handler=handler, limits=Limits.from_config(config), platform=platform
-            )
+            app = create_app(instance, handler=handler, limits=Limits.from_config(config), platform=platform)
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
                 drain_timeout_s = TRAITS[platform].drain_timeout_s

@@ -11,64 +11,19 @@ import codecs
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import IO, Any
-from urllib.parse import unquote_plus
 
 from ...loader.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from ...runtime.errors import RequestError
+from ..s3_events import ObjectRef, created_objects
 
-MAX_OBJECTS = 1_000  # of one event
+__all__ = [
+    "DerivedObject", "ObjectRef", "created_objects", "current", "json_lines", "lines_of", "read_text", "s3_client",
+]  # fmt: skip
+
 MAX_LINE_CHARS = 1 << 20
 PIECE_BYTES = 1 << 16
 _ORIGIN = "made-from"  # in the metadata of what was written: the version of its origin
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """An object, in that version which has this ETag or id; '' for whichever there is."""
-
-    bucket: str
-    key: str
-    etag: str = ""
-    version_id: str = ""
-
-    @classmethod
-    def parse(cls, address: Any, *, param: str = "") -> ObjectRef:
-        """Of s3://bucket/key. Raises `RequestError`."""
-        scheme, _, rest = address.partition("://") if isinstance(address, str) else ("", "", "")
-        bucket, _, key = rest.partition("/")
-        if scheme != "s3" or not bucket or not key or len(rest) > 1_200:
-            raise RequestError(f"{param or 'the address'} must be s3://bucket/key", param=param)
-        return cls(bucket, key)
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}/{self.key}"
-
-
-def created_objects(event: Any) -> list[ObjectRef]:
-    """Of an S3 notification or an "Object Created" event of EventBridge; none of other kinds of S3's own events.
-
-    Raises `RequestError` for what is neither.
-    """
-    try:
-        if event.get("Event") == "s3:TestEvent":
-            return []
-        if "detail" in event:
-            detail = event["detail"]
-            key = str(detail["object"]["key"])  # unlike a notification's, not quoted
-            found = [_ref(detail["bucket"]["name"], key, detail["object"], version="version-id")]
-            return found if event["detail-type"] == "Object Created" else []
-        records = event["Records"][: MAX_OBJECTS + 1]
-        if len(records) > MAX_OBJECTS:
-            raise RequestError(f"the event has more than {MAX_OBJECTS} records", param="Records")
-        return [
-            _ref(of["bucket"]["name"], unquote_plus(of["object"]["key"]), of["object"], version="versionId")
-            for of in (record["s3"] for record in records if record["eventName"].startswith("ObjectCreated:"))
-        ]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RequestError("this is no event of S3 that tells of a new object") from error
 
 
 def read_text(client: Any, ref: ObjectRef, *, max_bytes: int) -> Iterator[str]:
@@ -165,11 +120,6 @@ def s3_client() -> Any:
     import boto3  # 157 ms, which a handler without S3 need not pay
 
     return boto3.client("s3")
-
-
-def _ref(bucket: str, key: str, described: dict[str, Any], *, version: str) -> ObjectRef:
-    etag = str(described.get("eTag") or described.get("etag") or "")
-    return ObjectRef(str(bucket), key, etag, str(described.get(version) or ""))
 
 
 @contextmanager

@@ -121,9 +121,7 @@ async def running_server(
     make_instance: Callable[[], Any] | None = None,
 ) -> AsyncIterator[Server]:
     """`send_buffer_bytes` is what the system may hold back for a client that does not read."""
-    app = create_app(
-        instance, handler=handler, limits=limits, platform=platform, make_instance=make_instance
-    )
+    app = create_app(instance, handler=handler, limits=limits, platform=platform, make_instance=make_instance)
     stop = asyncio.Event()
     with instance, socket.socket() as sock:
         if send_buffer_bytes is not None:

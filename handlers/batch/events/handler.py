@@ -1,0 +1,206 @@
+"""Batch jobs that events start: `teneral serve MODEL --handler teneral.handlers.batch:handler` (docs/batch.md).
+
+An ordinary handler: S3's and EventBridge's events, messages of SQS and SNS, items of Step Functions, and jobs by name.
+Every job is one of `arun_job`'s, so the same event may come any number of times, at the same time too. A second before
+its time is up, it hands back what is not finished: as an error that is worth a retry, a failed message, or a report
+that says so, by what whoever sent the event understands. It knows no platform.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from ....loader.errors import ChangedError, TeneralError
+from ....runtime.errors import CancelledError
+from ...lifetime import Lifetime
+from ..job import arun_job
+from ..spec import Status
+from .desk import Desk, open_desk
+from .errors import EventError, JobFailedError, JobRetryError, as_job_error
+from .outputs import Outputs
+from .parse import (
+    Asked,
+    Call,
+    Ignored,
+    Items,
+    Job,
+    Message,
+    Notice,
+    Queue,
+    Request,
+    parse_event,
+    parse_message,
+)
+from .queue import work_off
+from .requests import answering_requests, lines_of
+
+if TYPE_CHECKING:
+    from ....runtime.instance import Instance
+    from ...context import Context
+
+HAND_BACK_S = 1.0  # before the time is up: for telling of it
+HAND_BACK_SHARE = 0.1  # at most this part of the time
+
+_log = logging.getLogger("teneral.batch")
+
+
+async def handler(event: Any, context: Context) -> Any:
+    """What became of the event: a report or a record, a list of them, or SQS's partial batch response.
+
+    Raises `EventError`, `JobRetryError` or `JobFailedError`, and nothing else that is foreseen.
+    """
+    try:
+        asked = parse_event(event)
+        run = _Run(cast("Instance", context.host), _lifetime_of(context))
+        match asked:
+            case Queue(messages):
+                return await run.queue(messages)
+            case Call(one):
+                return (await run.all_of([one]))[0]
+            case Items(several):
+                return await run.all_of(several)
+            case Notice(several):
+                return {"results": await run.each_of(several)}
+    except TeneralError as error:
+        found = as_job_error(error)
+        if found is error:
+            raise
+        raise found from error
+
+
+class _Run:
+    """One event. Lives on one event loop."""
+
+    def __init__(self, host: Instance, lifetime: Lifetime) -> None:
+        self._host = host
+        self._lifetime = lifetime
+        self._outputs = Outputs.of(host.config.batch_output, host.config.batch_answers)
+        self._one_job = asyncio.Lock()  # a job takes all that the engine has; the next one goes on from there
+
+    async def all_of(self, asked: Sequence[Asked]) -> list[Any]:
+        """Reports and records in the order of what was asked. A job that is not complete says so in its report.
+
+        Raises the first error.
+        """
+        lines = iter(await self._records([of for of in asked if isinstance(of, Request)]))
+        return [next(lines) if isinstance(of, Request) else await self._do(of) for of in asked]
+
+    async def each_of(self, asked: Sequence[Asked | EventError]) -> list[Any]:
+        """The same for what nobody waits for: all of it is tried before an error is raised, and what is not complete is
+        one.
+        """
+        results, errors = [], []
+        for of in asked:
+            try:
+                results.append(self._complete(await self._do(of)))
+            except TeneralError as error:
+                errors.append(as_job_error(error))
+        if errors:
+            raised = next((error for error in errors if isinstance(error, JobRetryError)), errors[0])
+            for other in errors:
+                if other is not raised:
+                    _log.error("%s", other)
+            raise raised
+        return results
+
+    async def queue(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """The partial batch response."""
+        asked = {message.id: _asked_by(message) for message in messages}
+        has_requests = any(isinstance(of, Request) for parts in asked.values() for of in parts)
+        async with AsyncExitStack() as stack:
+            desk: Desk | None = None
+            if has_requests and self._outputs.answers is not None:
+                desk = await stack.enter_async_context(open_desk(self._host, self._outputs))
+
+            async def do(message: Message) -> None:
+                parts = asked[message.id]
+                if desk is not None and any(isinstance(of, Request) for of in parts):
+                    async with self._in_time():
+                        await desk.answer(message, parts)
+                else:
+                    await self.each_of(parts)
+
+            return await work_off(messages, do)
+
+    # what is asked
+
+    async def _do(self, asked: Asked | EventError) -> dict[str, Any]:
+        match asked:
+            case EventError() as error:
+                raise error
+            case Job() as job:
+                return await self._job(job)
+            case Ignored(reason):
+                _log.info("ignored: %s", reason)
+                return {"status": "ignored", "reason": reason}
+            case Request():
+                raise JobFailedError(
+                    "nobody would read the answer to a request that comes in such an event",
+                    hint="Invoke the function with it, or send it to a queue and set TENERAL_BATCH_ANSWERS.",
+                )
+
+    async def _job(self, job: Job) -> dict[str, Any]:
+        output = self._outputs.of_job(job)
+        if isinstance(output, Ignored):
+            return await self._do(output)
+        spec = job.spec(output)
+        async with self._one_job:
+            try:
+                report = await arun_job(spec, self._host, lifetime=self._lifetime)
+            except ChangedError as error:
+                if not (job.is_upload and f"{error.source.rstrip('/')}/{error.name}" == job.input.url):
+                    raise
+                _log.warning("%s", error)
+                return {"status": "superseded", "input": job.input.url, "reason": error.message}
+        return {"input": job.input.url, **report.as_json()}
+
+    def _complete(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Raises `JobRetryError` where something is left to do."""
+        if result["status"] != Status.INCOMPLETE:
+            return result
+        raise JobRetryError(
+            f"{result['output']} has {result['records_done']} of {result['records']} records: {result['stopped_by']}",
+            hint="Another run goes on from there.",
+        )
+
+    async def _records(self, asked: Sequence[Request]) -> list[Any]:
+        if not asked:
+            return []
+        lines = lines_of(asked)
+        async with answering_requests(self._host) as requests, self._in_time():
+            return [msgspec.json.decode(record.data) for record in await requests.answer(lines)]
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Raises `JobRetryError` when the time is up first."""
+        left_s = self._lifetime.remaining_s()
+        try:
+            async with asyncio.timeout(None if left_s == math.inf else left_s):
+                yield
+        except TimeoutError:
+            raise JobRetryError("the time was up before all requests were answered") from None
+
+
+def _asked_by(message: Message) -> Sequence[Asked | EventError]:
+    """An error in place of what cannot be meant: it is this message's own."""
+    try:
+        return parse_message(message.body)
+    except EventError as error:
+        return [error]
+
+
+def _lifetime_of(context: Context) -> Lifetime:
+    """The invocation's, a little shorter. That the invocation is cancelled ends the task that this runs in."""
+    left_s = context.remaining_time_s()
+    if left_s == math.inf:
+        return Lifetime()
+    if left_s <= 0:
+        raise CancelledError("the invocation has no time")
+    return Lifetime(left_s - min(HAND_BACK_S, HAND_BACK_SHARE * left_s))

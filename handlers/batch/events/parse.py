@@ -1,0 +1,303 @@
+"""What an event asks for, told by its structure alone.
+
+Events come in each other's wrappings: SQS brings what SNS was told by S3. Whatever an event is, `parse_event` gives
+values that are sound, or raises `EventError`. It does no I/O, and does not know what becomes of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ....loader.errors import UsageError
+from ....loader.sources.base import check_name
+from ....loader.sources.s3_address import parse_url
+from ....runtime.errors import RequestError
+from ...s3_events import CREATED, TEST_EVENT, ObjectRef, created_objects
+from ..spec import JobSpec, Share
+from .errors import EventError
+
+MAX_MESSAGES = 10_000  # of one batch: what SQS may hand to a function
+MAX_ITEMS = 10_000  # of one batch of Step Functions'
+MAX_MESSAGE_CHARS = 1 << 20
+MAX_DEPTH = 4  # wrappings in each other
+MAX_ADDRESS_CHARS = 1_200
+_REQUEST_KEYS = ("prompt", "messages", "input", "custom_id", "url", "method", "body")
+_LIMITS = ("max_line_bytes", "max_lines", "part_lines")
+_JOB_KEYS = frozenset({"input", "output", "version", "worker", *_LIMITS})
+_DECODER = msgspec.json.Decoder(Any)
+_MESSAGE_ID = re.compile(r"[\w.:-]{1,200}", re.ASCII)
+_QUEUE = re.compile(r"[\w-]{1,80}(\.fifo)?", re.ASCII)
+_ETAG = re.compile(r"[!-~]{0,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job; `output` is None where the event names none."""
+
+    input: ObjectRef
+    output: str | None = None
+    share: Share | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)  # those of JobSpec, by name
+    is_upload: bool = False  # the event tells of the input's coming to be
+
+    def spec(self, output: str) -> JobSpec:
+        """Raises `UsageError`."""
+        return JobSpec(
+            input=self.input.url,
+            output=output,
+            input_version=self.input.etag or None,
+            share=self.share,
+            **self.limits,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line, as it would stand in a job's input. It may be a bad one, which has an error for an answer."""
+
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Nothing to do, and why."""
+
+    reason: str
+
+
+Asked = Job | Request | Ignored
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Somebody waits for what becomes of it."""
+
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The same for several, in their order."""
+
+    asked: tuple[Asked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Nobody reads what becomes of it: only success or an error counts."""
+
+    asked: tuple[Asked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Of a queue. `group` is None where order does not count. `body` is to be read by `parse_message`."""
+
+    id: str
+    queue: str
+    group: str | None
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    messages: tuple[Message, ...]
+
+
+Event = Call | Items | Notice | Queue
+
+
+def parse_event(event: Any) -> Event:
+    """Raises `EventError`, and nothing else."""
+    return _parse(event, 0)
+
+
+def parse_message(body: Any) -> tuple[Asked, ...]:
+    """What a queue's message asks for: any other event as JSON. Raises `EventError`."""
+    return _flat(_parse(_decoded(body, "body"), 1))
+
+
+def _parse(event: Any, depth: int) -> Event:
+    if not isinstance(event, dict):
+        raise EventError(f"the event must be an object, not {type(event).__name__}")
+    if depth > MAX_DEPTH:
+        raise EventError(f"the event has more than {MAX_DEPTH} wrappings")
+    if event.get("Event") == TEST_EVENT:
+        return Notice((Ignored("a test event of S3's"),))
+    if "Records" in event:
+        return _records(event, depth)
+    if "detail" in event:
+        return _eventbridge(event, depth)
+    if "specversion" in event:
+        brought = _parse(event.get("data"), depth + 1)
+        # A CloudEvent has an answer, which is for requests. Of a job only an error makes it come again.
+        is_request = isinstance(brought, Call) and isinstance(brought.asked, Request)
+        return brought if is_request else Notice(_flat(brought))
+    if "Items" in event:
+        return _items(event)
+    if event.get("Type") == "Notification" and "Message" in event:
+        return _parse(_decoded(event["Message"], "Message"), depth + 1)
+    return Call(_asked(event))
+
+
+def _flat(event: Event) -> tuple[Asked, ...]:
+    """What is wrapped in another event, whoever it was first meant for."""
+    match event:
+        case Call(asked):
+            return (asked,)
+        case Items(asked) | Notice(asked):
+            return asked
+        case _:
+            raise EventError("a message cannot bring a queue's messages", param="Records")
+
+
+def _decoded(text: Any, param: str) -> Any:
+    if not isinstance(text, str) or len(text) > MAX_MESSAGE_CHARS:
+        raise EventError(f"{param} must be a text of at most {MAX_MESSAGE_CHARS} characters", param=param)
+    try:
+        return _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise EventError(f"{param} is not JSON: {str(error)[:200]}", param=param) from error
+
+
+def _records(event: dict[str, Any], depth: int) -> Event:
+    records = event["Records"]
+    if not isinstance(records, list) or not records or not all(isinstance(of, dict) for of in records):
+        raise EventError("Records must be a list of objects", param="Records")
+    if len(records) > MAX_MESSAGES:
+        raise EventError(f"the event has more than {MAX_MESSAGES} records", param="Records")
+    if all("s3" in record for record in records):
+        return Notice(_uploads(event))
+    sources = {_text(record, "eventSource") or _text(record, "EventSource") for record in records}
+    if sources == {"aws:sqs"}:
+        return Queue(tuple(_message(record, number) for number, record in enumerate(records)))
+    if sources == {"aws:sns"}:
+        told = [record.get("Sns") for record in records]
+        messages = [of.get("Message") if isinstance(of, dict) else None for of in told]
+        return Notice(
+            tuple(asked for text in messages for asked in _flat(_parse(_decoded(text, "Message"), depth + 1)))
+        )
+    raise EventError("the records are neither S3's, nor SQS's, nor SNS's", param="Records")
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    value = record.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _message(record: dict[str, Any], number: int) -> Message:
+    message_id = _text(record, "messageId")
+    if not _MESSAGE_ID.fullmatch(message_id):
+        raise EventError(f"record {number} has no messageId", param="Records")
+    queue = _text(record, "eventSourceARN").rpartition(":")[2]
+    queue = queue if _QUEUE.fullmatch(queue) else ""
+    attributes = record.get("attributes")
+    group = _text(attributes, "MessageGroupId") if isinstance(attributes, dict) else ""
+    # A queue without order may have groups, too: for fairness among tenants.
+    return Message(message_id, queue, group if queue.endswith(".fifo") else None, record.get("body"))
+
+
+def _eventbridge(event: dict[str, Any], depth: int) -> Event:
+    if event.get("source") != "aws.s3":
+        return Notice(_flat(_parse(event["detail"], depth + 1)))
+    if event.get("detail-type") != CREATED:
+        return Notice((Ignored("S3 tells of something else than a new object"),))
+    return Notice(_uploads(event))
+
+
+def _uploads(event: dict[str, Any]) -> tuple[Asked, ...]:
+    try:
+        found = created_objects(event)
+    except RequestError as error:
+        raise EventError(error.message, param=error.param) from error
+    if not found:
+        return (Ignored("S3 tells of something else than a new object"),)
+    return tuple(_upload(ref) for ref in found)
+
+
+def _upload(ref: ObjectRef) -> Asked:
+    if ref.key.endswith("/"):
+        return Ignored(f"{ref.url[:MAX_ADDRESS_CHARS]!r} marks a folder")
+    return Job(_checked(ref, "key"), is_upload=True)
+
+
+def _items(event: dict[str, Any]) -> Items:
+    items, common = event["Items"], event.get("BatchInput", {})
+    if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
+        raise EventError(f"Items must be a list of 1 to {MAX_ITEMS} objects", param="Items")
+    if not isinstance(common, dict) or not all(isinstance(item, dict) for item in items):
+        raise EventError("Items and BatchInput must be made of objects", param="Items")
+    return Items(tuple(_asked({**common, **item}) for item in items))
+
+
+def _asked(fields: dict[str, Any]) -> Job | Request:
+    if _is_job(fields):
+        return _job(fields)
+    if any(name in fields for name in _REQUEST_KEYS):
+        return Request(fields)
+    keys = ", ".join(repr(str(key)[:40]) for key in list(fields)[:8])
+    raise EventError(
+        f"the event is of no kind that starts a job: it has {keys or 'nothing in it'}",
+        hint='A job is {"input": "s3://…/in.jsonl", "output": "s3://…/out.jsonl"}.',
+    )
+
+
+def _is_job(fields: dict[str, Any]) -> bool:
+    """A text to be embedded may be anything but an address in S3: that is a job's input."""
+    if "custom_id" in fields:
+        return False
+    given = fields.get("input")
+    return "output" in fields or (isinstance(given, str) and given.startswith("s3://"))
+
+
+def _job(fields: dict[str, Any]) -> Job:
+    unknown = sorted(str(name) for name in fields.keys() - _JOB_KEYS)
+    if unknown:
+        raise EventError(
+            f"a job has no {unknown[0][:40]!r}",
+            param=unknown[0][:40],
+            hint=f"It has {', '.join(sorted(_JOB_KEYS))}.",
+        )
+    output, worker, version = fields.get("output"), fields.get("worker"), fields.get("version", "")
+    if not isinstance(version, str):
+        raise EventError("version must be an ETag", param="version")
+    given = _address(fields.get("input"), "input")
+    ref = _checked(ObjectRef(given.bucket, given.key, version.strip('"')), "input")
+    limits = {name: fields[name] for name in _LIMITS if name in fields}
+    if not all(type(value) is int for value in limits.values()):
+        raise EventError(f"{', '.join(limits)} must be whole numbers", param=next(iter(limits)))
+    if output is not None:
+        place = _address(output, "output")
+        _checked(ObjectRef(place.bucket, place.key.removesuffix("/")), "output")
+    try:
+        share = Share.parse(str(worker)) if worker is not None else None
+        job = Job(ref, output, share, limits)
+        job.spec(output or ref.url)
+    except UsageError as error:
+        raise EventError(error.message, param=error.key, hint=error.hint) from error
+    return job
+
+
+def _address(value: Any, param: str) -> ObjectRef:
+    """Only S3: an event comes from elsewhere, and must not reach this machine's files."""
+    try:
+        return ObjectRef.parse(value, param=param)
+    except RequestError as error:
+        raise EventError(error.message, param=param) from error
+
+
+def _checked(ref: ObjectRef, param: str) -> ObjectRef:
+    """Raises `EventError` for an object whose address would not lead to it."""
+    if not _ETAG.fullmatch(ref.etag):
+        raise EventError(f"{ref.etag[:200]!r} is no ETag", param="version")
+    try:
+        parse_url(f"s3://{ref.bucket}")
+        check_name(ref.key)
+    except (UsageError, ValueError) as error:
+        raise EventError(f"{ref.url[:MAX_ADDRESS_CHARS]!r} cannot be read: {error}", param=param) from error
+    return ref

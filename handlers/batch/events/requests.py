@@ -1,0 +1,130 @@
+"""Requests that an event brings itself, answered as a job's lines are, but without a job: nothing is kept of them.
+
+They take part in the same steps as all else that the engine does. A bad request has an error for its answer, as a bad
+line has. It does not know where requests come from, nor where records go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from ..answers import Answers, answering
+from ..index import Identity, JobIndex
+from ..lines import Line, parse_line, read_head
+from ..records import Record
+from ..splitter import RawLine
+from ..worker import units_of
+from .errors import EventError
+from .parse import Request
+
+if TYPE_CHECKING:
+    from ....runtime.instance import Instance
+
+MAX_LINE_BYTES = 1 << 20
+
+
+def line_of(request: Request, number: int) -> Line:
+    """Raises `EventError` for what would be no line."""
+    return lines_of([request], first_number=number)[0]
+
+
+def lines_of(requests: Sequence[Request], *, first_number: int = 1) -> list[Line]:
+    """A `custom_id` counts once: who comes second with it has an error for an answer. Raises `EventError`."""
+    seen: set[object] = set()
+    lines = []
+    for number, request in enumerate(requests, start=first_number):
+        raw = RawLine(number, 0, _encoded(request.fields, number))
+        head = read_head(raw)
+        custom_id = head.custom_id if head is not None else None
+        lines.append(
+            parse_line(
+                raw,
+                is_duplicate=custom_id is not None and custom_id in seen,
+                job_is_openai=False,
+                max_line_bytes=MAX_LINE_BYTES,
+            )
+        )
+        seen.add(custom_id)
+    return lines
+
+
+def _encoded(fields: Mapping[str, Any], number: int) -> bytes | None:
+    """None: too long, which the line then says."""
+    try:
+        data = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise EventError(f"request {number} is not JSON: {str(error)[:200]}") from error
+    return data if len(data) <= MAX_LINE_BYTES else None
+
+
+def number_of(message_id: str) -> int:
+    """Instead of a line's number, for what has none: a message that comes again draws the same tokens."""
+    return int.from_bytes(hashlib.sha256(message_id.encode()).digest()[:6], "big")
+
+
+class Requests:
+    """Lives on one event loop, in `answering_requests`."""
+
+    def __init__(self, answers: Answers, *, window: int) -> None:
+        self._answers = answers
+        self._window = asyncio.Semaphore(window)
+
+    async def answer(self, lines: Sequence[Line]) -> list[Record]:
+        """A record for each line, in their order. Raises what is the instance's own trouble."""
+        records: list[Record | None] = [None] * len(lines)
+
+        async def some(indices: list[int]) -> None:
+            async with self._window:
+                chosen = [lines[index] for index in indices]
+                answered = (
+                    await self._answers.embed(chosen)
+                    if len(chosen) > 1
+                    else [await self._answers.one(chosen[0])]
+                )
+            for index, record in zip(indices, answered, strict=True):
+                records[index] = record
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for indices in units_of(lines):
+                    group.create_task(some(indices))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return [record for record in records if record is not None]
+
+
+@asynccontextmanager
+async def answering_requests(host: Instance) -> AsyncIterator[Requests]:
+    """While in here the instance answers, which may still be loading."""
+    config = host.config
+    window = max(1, min(2 * config.max_running, config.max_running + (config.max_queued + 1) // 2))
+    async with answering(host, _index_of(host), window=window) as answers:
+        yield Requests(answers, window=window)
+
+
+def _index_of(host: Instance) -> JobIndex:
+    """Of a job that is never written down: seeds and ids of records follow from it."""
+    identity = Identity("event", "", host.model_name, {})
+    return JobIndex(
+        identity=identity,
+        key=identity.key,
+        size_bytes=0,
+        max_line_bytes=MAX_LINE_BYTES,
+        num_lines=0,
+        num_records=0,
+        is_openai=False,
+        parts=(),
+        duplicates=b"",
+    )
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

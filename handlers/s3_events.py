@@ -1,0 +1,70 @@
+"""What S3 tells of new objects: its own notifications, and EventBridge's "Object Created" events, as the same values.
+
+Pure. Every function that takes events shares it; what is done about an object is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_plus
+
+from ..runtime.errors import RequestError
+
+MAX_OBJECTS = 1_000  # of one event
+TEST_EVENT = "s3:TestEvent"  # comes once, when a bucket is told whom to notify
+CREATED = "Object Created"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRef:
+    """An object, in that version which has this ETag or id; '' for whichever there is."""
+
+    bucket: str
+    key: str
+    etag: str = ""
+    version_id: str = ""
+
+    @classmethod
+    def parse(cls, address: Any, *, param: str = "") -> ObjectRef:
+        """Of s3://bucket/key. Raises `RequestError`."""
+        scheme, _, rest = address.partition("://") if isinstance(address, str) else ("", "", "")
+        bucket, _, key = rest.partition("/")
+        if scheme != "s3" or not bucket or not key or len(rest) > 1_200:
+            raise RequestError(f"{param or 'the address'} must be s3://bucket/key", param=param)
+        return cls(bucket, key)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+def created_objects(event: Any) -> list[ObjectRef]:
+    """Of an S3 notification or an "Object Created" event of EventBridge; none of other kinds of S3's own events.
+
+    Raises `RequestError` for what is neither.
+    """
+    try:
+        if event.get("Event") == TEST_EVENT:
+            return []
+        if "detail" in event:
+            detail = event["detail"]
+            key = detail["object"]["key"]  # unlike a notification's, not quoted
+            found = [_ref(detail["bucket"]["name"], key, detail["object"], version="version-id")]
+            return found if event["detail-type"] == CREATED else []
+        records = event["Records"][: MAX_OBJECTS + 1]
+        if len(records) > MAX_OBJECTS:
+            raise RequestError(f"the event has more than {MAX_OBJECTS} records", param="Records")
+        return [
+            _ref(of["bucket"]["name"], unquote_plus(of["object"]["key"]), of["object"], version="versionId")
+            for of in (record["s3"] for record in records if record["eventName"].startswith("ObjectCreated:"))
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RequestError("this is no event of S3 that tells of a new object") from error
+
+
+def _ref(bucket: Any, key: Any, described: dict[str, Any], *, version: str) -> ObjectRef:
+    if not (isinstance(bucket, str) and isinstance(key, str)):
+        raise RequestError("the event names its bucket and key by something that is no text")
+    etag = str(described.get("eTag") or described.get("etag") or "")
+    return ObjectRef(bucket, key, etag, str(described.get(version) or ""))

@@ -27,6 +27,10 @@ RUN /opt/teneral/bin/pip install --no-compile ".${EXTRAS:+[${EXTRAS}]}" \
 RUN mkdir /opt/teneral/kernels && cd / \
  && { ! /opt/teneral/bin/python -c "import numba" 2>/dev/null \
    || NUMBA_CACHE_DIR=/opt/teneral/kernels /opt/teneral/bin/python -m teneral.runtime.kernels.compile; }
+# Those of a GPU, for the architectures that data centres have; this needs no GPU.
+RUN mkdir /opt/teneral/gpu && case ",${EXTRAS}," in *cuda*) cd / \
+ && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral/gpu 80 90 100 \
+ && /opt/teneral/bin/python -m teneral.runtime.cuda.compile /opt/teneral/gpu ;; esac
 
 FROM python:${PYTHON}-slim-bookworm
 # torch's CPU kernels run on OpenMP, and its wheel carries the library; numba's take Debian's.
@@ -35,7 +39,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm 
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin teneral \
  && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$(python -c 'import os; print(os.path.dirname(os.__file__))')" || true; }
 COPY --from=build /opt/teneral /opt/teneral
-ENV PATH=/opt/teneral/bin:$PATH NUMBA_CACHE_DIR=/opt/teneral/kernels PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/teneral/bin:$PATH NUMBA_CACHE_DIR=/opt/teneral/kernels TENERAL_KERNEL_DIR=/opt/teneral/gpu PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# SageMaker names a port only to images that say so.
+LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port=true
 USER 10001:10001
 EXPOSE 8080
 STOPSIGNAL SIGTERM

@@ -8,8 +8,8 @@ moments (a Poisson process), at multiples of that rate, whether or not earlier o
 their tokens.
 
 In time is an answer whose first token took at most so many times as long as the median of those clients' answers, and
-whose others did on average (`--within`): as soon as a server that is full, and not more than full, gives it. The promise
-is that what is too much is refused at once, with 429 and Retry-After, and that goodput stays at 90 % or more of its peak.
+whose others did on average (`--within`): as soon as a server that is full, and no more than full, gives it. The promise
+is that what is too much is refused at once, with 429 and Retry-After, and that goodput stays at 90 % of its peak.
 """
 
 from __future__ import annotations

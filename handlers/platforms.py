@@ -17,7 +17,9 @@ AUTO = "auto"
 
 
 class Platform(enum.StrEnum):
-    HTTP = "http"  # any that starts a container and sends it requests: ECS, Kubernetes, a person's own machine
+    HTTP = (
+        "http"  # any that starts a container and sends it requests: ECS, Kubernetes, a person's own machine
+    )
     CLOUD_RUN = "cloud-run"  # and Knative
     KSERVE = "kserve"
     SAGEMAKER = "sagemaker"

@@ -39,6 +39,7 @@ PACKAGES = (
 )
 TAIL_CHARS = 4_000  # of a step's output, in the result
 KILL_AFTER_S = 10.0
+NO_DEVICE = 2  # the exit status of a benchmark that finds none
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def main() -> int:
 
 
 def run_step(step: StepPlan, limit_s: float) -> dict[str, Any]:
-    """What became of it: `outcome` (ok, failed, too long, no time), `seconds`, the end of its output, its JSON."""
+    """What became of it: `outcome` (ok, failed, no device, too long, no time), `seconds`, the end of its output, its JSON."""
     if limit_s <= 0:
         return {"outcome": "no time", "seconds": 0.0, "output": ""}
     print(f"== {step.name}", flush=True)
@@ -143,7 +144,7 @@ def run_step(step: StepPlan, limit_s: float) -> dict[str, Any]:
                 output, _ = process.communicate()
         seconds = time.monotonic() - began_s
         print(output, end="", flush=True)
-        outcome = outcome or ("ok" if process.returncode == 0 else "failed")
+        outcome = outcome or {0: "ok", NO_DEVICE: "no device"}.get(process.returncode, "failed")
         told = {"outcome": outcome, "exit_status": process.returncode, "seconds": round(seconds, 1)}
         measured = json.loads(result.read_text()) if result.exists() else None
         return {**told, "output": output[-TAIL_CHARS:], "measured": measured}

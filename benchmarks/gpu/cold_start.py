@@ -43,16 +43,21 @@ def main() -> int:
     sizes = {"plain": _size(plain, "*.safetensors"), "packed": _size(packed, "*")}
     peers = peer_environment.find(options.work)
     systems = {
-        "teneral": lambda: cold_starts.serve(str(packed), "--device", "cuda", variables={}),
+        "teneral": lambda: cold_starts.serve(
+            str(packed), "--device", "cuda", variables={}, wants_timeline=True
+        ),
         "transformers": lambda: cold_starts.peer("local-cuda", str(plain), peers=peers, variables={}),
     }
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     failed: dict[str, str] = {}
+    timeline: dict[str, Any] | None = None  # of our last one: how long context, libraries and kernels took
     for _ in range(options.rounds):
         for name, start in systems.items():
             if name not in failed:
                 try:
-                    seconds[name].append(start().first_token_s)
+                    cold_start = start()
+                    seconds[name].append(cold_start.first_token_s)
+                    timeline = cold_start.timeline or timeline
                 except RunError as error:
                     failed[name] = str(error)[-2_000:]
                     note(f"{name}: {failed[name]}")
@@ -80,6 +85,7 @@ def main() -> int:
         "bytes": sizes,
         "seconds": seconds,
         "failed": failed,
+        "timeline": timeline,
         "claims": claims,
     }
     if options.json is not None:

@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def run_step(step: StepPlan, limit_s: float) -> dict[str, Any]:
-    """What became of it: `outcome` (ok, failed, no device, too long, no time), `seconds`, the end of its output, its JSON."""
+    """What became of it: `outcome` (ok, failed, no device, too long, no time), `seconds`, its last output, its JSON."""
     if limit_s <= 0:
         return {"outcome": "no time", "seconds": 0.0, "output": ""}
     print(f"== {step.name}", flush=True)

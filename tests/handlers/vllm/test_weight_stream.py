@@ -145,10 +145,11 @@ def test_nothing_there_is_said_with_what_to_do(tmp_path):
 
 
 def test_leaving_early_ends_all_threads(pin):
+    before = set(threading.enumerate())
     stream = iter(WeightStream(pin, SMALL))
     next(stream)
     stream.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("teneral-")]
+    assert not set(threading.enumerate()) - before
 
 
 def test_the_second_reader_of_a_node_reads_its_cache(pin, tmp_path):

@@ -86,7 +86,7 @@ class Cloud:
                 self.sqs.delete_message(QueueUrl=url, ReceiptHandle=record["receiptHandle"])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # other files' tests use moto too, in this process, and begin by emptying it
 def cloud() -> Iterator[Cloud]:
     with pytest.MonkeyPatch.context() as patch:
         for name in (
@@ -115,7 +115,7 @@ def cloud() -> Iterator[Cloud]:
         server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def instance(cloud: Cloud, decoder_dir: Path, one_thread: None) -> Iterator[Instance]:
     config = config_of(
         decoder_dir,

@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from tests.support.store_certificate import write_certificate
-
 MODELS = ("plain", "packed")
 
 
@@ -24,7 +22,11 @@ class StoreProcess:
     def __init__(
         self, root: Path, *, rate_mb_s: float = 0.0, latency_ms: float = 0.0, tls: bool = False
     ) -> None:
-        secret = write_certificate(root.parent / "store.pem") if tls else None
+        secret: Path | None = None
+        if tls:
+            from tests.support.store_certificate import write_certificate  # its library is not everywhere
+
+            secret = write_certificate(root.parent / "store.pem")
         self.certificate = _without_key(secret) if secret else None
         command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
         command += ["--latency-ms", str(latency_ms), "--tell-sent"]

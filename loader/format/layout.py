@@ -74,7 +74,7 @@ def fine_part_elements(tensors: Iterable[Tensor]) -> int:
 
     A group of any size has some 256 of them at most, or the manifest would grow too long.
     """
-    share = sum(tensor.num_elements for tensor in tensors) // MAX_FINE_PARTS
+    share = -(-sum(tensor.num_elements for tensor in tensors) // MAX_FINE_PARTS)
     wanted = max(FINE_PART_ELEMENTS, -(-share // FRAME_ELEMENTS) * FRAME_ELEMENTS)
     return min(wanted, MAX_PART_ELEMENTS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from teneral.loader.format.layout import (
@@ -102,6 +102,7 @@ def test_parts_can_be_kept_small(sizes: list[int], frames: int) -> None:
 
 
 @given(st.integers(0, 2**34))
+@example(2**29 + 1)
 def test_small_parts_grow_with_their_group_and_stay_few(size: int) -> None:
     most = fine_part_elements([tensor(0, "BF16", size)])
     assert FINE_PART_ELEMENTS <= most <= MAX_PART_ELEMENTS

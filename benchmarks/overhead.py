@@ -82,6 +82,13 @@ class NoLimits:
     max_context: int = 4096
 
 
+class NoPool:
+    """Of a model that reads no keys and values."""
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        pass
+
+
 class NoModel:
     """A decoder that has its logits before it is asked."""
 
@@ -95,8 +102,8 @@ class NoModel:
     def kv_block_bytes(self, block_size: int) -> int:
         return BLOCK_BYTES
 
-    def new_kv(self, num_blocks: int, block_size: int) -> None:
-        return None
+    def new_kv(self, num_blocks: int, block_size: int) -> NoPool:
+        return NoPool()
 
     def forward(self, batch: StepBatch, kv: Any, *, on_layer: Any = None) -> torch.Tensor:
         return self._logits[: len(batch.logit_rows)]

@@ -79,6 +79,10 @@ class DeviceKVStorage:
         shape = (len(blocks), *places.shape[1:])
         places[self._numbers(blocks)] = content.view(self.dtype).view(shape).to(self.device)
 
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        self.data[:, :, target, :num_tokens].copy_(self.data[:, :, source, :num_tokens])
+
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
         split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)

@@ -31,7 +31,9 @@ class DecoderLike(Protocol):
         """The size of one block of `block_size` tokens in what `new_kv` makes."""
 
     def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = ...) -> Any:
-        """Storage for keys and values, for `forward`; its memory is not touched before it is written."""
+        """Storage for keys and values, for `forward`; its memory is not touched before it is written. The engine itself
+        needs `KVPool.copy_tokens` of it, and to copy whole blocks where these are spilled or come from snapshots.
+        """
 
     def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
         """Logits (R, vocab) float32 of the batch's `logit_rows`; R may be 0. May wait for weights."""

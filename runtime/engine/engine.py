@@ -112,6 +112,7 @@ class Engine:
             options,
             prefix_seed=prefix_seed,
             max_pinned_blocks=options.max_pinned_blocks(num_blocks, bytes_per_block),
+            copy_tokens=self._kv.copy_tokens,
         )
         lending = self._roster.lending
         # Computed blocks come in and go out this way, in any thread.

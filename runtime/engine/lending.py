@@ -1,11 +1,14 @@
 """The blocks of the KV pool that sequences hold: new ones, and those of others who began in the same way.
 
 Who waits for a place is lent what is there of its beginning while the scheduler decides, and gives it back unless it
-gets one. Full blocks are found by others from the step on that computed them.
+gets one. Full blocks are found by others from the step on that computed them. Where a prompt leaves them in the middle
+of a block, what it has in common with that is copied into the first block that it gets: blocks of the cache are never
+written to.
 
-Invariants: a sequence holds one reference to each of its blocks, in the order of its tokens, and the cache's books of
-found, pinned and spilled blocks are changed nowhere else but by those who copy blocks in. Nobody is lent what would
-leave too little for who comes before. Callers hold `changed`. Nothing is known here of queues, steps and events.
+Invariants: a sequence holds one reference to each of its blocks, in the order of its tokens, and to the block that it
+is going to copy from until it has; and the cache's books of found, pinned and spilled blocks are changed nowhere else
+but by those who copy blocks in. Nobody is lent what would leave too little for who comes before. Callers hold
+`changed`. Nothing is known here of queues, steps and events.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from ..kv.spill.spill import BlockContent, Spill
 from .options import EngineOptions
 from .sequence import Lane, Sequence
 
+CopyTokens = Callable[[int, int, int], None]
+"""As `KVPool.copy_tokens`: from a block, to a block, how many."""
+
 
 class Lending:
     """One pool's blocks, without their content."""
@@ -36,8 +42,12 @@ class Lending:
         *,
         prefix_seed: bytes,
         max_pinned_blocks: int,
+        copy_tokens: CopyTokens,
     ) -> None:
-        """`prefix_seed` says whose keys and values these are; with another one nothing of this pool is found."""
+        """`prefix_seed` says whose keys and values these are; with another one nothing of this pool is found.
+
+        `copy_tokens` is called under `changed`, before the step whose sequence needs them.
+        """
         self.changed = changed
         self.allocator = BlockAllocator(num_blocks)
         self.prefixes = PrefixCache(self.allocator)
@@ -52,6 +62,7 @@ class Lending:
         self._options = options
         self._block_size = options.block_size
         self._prefix_seed = prefix_seed
+        self._copy_tokens = copy_tokens
 
     def open_spill(self, kv: BlockContent, block_bytes: int, num_promised: Callable[[], int]) -> None:
         """Have blocks go where the options say before they are given up; `num_promised` as for `Spill`. Once, at the
@@ -127,17 +138,19 @@ class Lending:
             sequence.exact.blocks = tuple(found)
             sequence.exact.num_computed = len(found) * self._block_size
             sequence.num_remembered = len(found)
+            left -= self._attach_source(sequence, left)
 
     def detach(self, waiting: Iterable[Sequence]) -> None:
         """Have those who got no place give back what `attach` gave them."""
         for sequence in waiting:
-            if sequence.blocks:
+            if sequence.num_computed:
                 self.take_back(sequence)
 
     def note_begin(self, sequence: Sequence) -> None:
         """Count what it found: it has a place for the first time."""
         self.prefixes.count_lookup(sequence.num_prompt_tokens, sequence.num_computed)
         self.ledger.count_hits(self._hashes(sequence, sequence.num_remembered))
+        self._tell_tokens(sequence, 0, sequence.num_remembered)  # of those that came from elsewhere
 
     def remember(self, sequence: Sequence) -> None:
         """Have the sequence's full blocks found by who begins in the same way."""
@@ -147,6 +160,7 @@ class Lending:
         hashes = self._hashes(sequence, num_full)
         for number in range(sequence.num_remembered, num_full):
             self.prefixes.add(sequence.blocks[number], hashes[number])
+        self._tell_tokens(sequence, sequence.num_remembered, num_full)
         self.ledger.add(hashes, sequence.num_remembered)
         sequence.num_remembered = num_full
 
@@ -159,10 +173,16 @@ class Lending:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def grow(self, lane: Lane, num_blocks: int) -> None:
-        """That many more blocks, which must be available."""
+        """That many more blocks, which must be available. What the lane is to copy is in the first of them then."""
         self.prefixes.make_room(num_blocks)
         last = lane.blocks[-1] if lane.blocks else None
-        lane.blocks = (*lane.blocks, *self.allocator.allocate(num_blocks, after=last, epoch=lane.epoch))
+        new = self.allocator.allocate(num_blocks, after=last, epoch=lane.epoch)
+        num_before = len(lane.blocks)
+        lane.blocks = (*lane.blocks, *new)
+        if lane.source is not None:
+            self._copy_tokens(lane.source, new[0], lane.num_computed - num_before * self._block_size)
+            source, lane.source = lane.source, None
+            self.prefixes.release((source,))
 
     def shrink(self, lane: Lane, num_tokens: int) -> None:
         """Give back what the lane does not need for so many tokens."""
@@ -196,17 +216,47 @@ class Lending:
         for lane in lanes:
             assert all(self.allocator.epoch(block) is lane.epoch for block in lane.blocks)
             assert lane.num_computed <= len(lane.blocks) * self._block_size
+            assert lane.source is None, "somebody has a place, and has not copied what it was lent"
 
     # ----------------------------------------------------------------------------------------------------------
 
+    def _chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        return sequence.chain(num_blocks, self._block_size, self._prefix_seed)
+
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        return sequence.block_hashes(num_blocks, self._block_size, self._prefix_seed)[:num_blocks]
+        return self._chain(sequence, num_blocks)[1:]
 
     def _hashes_to_find(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks before its last token, which is computed in any case."""
         if not self._options.prefix_cache:
             return []
         return self._hashes(sequence, (sequence.num_tokens - 1) // self._block_size)
+
+    def _attach_source(self, sequence: Sequence, num_available: int) -> int:
+        """Lend the sequence, which has its full blocks, the one that goes on like it for longest, for its first tokens.
+        Returns how many of the available blocks that takes, until they are copied: nobody does without a place for it.
+        """
+        lane, size = sequence.exact, self._block_size
+        tokens = sequence.tokens[lane.num_computed : min(lane.num_computed + size, sequence.num_tokens - 1)]
+        previous = self._chain(sequence, len(lane.blocks))[-1]
+        found = self.prefixes.find_beginning(previous, tokens)
+        if found is None:
+            return 0
+        source, num_tokens = found
+        num_taken = self.prefixes.num_idle_among((source,))
+        if num_taken > num_available:
+            return 0
+        self.prefixes.take((source,))
+        lane.source = source
+        lane.num_computed += num_tokens
+        return num_taken
+
+    def _tell_tokens(self, sequence: Sequence, first: int, end: int) -> None:
+        """What the full blocks [first, end) hold: so that others can use their beginnings."""
+        chain, size = self._chain(sequence, end), self._block_size
+        for number in range(first, end):
+            tokens = sequence.tokens[number * size : (number + 1) * size]
+            self.prefixes.tell_tokens(chain[number + 1], chain[number], tokens)
 
     def _num_to_take(self, sequence: Sequence, found: list[int]) -> int:
         """Available blocks that are no longer so once it has these, and all else for its tokens and one more."""

@@ -16,7 +16,7 @@ from ...loader.errors import TeneralError
 from ..kv.blocks import Epoch
 from .capacity import Capacity
 from .generation import Generation
-from .lending import Lending
+from .lending import CopyTokens, Lending
 from .options import EngineOptions
 from .requests import FinishReason, GenerationEvent, Priority
 from .scheduler import Preempted, StepPlan
@@ -28,9 +28,15 @@ class Roster:
     """Mutable, and public within the engine: but for what says so, callers hold `changed`."""
 
     def __init__(
-        self, num_blocks: int, options: EngineOptions, *, prefix_seed: bytes, max_pinned_blocks: int
+        self,
+        num_blocks: int,
+        options: EngineOptions,
+        *,
+        prefix_seed: bytes,
+        max_pinned_blocks: int,
+        copy_tokens: CopyTokens,
     ) -> None:
-        """`prefix_seed` and `max_pinned_blocks` as for `Lending` and `SessionPins`."""
+        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` as for `Lending` and `SessionPins`."""
         self.changed = threading.Condition()
         self.options = options
         self.lending = Lending(
@@ -39,6 +45,7 @@ class Roster:
             self.changed,
             prefix_seed=prefix_seed,
             max_pinned_blocks=max_pinned_blocks,
+            copy_tokens=copy_tokens,
         )
         self.waiting: WaitingList[Sequence] = WaitingList()
         self.running: list[Sequence] = []  # in the order of admission
@@ -106,7 +113,7 @@ class Roster:
             self.lending.note_begin(sequence)
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
-        """Do as the scheduler decided."""
+        """Do as the scheduler decided. Who is admitted gets a share, and a block: the last one is never full."""
         self.preempt(plan.preempted, Preempted.BLOCKS)
         for sequence in plan.admitted:
             self.admit(sequence)

@@ -83,9 +83,13 @@ class Choice:
 
 
 class Lane:
-    """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order."""
+    """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order.
 
-    __slots__ = ("blocks", "epoch", "num_computed", "sampling", "tokens")
+    While it is lent blocks without having a place (`lending.py`), the last of these tokens may lie in somebody else's
+    block, the `source`. They are copied when the lane gets its next block.
+    """
+
+    __slots__ = ("blocks", "epoch", "num_computed", "sampling", "source", "tokens")
 
     def __init__(self, epoch: Epoch, tokens: list[int], sampling: SamplingState) -> None:
         """The tokens and the state are not copied."""
@@ -93,6 +97,7 @@ class Lane:
         self.tokens = tokens  # what is to be computed
         self.sampling = sampling  # for the token after these
         self.blocks: tuple[int, ...] = ()
+        self.source: int | None = None
         self.num_computed = 0
 
     @property
@@ -200,13 +205,15 @@ class Sequence:
     def forget_computed(self) -> tuple[int, ...]:
         """Preempts: gives up the blocks of all lanes, which are the caller's to release, and keeps the tokens."""
         blocks = tuple(block for lane in self.lanes for block in lane.blocks)
-        self.exact.blocks, self.exact.num_computed, self.draft = (), 0, None
+        if self.exact.source is not None:
+            blocks = (*blocks, self.exact.source)
+        self.exact.blocks, self.exact.source, self.exact.num_computed, self.draft = (), None, 0, None
         self.num_remembered = 0
         return blocks
 
-    def block_hashes(self, num_blocks: int, block_size: int, seed: bytes) -> list[bytes]:
-        """What the first `num_blocks` blocks of its tokens are known by, and maybe more; all of them full. The seed and
-        the size must always be the same.
+    def chain(self, num_blocks: int, block_size: int, seed: bytes) -> list[bytes]:
+        """What the first `num_blocks` blocks of its tokens are known by, behind what the first one follows: so `[n]` is
+        what number n follows. All of these are full. The seed and the size must always be the same.
         """
         hashes = self._hashes
         if not hashes:
@@ -214,7 +221,7 @@ class Sequence:
         for number in range(len(hashes) - 1, num_blocks):
             tokens = self.tokens[number * block_size : (number + 1) * block_size]
             hashes.append(chain_hash(hashes[number], tokens))
-        return hashes[1:]
+        return hashes[: num_blocks + 1]
 
     def _event(self, choice: Choice, text: str, finish: FinishReason | None) -> GenerationEvent:
         logprobs = () if choice.logprob is None else (choice.logprob,)

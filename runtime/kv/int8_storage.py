@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.batch import SequenceSpan
-from .storage import Extent, extent_of
+from .storage import Extent, copy_slots, extent_of
 
 MAX_CODE = 127
 WRITE_TOKENS = 512  # at a time: what is made on the way stays in the cache
@@ -93,6 +93,11 @@ class Int8KVStorage:
             part = content[:, first : first + num_bytes].contiguous()  # scales may lie at any byte
             places[list(blocks)] = part.view(data.dtype).view(shape).to(data.device)
             first += num_bytes
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        for data in (self.codes, self.scales):
+            copy_slots(data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""

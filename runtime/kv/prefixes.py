@@ -6,9 +6,10 @@ values, and who does not know a seed cannot name, find or time what lies under i
 
 The cache holds one reference to each of its blocks. One that nobody else refers to is *idle*: it can be found again,
 or given up for new content, least recently used first. A block is given up before the one it follows, so what is
-found is always a whole beginning. Blocks may be *pinned* (`sessions.py`): these are given up only when no other idle
-one is left, and whoever pinned them says which. Nothing is known here of tensors, sequences or threads; the caller
-serialises access.
+found is always a whole beginning. Where a chain is left in the middle of a block, a block that begins in the same way
+can be found, too (`followers.py`), for that much of it to be copied. Blocks may be *pinned* (`sessions.py`): these are
+given up only when no other idle one is left, and whoever pinned them says which. Nothing is known here of tensors,
+sequences or threads; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from .blocks import BlockAllocator, Epoch
+from .followers import Followers
 
 HASH_BYTES = 32
 
@@ -57,6 +59,7 @@ class PrefixCache:
         self._allocator = allocator
         self._blocks: dict[bytes, int] = {}  # by hash
         self._hashes: dict[int, bytes] = {}  # by block
+        self._followers = Followers()  # the cached blocks whose tokens are known
         self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first, without …
         self._idle_pinned: set[int] = set()  # … these
         self._pins: Counter[int] = Counter()  # by block
@@ -85,6 +88,12 @@ class PrefixCache:
             blocks.append(block)
         return blocks
 
+    def find_beginning(self, previous: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """A cached block after what `previous` stands for that begins as these tokens do, and with how many of them: as
+        `Followers.find`. Takes no reference.
+        """
+        return self._followers.find(previous, tokens)
+
     def num_idle_among(self, blocks: Iterable[int]) -> int:
         return sum(block in self._idle or block in self._idle_pinned for block in blocks)
 
@@ -98,6 +107,7 @@ class PrefixCache:
         for block in blocks:
             self._idle.pop(block, None)
             self._idle_pinned.discard(block)
+            self._followers.note_use(block)
 
     def count_lookup(self, num_tokens: int, num_hit_tokens: int) -> None:
         self._num_lookup_tokens += num_tokens
@@ -112,6 +122,14 @@ class PrefixCache:
         self._allocator.share((block,))
         self._blocks[block_hash] = block
         self._hashes[block] = block_hash
+
+    def tell_tokens(self, block_hash: bytes, previous: bytes, tokens: Sequence[int]) -> None:
+        """What the block that stands for this hash has of its own, if there is one: `chain_hash` of these gives it. Who
+        adds a block may not know that; until it is told, no beginning of the block is found.
+        """
+        block = self._blocks.get(block_hash)
+        if block is not None and block not in self._followers:
+            self._followers.add(block, previous, tokens)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less to each of a sequence's blocks, given in its order; what is cached stays there, idle when
@@ -156,6 +174,7 @@ class PrefixCache:
         for _ in range(missing):
             block, _ = self._idle.popitem(last=False)
             self._watched.discard(block)
+            self._followers.discard(block)
             del self._blocks[self._hashes.pop(block)]
             self._allocator.release((block,))
             self._num_evictions += 1
@@ -169,6 +188,7 @@ class PrefixCache:
             self._allocator.release((block,))
         self._blocks.clear()
         self._hashes.clear()
+        self._followers.clear()
         self._watched.clear()
 
     def next_idle(self, limit: int) -> list[tuple[int, bytes]]:
@@ -223,6 +243,9 @@ class PrefixCache:
         assert set(self._pins) <= set(self._hashes), "a block is pinned that cannot be found"
         assert self._idle_pinned == idle & set(self._pins)
         assert self._watched <= set(self._hashes)
+        self._followers.check_integrity()
+        for block, (previous, tokens) in self._followers.entries().items():
+            assert self._hashes.get(block) == chain_hash(previous, tokens), f"block {block} is listed wrongly"
 
     def _note_idle(self, block: int) -> None:
         """Nobody refers to it but the cache; of all that is idle it was used last."""

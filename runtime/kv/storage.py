@@ -58,6 +58,8 @@ class KVPool(Protocol):
 
     def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None: ...
 
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None: ...
+
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None: ...
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent: ...
@@ -73,6 +75,11 @@ def extent_of(span: SequenceSpan, first: int, block_size: int, device: torch.dev
     if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
         return Extent(blocks[0] * block_size + skipped, count)
     return Extent(skipped, count, torch.tensor(blocks, device=device))
+
+
+def copy_slots(data: torch.Tensor, source: int, target: int, count: int) -> None:
+    """`count` slots from `source` on to those from `target` on, which are others; data (…, slots, last)."""
+    data.narrow(-2, target, count).copy_(data.narrow(-2, source, count))
 
 
 class KVStorage:
@@ -143,6 +150,10 @@ class KVStorage:
         places = by_block.movedim(3, 0)
         shape = (len(blocks), *places.shape[1:])
         places[list(blocks)] = content.view(self.data.dtype).view(shape).to(self.data.device)
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""

@@ -69,7 +69,7 @@ def test_a_name_that_looks_like_a_path_is_only_a_name(name: str) -> None:
 def test_any_text_is_a_salt_of_its_own(salt: str) -> None:
     with EngineRig() as rig:
         finish(rig.submit(range(20), max_tokens=1))
-        for expected in (0, 16):
+        for expected in (0, 19):
             generation = rig.submit(range(20), max_tokens=1, cache_salt=salt)
             finish(generation)
             assert generation.num_cached_tokens == expected

@@ -162,6 +162,8 @@ def test_whatever_happens_to_its_blocks_an_answer_is_that_of_an_engine_of_its_ow
             if result.finish_reason is not FinishReason.CANCELLED:
                 assert len(result.tokens) == num_tokens
         rig.engine.check_integrity()
+        num_cached = [generation.num_cached_tokens for generation, _, _ in asked]
+        assert any(number % BLOCK_SIZE for number in num_cached), "nobody began in the middle of a block"
         statistics = rig.engine.statistics()
         assert statistics.prefix_hit_tokens_total > 0
         assert statistics.prefix_evictions_total > 0

@@ -23,13 +23,14 @@ import pytest
 import torch
 from tests.support.engine_rig import TIMEOUT_S, EngineRig
 from tests.support.statistics import area_under_curve
-from tests.support.toy_decoder import ToyDecoder
+from tests.support.toy_decoder import ToyDecoder, ToyPool
 
 from teneral.runtime.engine.batch import StepBatch
 
 NUM_PAIRS = 1_000
 NUM_CONTROL_PAIRS = 200
 PROMPT_TOKENS = 112
+VOCAB_SIZE = 4096  # more than there are prompts
 BLOCK_SIZE = 16
 VICTIM, ATTACKER = "the victim's salt", "the attacker's salt"
 
@@ -39,7 +40,7 @@ class WorkingDecoder(ToyDecoder):
 
     _weights = torch.ones((640, 640))
 
-    def forward(self, batch: StepBatch, kv: torch.Tensor, **options: object) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: ToyPool, **options: object) -> torch.Tensor:
         self.num_rows = len(batch.tokens)
         torch.ones((len(batch.tokens), 640)) @ self._weights
         return super().forward(batch, kv)
@@ -61,9 +62,11 @@ class Range:
         self._rig = rig
         self._chance = chance
         self._last_s = 0.0
+        self._first_tokens = iter(range(VOCAB_SIZE))
 
     def new_prompt(self) -> tuple[int, ...]:
-        return tuple(self._chance.randrange(64) for _ in range(PROMPT_TOKENS))
+        first = next(self._first_tokens)  # or it might begin, by chance, as one of the attacker's own
+        return (first, *(self._chance.randrange(VOCAB_SIZE) for _ in range(PROMPT_TOKENS - 1)))
 
     def ask(self, prompt: tuple[int, ...], salt: str) -> Probe:
         """The time is the engine's thread's own, from the end of the answer before to this one's first token."""
@@ -100,7 +103,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def shooting_range(seed: int) -> Iterator[Range]:
-    with EngineRig(num_blocks=200, model=WorkingDecoder(), block_size=BLOCK_SIZE) as rig:
+    with EngineRig(num_blocks=200, model=WorkingDecoder(vocab_size=VOCAB_SIZE), block_size=BLOCK_SIZE) as rig:
         yield Range(rig, random.Random(seed))
 
 
@@ -122,7 +125,7 @@ def test_under_the_victims_salt_the_same_measurement_tells(one_thread: None) -> 
     """The control: this test can see what it is looking for."""
     with shooting_range(seed=2) as target:
         cached, uncached = target.measure(VICTIM, NUM_CONTROL_PAIRS)
-        assert {probe.num_cached_tokens for probe in cached} == {PROMPT_TOKENS - BLOCK_SIZE}
+        assert {probe.num_cached_tokens for probe in cached} == {PROMPT_TOKENS - 1}
         assert {probe.num_cached_tokens for probe in uncached} == {0}
         assert auc(cached, uncached) > 0.9
 

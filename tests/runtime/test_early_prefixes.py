@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,24 @@ def test_what_comes_while_others_follow_the_weights_shares_the_prefix(artifact, 
         assert second.result(TIMEOUT_S).tokens == exact_tokens((*SYSTEM, 9, 9), NUM_TOKENS)
         assert other.result(TIMEOUT_S).tokens == exact_tokens((5, 4, 3), NUM_TOKENS)
         assert (first.num_cached_tokens, second.num_cached_tokens, other.num_cached_tokens) == (24, 24, 0)
+
+
+def test_who_leaves_the_prefix_in_the_middle_of_a_block_begins_there(artifact, computed):
+    """Its tokens are known since the first one found it."""
+    leaves = (*SYSTEM[:-2], 60, 61, 62)
+    with rig_with(artifact, computed) as rig:
+        rig.start()
+        first = rig.submit(PROMPT, max_tokens=NUM_TOKENS)
+        give_up_s = time.monotonic() + TIMEOUT_S
+        while not rig.engine.statistics().running:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.002)
+        rig.refine(*rig.groups[:2])
+        second = rig.submit(leaves, max_tokens=NUM_TOKENS)
+        rig.refine()
+        assert first.result(TIMEOUT_S).tokens == exact_tokens(PROMPT, NUM_TOKENS)
+        assert second.result(TIMEOUT_S).tokens == exact_tokens(leaves, NUM_TOKENS)
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (len(SYSTEM), len(SYSTEM) - 2)
 
 
 def test_another_salt_finds_nothing(artifact, computed, expected):

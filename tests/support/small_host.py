@@ -42,6 +42,13 @@ def small_backend(*, texts: tuple[str, ...] = (SENTENCE * 3,), vocab_size: int =
     return backend
 
 
+class NoPool:
+    """Of a model that reads no keys and values."""
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        pass
+
+
 class RecitingModel:
     """Says `tokens` once, whatever it is asked, and then `end`. Waits for `gate` in every pass, as for
     weights.
@@ -58,8 +65,8 @@ class RecitingModel:
     def kv_block_bytes(self, block_size: int) -> int:
         return 1
 
-    def new_kv(self, num_blocks: int, block_size: int) -> None:
-        return None
+    def new_kv(self, num_blocks: int, block_size: int) -> NoPool:
+        return NoPool()
 
     def forward(self, batch: Any, kv: Any, *, on_layer: Any = None) -> torch.Tensor:
         self.gate.wait()

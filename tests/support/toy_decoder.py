@@ -25,6 +25,16 @@ class ToyConfig:
     vocab_size: int = 64
 
 
+class ToyPool:
+    """Tokens and positions, block by block."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.data = torch.full((2, num_blocks, block_size), UNWRITTEN)
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        self.data[:, target, :num_tokens] = self.data[:, source, :num_tokens]
+
+
 class ToyDecoder:
     """`gate` is waited for like weights. `before_forward` gets the number of each pass and may raise."""
 
@@ -43,13 +53,13 @@ class ToyDecoder:
     def kv_block_bytes(self, block_size: int) -> int:
         return block_size * 2 * 8
 
-    def new_kv(self, num_blocks: int, block_size: int) -> torch.Tensor:
-        return torch.full((2, num_blocks, block_size), UNWRITTEN)
+    def new_kv(self, num_blocks: int, block_size: int) -> ToyPool:
+        return ToyPool(num_blocks, block_size)
 
     def forward(
         self,
         batch: StepBatch,
-        kv: torch.Tensor,
+        pool: ToyPool,
         *,
         on_layer: Callable[[int, str, float, float], None] | None = None,
     ) -> torch.Tensor:
@@ -61,6 +71,7 @@ class ToyDecoder:
         self.before_forward(number)
         if on_layer is not None:
             on_layer(0, "layers.0", 1.0, 2.0)
+        kv = pool.data
         flat = kv.view(2, -1)
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens go to one slot"
         flat[0, batch.slots] = batch.tokens

@@ -1,4 +1,4 @@
-"""What the prefix cache finds is what was computed, under every order of events."""
+"""What the prefix cache finds, whole blocks and beginnings of some, is what was computed, in every order of events."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from teneral.runtime.kv.blocks import BlockAllocator, Epoch
+from teneral.runtime.kv.followers import MAX_SEEN, Followers
 from teneral.runtime.kv.prefixes import PrefixCache, chain_hash, seed_hash
 
 SEED = seed_hash(b"model")
@@ -27,8 +28,11 @@ def chain(tokens, seed=SEED):
 def cached(cache, allocator, tokens, seed=SEED):
     """The blocks of a sequence that has come and gone."""
     blocks = allocator.allocate(len(tokens) // BLOCK_SIZE)
-    for block, block_hash in zip(blocks, chain(tokens, seed), strict=True):
+    last = seed
+    for number, (block, block_hash) in enumerate(zip(blocks, chain(tokens, seed), strict=True)):
         cache.add(block, block_hash)
+        cache.tell_tokens(block_hash, last, tokens[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE])
+        last = block_hash
     cache.release(blocks)
     return blocks
 
@@ -108,6 +112,67 @@ def test_lookups_are_counted(cache, allocator):
     assert (statistics.lookup_tokens_total, statistics.hit_tokens_total) == (16, 4)
 
 
+# Beginnings of blocks
+
+
+def test_of_the_blocks_behind_a_beginning_the_one_that_goes_on_alike_for_longest_is_found(cache, allocator):
+    first, short = cached(cache, allocator, [1, 2, 3, 4, 5, 0, 0, 0])
+    (long,) = cached(cache, allocator, [1, 2, 3, 4, 5, 6, 7, 0])[1:]
+    (root, behind) = SEED, chain([1, 2, 3, 4])[0]
+    assert cache.find_beginning(behind, [5, 6, 7, 8]) == (long, 3)
+    assert cache.find_beginning(behind, [5, 6, 7]) == (long, 3)
+    assert cache.find_beginning(behind, [5, 0]) == (short, 2)
+    assert cache.find_beginning(behind, [5]) == (long, 1)  # that came last
+    assert cache.find_beginning(behind, [6, 7]) is None
+    assert cache.find_beginning(behind, []) is None
+    assert cache.find_beginning(root, [1, 2, 9, 9]) == (first, 2)
+    assert cache.find_beginning(seed_hash(b"other"), [1, 2]) is None
+
+
+def test_what_was_given_up_or_was_never_told_has_no_beginning(cache, allocator):
+    cached(cache, allocator, [1, 2, 3, 4])
+    (unknown,) = allocator.allocate(1)
+    cache.add(unknown, chain([5, 6, 7, 8])[0])
+    cache.release((unknown,))
+    assert cache.find_beginning(SEED, [5, 6]) is None
+    cache.make_room(7)
+    assert cache.find_beginning(SEED, [1, 2]) is None
+    cache.tell_tokens(chain([5, 6, 7, 8])[0], SEED, [5, 6, 7, 8])
+    cache.tell_tokens(chain([1, 2, 3, 4])[0], SEED, [1, 2, 3, 4])  # which is gone
+    assert cache.find_beginning(SEED, [5, 6]) == (unknown, 2)
+    assert cache.find_beginning(SEED, [1, 2]) is None
+    cache.check_integrity()
+    cache.clear()
+    assert cache.find_beginning(SEED, [5, 6]) is None
+    cache.check_integrity()
+
+
+def test_a_search_looks_at_the_ones_used_last_however_many_there_are():
+    class Counted(list):
+        """Tokens that count how often somebody looks at them."""
+
+        num_looks = 0
+
+        def __iter__(self):
+            Counted.num_looks += 1
+            return super().__iter__()
+
+    followers = Followers()
+    for block in range(10_000):
+        followers.add(block, SEED, [block, 1, 1, 1])
+    assert followers.find(SEED, Counted([9_999 - MAX_SEEN, 1, 1, 1])) is None
+    assert Counted.num_looks == MAX_SEEN
+    assert followers.find(SEED, [10_000 - MAX_SEEN, 1]) == (10_000 - MAX_SEEN, 2)
+    followers.note_use(3)
+    assert followers.find(SEED, [3, 1, 2]) == (3, 2)
+    assert followers.find(SEED, [10_000 - MAX_SEEN, 1]) is None
+    for block in range(10_000):
+        followers.discard(block)
+    followers.discard(5)
+    assert not followers.entries()
+    followers.check_integrity()
+
+
 @dataclass(eq=False)
 class Holder:
     """A sequence: what it says, and what of it is computed."""
@@ -119,23 +184,39 @@ class Holder:
 
 
 class World:
-    """Random sequences over one pool; `content` is what each block holds, as the tokens that led to it."""
+    """Random sequences over one pool; `content` is what each token's place in a block holds: the tokens that led to it.
+
+    Blocks are empty when they are given out. There are two tokens, so a search for a beginning sees all that follow.
+    """
 
     def __init__(self, num_blocks: int, number: int) -> None:
         self.random = random.Random(number)
+        self.tells_all = number % 3 > 0
         self.allocator = BlockAllocator(num_blocks)
         self.cache = PrefixCache(self.allocator)
         self.holders: list[Holder] = []
-        self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.content: dict[int, list[tuple[bytes, tuple[int, ...]] | None]] = {}
         self.num_found = 0
+        self.num_copied = 0
 
     def step(self) -> None:
         actions = [self.begin, self.go_on, self.go_on, self.go_on, self.end]
+        if self.random.random() < 0.002:
+            self.cache.clear()
         self.random.choice(actions)()
         self.cache.check_integrity()
         holders = [block for holder in self.holders for block in holder.blocks] + list(self.cache.blocks())
         for block in range(self.allocator.num_blocks):
             assert self.allocator.reference_count(block) == holders.count(block)
+        for holder in self.holders:
+            for block, number in zip(holder.blocks, range(0, holder.num_computed, BLOCK_SIZE), strict=False):
+                for slot in range(min(BLOCK_SIZE, holder.num_computed - number)):
+                    self.expect(block, slot, holder, number + slot)
+
+    def expect(self, block: int, slot: int, holder: Holder, position: int) -> None:
+        """That the holder's token at this position, after those before it, is there."""
+        history = holder.seed, tuple(holder.tokens[: position + 1])
+        assert self.content[block][slot] == history, "a block holds something else"
 
     def begin(self) -> None:
         """Somebody comes: often as others before."""
@@ -145,12 +226,49 @@ class World:
         holder = Holder(tokens, self.random.choice([SEED, seed_hash(b"other")]))
         found = self.cache.find(chain(tokens[:-1], holder.seed))
         self.num_found += len(found)
-        for number, block in enumerate(found):
-            history = tuple(tokens[: (number + 1) * BLOCK_SIZE])
-            assert self.content[block] == (holder.seed, history), "what was found is something else"
         self.cache.take(found)
         holder.blocks, holder.num_computed = list(found), len(found) * BLOCK_SIZE
         self.holders.append(holder)
+        if self.random.random() < 0.9:
+            self.copy_beginning(holder)
+
+    def copy_beginning(self, holder: Holder) -> None:
+        """It begins behind what it has in common with a block that goes on otherwise."""
+        first = holder.num_computed
+        hashes = [holder.seed, *chain(holder.tokens, holder.seed)]
+        tokens = holder.tokens[first : min(first + BLOCK_SIZE, len(holder.tokens) - 1)]
+        found = self.cache.find_beginning(hashes[len(holder.blocks)], tokens)
+        longest = self.longest_beginning(holder, first, len(tokens))
+        num_tokens = found[1] if found is not None else 0
+        assert num_tokens <= longest
+        assert num_tokens == longest or not self.tells_all
+        if found is None:
+            return
+        source = found[0]
+        self.cache.take((source,))
+        if self.allocator.free_count + self.cache.num_idle > 0:
+            self.cache.make_room(1)
+            (target,) = self.allocate(1)
+            self.content[target][:num_tokens] = self.content[source][:num_tokens]
+            holder.blocks.append(target)
+            holder.num_computed += num_tokens
+            self.num_copied += 1
+        self.cache.release((source,))
+
+    def longest_beginning(self, holder: Holder, first: int, limit: int) -> int:
+        """As what the blocks hold says."""
+        longest = 0
+        for block in self.cache.blocks():
+            for slot in range(limit):
+                if self.content[block][slot] != (holder.seed, tuple(holder.tokens[: first + slot + 1])):
+                    break
+                longest = max(longest, slot + 1)
+        return longest
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        blocks = self.allocator.allocate(num_blocks)
+        self.content |= {block: [None] * BLOCK_SIZE for block in blocks}
+        return blocks
 
     def go_on(self) -> None:
         """Somebody computes a few tokens, or says one more."""
@@ -166,13 +284,20 @@ class World:
             return
         if missing > 0:
             self.cache.make_room(missing)
-            holder.blocks += self.allocator.allocate(missing)
+            holder.blocks += self.allocate(missing)
+        for position in range(holder.num_computed, end):
+            block = holder.blocks[position // BLOCK_SIZE]
+            assert block not in self.cache.blocks(), "a cached block is written to"
+            history = holder.seed, tuple(holder.tokens[: position + 1])
+            self.content[block][position % BLOCK_SIZE] = history
         holder.num_computed = end
-        hashes = chain(holder.tokens[:end], holder.seed)
-        for number, block_hash in enumerate(hashes):
-            block = holder.blocks[number]
-            self.content[block] = (holder.seed, tuple(holder.tokens[: (number + 1) * BLOCK_SIZE]))
-            self.cache.add(block, block_hash)
+        last = holder.seed
+        for number, block_hash in enumerate(chain(holder.tokens[:end], holder.seed)):
+            self.cache.add(holder.blocks[number], block_hash)
+            if self.tells_all or self.random.random() < 0.5:
+                tokens = holder.tokens[number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
+                self.cache.tell_tokens(block_hash, last, tokens)
+            last = block_hash
 
     def end(self) -> None:
         """Somebody leaves, or has to."""
@@ -184,14 +309,16 @@ class World:
 def test_whatever_happens_what_is_found_is_what_was_computed():
     """Many small worlds, each of them checked after every step."""
     steps_a_world = 500
-    num_found = 0
+    num_found = num_copied = 0
     for number in range(NUM_STEPS // steps_a_world):
         world = World(num_blocks=random.Random(number).choice([4, 9, 24]), number=number)
         for _ in range(steps_a_world):
             world.step()
         num_found += world.num_found
+        num_copied += world.num_copied
         while world.holders:
             world.end()
         assert world.allocator.free_count + world.cache.num_idle == world.allocator.num_blocks
         world.allocator.check_integrity()
     assert num_found > NUM_STEPS // 100
+    assert num_copied > NUM_STEPS // 100

@@ -128,6 +128,35 @@ def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data, 
     assert torch.equal(again, content)
 
 
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), kind=st.sampled_from(KINDS), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_first_tokens_of_a_block_are_copied_in_all_layers_and_nothing_else_is_changed(data, kind, dtype):
+    kv = storage(kind, dtype)
+    everything = SequenceSpan(0, 1, BLOCKS * BLOCK_SIZE, tuple(range(BLOCKS)))
+    for layer in range(LAYERS):
+        written(kv, everything.blocks, BLOCKS * BLOCK_SIZE, layer)
+    source, target = data.draw(st.permutations(range(BLOCKS)))[:2]
+    num_tokens = data.draw(st.integers(1, BLOCK_SIZE))
+    before = torch.empty((BLOCKS, kv.size_bytes // BLOCKS), dtype=torch.uint8)
+    kv.copy_out(everything.blocks, before)
+    read = [kv.read(layer, kv.extent(everything)) for layer in range(LAYERS)]
+    expected = [[each.clone() for each in pair] for pair in read]
+
+    kv.copy_tokens(source, target, num_tokens)
+
+    for layer, pair in enumerate(expected):
+        for each, now in zip(pair, kv.read(layer, kv.extent(everything)), strict=True):
+            by_block = each.view(HEADS, BLOCKS, BLOCK_SIZE, DIM)
+            by_block[:, target, :num_tokens] = by_block[:, source, :num_tokens].clone()
+            assert torch.equal(now, each)
+    after = torch.empty_like(before)
+    kv.copy_out(everything.blocks, after)
+    unconcerned = [block for block in range(BLOCKS) if block != target]
+    assert torch.equal(after[unconcerned], before[unconcerned])
+    if num_tokens == BLOCK_SIZE:
+        assert torch.equal(after[target], before[source])
+
+
 def test_pools_whose_blocks_can_be_exchanged_have_equal_layouts():
     assert storage().layout == storage().layout == "float32[2, 2, 3, 4, 4]"
     layouts = {storage(kind, dtype).layout for kind in KINDS for dtype in (torch.float32, torch.bfloat16)}

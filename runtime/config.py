@@ -104,6 +104,13 @@ def parse_bytes(value: Any) -> int:
     raise ValueError("must be a size such as 512MiB, 2GB or a number of bytes")
 
 
+def _bytes_or_none(value: Any) -> int:
+    """The same, or 0."""
+    if value in (0, "0") and not isinstance(value, bool):
+        return 0
+    return parse_bytes(value)
+
+
 def _choice(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:
@@ -302,6 +309,12 @@ class ServeConfig:
         True,
         _flag,
         "compile kernels that generate faster on a CPU, in the background, where numba is installed",
+    )
+    prepack_bytes: int = _setting(
+        0,
+        _bytes_or_none,
+        "memory for a second copy of weights in oneDNN's order, for steps that it is faster for; 0: none",
+        metavar="SIZE",
     )
     trim_imports: bool = _setting(
         False,

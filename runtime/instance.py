@@ -403,16 +403,18 @@ class Instance:
         engine.start()
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
-        self._prepare_kernels(model)
+        self._prepare_backends(model, engine)
 
-    def _prepare_kernels(self, model: Decoder) -> None:
-        """Have generating computed faster than torch does it, when nothing else is left to do for the start."""
-        if not self.config.kernels or model.device.type != "cpu" or self._exact.exception() is not None:
+    def _prepare_backends(self, model: Decoder, engine: Engine) -> None:
+        """Have products computed faster than torch does it, when nothing else is left to do for the start."""
+        if model.device.type != "cpu" or self._exact.exception() is not None:
             return
-        from .kernels.prepare import prepare_kernels  # nothing that starts needs it
+        from .kernels.prepare import prepare_backends  # nothing that starts needs it
 
-        threads = self.config.threads or available_cores()
-        prepare_kernels(model, num_threads=threads, timeline=self.timeline, ended=self._closed)
+        source, pool_bytes = self._opened.result()[0], engine.options.kv_bytes
+        prepare_backends(
+            model, self.config, source, pool_bytes=pool_bytes, timeline=self.timeline, ended=self._closed
+        )
 
     def _start_embedder(self, model: Encoder) -> None:
         from .engine.embedder import Embedder  # imports torch

@@ -1,8 +1,8 @@
 """A decoder's layers for a few rows, with compiled kernels: what is faster than torch while tokens are generated.
 
 The weights stay where the loader has put them, and the cache stays the pool's: this is another way to compute the same
-step, which torch computes for prompts and wherever it is the faster one. Which that is, is measured once, when the
-kernels are made. The weights must be exact by then.
+step, which torch computes for prompts and wherever it is the faster one. Which that is, can be measured here, and is
+decided elsewhere (`choice.py`). The weights must be exact by then.
 
 Not for several threads: one step at a time, as everywhere with a model.
 """
@@ -23,6 +23,7 @@ import torch
 from ..engine.batch import SequenceSpan, StepBatch
 from ..kv.storage import KVStorage
 from . import records
+from .choice import SIZES, rows_of
 from .compile import kind_of_heads, kind_of_weights
 from .projection import CompiledProjection, NotCompiledError, Scratch, bits, expander
 from .records import LAYER_FIELDS, MAX_ROWS, PROJECTION_FIELDS
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
 
 NUM_TRIALS = 10
 LAYERS_A_TRIAL = 4
-SIZES = (1, 2, 4, 8, 16, 32)  # numbers of rows at which torch and these kernels are compared
 MAX_ALONE = 3  # steps in which the threads did not come together, before torch computes everything again
 
 # Where there is no OpenMP, numba's own pool of threads ends the process when two threads come to it at once.
 _pool = threading.Lock()
+
+Compute = Callable[
+    [int, int, torch.Tensor], torch.Tensor
+]  # layers [first, end) of rows, which may be changed
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ class DecoderKernels:
             NotCompiledError
         ):  # it alone may be stored in another dtype, and computed in it
             self._head = CompiledProjection(decoder.head, self._normed, self._scratch)
-        self._used_for: set[int] = set()  # numbers of rows
+        self._used_for: frozenset[int] = frozenset()  # numbers of rows
 
     @property
     def kinds(self) -> set[str]:
@@ -85,9 +89,28 @@ class DecoderKernels:
         weights = {kind_of_weights(part.bits) for part in self._quantised()}
         return {*weights, kind_of_heads(self._decoder.config.head_dim)}
 
+    def warm(self, num_rows: int) -> None:
+        """Have what steps of so many rows run compiled, or read from where it was kept: none has to wait for it."""
+        self._trial(num_rows)
+
     def measure(self, num_rows: int) -> tuple[float, float]:
-        """Compile for so many rows (one of SIZES) and compare: seconds of (these kernels, torch) for one layer.
-        What is faster is used from now on.
+        """Compile for so many rows and compare: seconds of (these kernels, torch) for one layer. Decides nothing."""
+        compute_here, compute_in_torch, x = self._trial(num_rows)
+        times_s = []
+        num_layers = min(LAYERS_A_TRIAL, len(self._layers))
+        for compute in (compute_here, compute_in_torch):
+            best_s = float("inf")
+            for trial in range(NUM_TRIALS):
+                rows, first = x.clone(), trial * num_layers % (len(self._layers) - num_layers + 1)
+                start_s = time.perf_counter()
+                compute(first, first + num_layers, rows)
+                best_s = min(best_s, (time.perf_counter() - start_s) / num_layers)
+            times_s.append(best_s)
+        return times_s[0], times_s[1]
+
+    def _trial(self, num_rows: int) -> tuple[Compute, Compute, torch.Tensor]:
+        """One step of so many sequences (one of SIZES) here and in torch, and what it begins with. Here it has been
+        done once, for the first layer and the head.
         """
         decoder, config = self._decoder, self._decoder.config
         kv = decoder.new_kv(num_rows, 16)
@@ -104,29 +127,24 @@ class DecoderKernels:
             self._compute_head(bits(x))
         own.layers(0, 1, x.clone())
 
-        def in_torch(first: int, end: int, x: torch.Tensor) -> None:
+        def in_torch(first: int, end: int, x: torch.Tensor) -> torch.Tensor:
             for layer in decoder.layers[first:end]:
                 x = layer(x, step)
+            return x
 
-        times_s = []
-        num_layers = min(LAYERS_A_TRIAL, len(self._layers))
-        for compute in (own.layers, in_torch):
-            best_s = float("inf")
-            for trial in range(NUM_TRIALS):
-                rows, first = x.clone(), trial * num_layers % (len(self._layers) - num_layers + 1)
-                start_s = time.perf_counter()
-                compute(first, first + num_layers, rows)
-                best_s = min(best_s, (time.perf_counter() - start_s) / num_layers)
-            times_s.append(best_s)
-        kernels_s, torch_s = times_s
-        if kernels_s < torch_s:
-            lower = max((size for size in SIZES if size < num_rows), default=0)
-            self.use_for(range(lower + 1, num_rows + 1))
-        return kernels_s, torch_s
+        return own.layers, in_torch, x
 
     def use_for(self, numbers: Iterable[int]) -> None:
-        """Compute steps of so many rows here."""
-        self._used_for.update(numbers)
+        """Compute steps of so many rows here, and no others."""
+        self._used_for = frozenset(numbers)
+
+    def use_at(self, sizes: Iterable[int]) -> None:
+        """Compute steps here of as many rows as these of SIZES stand for, and no others."""
+        self.use_for(rows_of(sizes))
+
+    def keep_to(self, sizes: Iterable[int]) -> None:
+        """The same, but of those only that it computes already."""
+        self._used_for &= rows_of(sizes)
 
     def is_used_for(self, num_rows: int) -> bool:
         return num_rows in self._used_for
@@ -169,7 +187,7 @@ class DecoderKernels:
             self._num_alone += 1
             if self._num_alone == MAX_ALONE:
                 logger.warning("of %d threads some never came; torch computes from now on", self._num_threads)
-                self._used_for.clear()
+                self._used_for = frozenset()
             kernel(self._team, 1)
 
     def _quantised(self) -> list[QuantizedLinear]:

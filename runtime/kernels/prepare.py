@@ -1,4 +1,4 @@
-"""Making a decoder's kernels beside the serving, once its weights are exact.
+"""Making a decoder faster beside the serving, once its weights are exact: its kernels, and what is packed.
 
 Compiling takes seconds where nothing was compiled before, and milliseconds where it was: what numba has compiled it
 keeps in a folder. Nobody waits for it: until the kernels are there torch computes everything, and where they cannot be
@@ -7,6 +7,7 @@ made it goes on doing so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -15,13 +16,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...loader.host import available_cores
 from ...loader.timeline import Timeline
+from .choice import SIZES, Figures, LinearBackend, covers, kernel_sizes
+from .kinds import kind_of_layer
 
 if TYPE_CHECKING:
+    from ...loader.sources.base import Source
+    from ..config import ServeConfig
     from ..models.decoder import Decoder
+    from .decoder import DecoderKernels
 
 MAX_COMPILE_S = 300.0
 POLL_S = 0.1
@@ -29,44 +37,113 @@ POLL_S = 0.1
 logger = logging.getLogger(__name__)
 
 
-def prepare_kernels(
-    decoder: Decoder, *, num_threads: int, timeline: Timeline, ended: threading.Event | None = None
-) -> bool:
-    """Gives the decoder its kernels. False, and a word on the timeline, when it goes on without them.
+def prepare_backends(
+    decoder: Decoder,
+    config: ServeConfig,
+    source: Source,
+    *,
+    pool_bytes: int,
+    timeline: Timeline,
+    ended: threading.Event,
+) -> None:
+    """Whatever makes this decoder faster than plain torch, as `config` has it: compiled kernels, and packed weights
+    (`prepack.py`) beside a KV pool of `pool_bytes`, whose memory may be promised more than taken. What `source` keeps
+    of measurements is read when the first of them is due. Blocks; the weights must be exact.
+    """
+    num_threads = config.threads or available_cores()
+    kept = functools.cache(functools.partial(_read_kept, source, num_threads))
+    layers = None
+    if config.kernels:
+        layers = prepare_kernels(decoder, num_threads=num_threads, timeline=timeline, ended=ended, kept=kept)
+    if config.prepack_bytes and not ended.is_set():
+        from .prepack import prepack  # few want it
 
-    Blocks for as long as compiling takes, which `ended` cuts short; the weights must be exact.
+        prepack(
+            decoder,
+            limit_bytes=config.prepack_bytes,
+            reserved_bytes=pool_bytes + (config.kv_host_bytes or 0),
+            layers=layers,
+            kept=kept,
+            timeline=timeline,
+            ended=ended,
+        )
+
+
+def _read_kept(source: Source, num_threads: int) -> Figures:
+    from .tuning import Machine, read_figures  # nobody needs it before
+
+    return read_figures(source, Machine.here(num_threads))
+
+
+def prepare_kernels(
+    decoder: Decoder,
+    *,
+    num_threads: int,
+    timeline: Timeline,
+    ended: threading.Event | None = None,
+    kept: Callable[[], Figures] = dict,
+) -> Figures | None:
+    """Gives the decoder its kernels, and returns what a layer takes with them and without. None, and a word on the
+    timeline, when it goes on without them.
+
+    Blocks for as long as compiling takes, which `ended` cuts short; the weights must be exact. Where `kept` has figures
+    of such layers nothing is measured.
     """
     ended = ended or threading.Event()
     with timeline.span("process", "compile kernels") as said:
-        _keep_somewhere()
+        keep_somewhere()
         try:
             from .compile import missing
-            from .decoder import SIZES, DecoderKernels, NotCompiledError
+            from .decoder import DecoderKernels, NotCompiledError
         except ImportError:
             said["outcome"] = "numba is not installed: pip install 'teneral[cpu]'"
-            return False
+            return None
         try:
             kernels = DecoderKernels(decoder, num_threads=num_threads)
-            _compile_elsewhere(missing(kernels.kinds), ended)
+            compile_elsewhere(missing(kernels.kinds), ended)
             if ended.is_set():
                 said["outcome"] = "the model was closed before"
-                return False
-            for num_rows in SIZES:
-                kernels_s, torch_s = kernels.measure(num_rows)
-                said[f"{num_rows} rows, ms a layer"] = f"{kernels_s * 1e3:.2f}, torch {torch_s * 1e3:.2f}"
+                return None
+            layer = kind_of_layer(decoder.layers[0])
+            figures = kept()
+            is_kept = covers(figures, layer, SIZES, (LinearBackend.TORCH, LinearBackend.KERNELS))
+            if is_kept:
+                for num_rows in SIZES:
+                    kernels.warm(num_rows)
+            else:
+                figures = {layer: measure_layer(kernels)}
+            said["choice"] = "kept beside the model" if is_kept else "measured"
+            for num_rows, times in figures[layer].items():
+                kernels_ms, torch_ms = (
+                    times[backend] / 1e6 for backend in (LinearBackend.KERNELS, LinearBackend.TORCH)
+                )
+                said[f"{num_rows} rows, ms a layer"] = f"{kernels_ms:.2f}, torch {torch_ms:.2f}"
         except NotCompiledError as error:
             said["outcome"] = str(error)
-            return False
+            return None
         except Exception as error:  # of a compiler, on a processor that we may not know: torch can do it all
             logger.exception("the kernels could not be made; torch computes everything")
             said["outcome"] = f"{type(error).__name__}: {error}"[:200]
-            return False
+            return None
         said["outcome"] = "used where they are faster"
+        kernels.use_at(kernel_sizes(figures, layer))
         kernels.install()
-        return True
+        return {layer: figures[layer]}
 
 
-def _compile_elsewhere(kinds: list[str], ended: threading.Event) -> None:
+def measure_layer(kernels: DecoderKernels) -> dict[int, dict[LinearBackend, int]]:
+    """What a layer takes, by number of rows."""
+    times_ns = {}
+    for num_rows in SIZES:
+        kernels_s, torch_s = kernels.measure(num_rows)
+        times_ns[num_rows] = {
+            LinearBackend.KERNELS: max(1, int(kernels_s * 1e9)),
+            LinearBackend.TORCH: max(1, int(torch_s * 1e9)),
+        }
+    return times_ns
+
+
+def compile_elsewhere(kinds: list[str], ended: threading.Event) -> None:
     """In a process of its own, for compiling holds Python up; what fails there fails here, too, and is told then."""
     if kinds:
         command = [sys.executable, "-m", "teneral.runtime.kernels.compile", *kinds]
@@ -78,7 +155,7 @@ def _compile_elsewhere(kinds: list[str], ended: threading.Event) -> None:
                     break
 
 
-def _keep_somewhere() -> None:
+def keep_somewhere() -> None:
     """Give numba a folder that it may write to: without one it compiles nothing, and reads nothing that it once kept.
 
     What an image brings along (`NUMBA_CACHE_DIR`) is copied if it cannot be written to: some MiB.

@@ -12,6 +12,8 @@ come from, nor what a request is.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,6 +100,7 @@ class Decoder:
         self.rope = RopeTable(config.rope, config.max_context, self.dtype)
         self.kernels: DecoderKernels | None = None  # for a few rows, once somebody has made them
         self.device_kernels: DeviceKernels | None = None  # for all steps on a CUDA device, likewise
+        self._changes: deque[Callable[[], None]] = deque()
         self.weights_gate = weights.gate(weights.names())
         self._weights = weights
 
@@ -162,6 +165,17 @@ class Decoder:
     def begin(self, batch: StepBatch, kv: KVPool, *, on_layer: OnLayer | None = None) -> ForwardPass:
         """The same step with exact weights, to be taken layer by layer as they come."""
         return ForwardPass(self, batch, kv, on_layer=on_layer)
+
+    def between_steps(self, change: Callable[[], None]) -> None:
+        """Have this done before the next step begins, by the thread that computes it: a layer is not to be exchanged
+        under a step. Any thread may call it; the change must neither take long nor raise.
+        """
+        self._changes.append(change)
+
+    def make_changes(self) -> None:
+        """Do what waits for a moment between steps: for whoever begins one."""
+        while self._changes:
+            self._changes.popleft()()
 
     def want(self, tokens: torch.Tensor, tier: Tier) -> None:
         """Have what a forward pass over these tokens begins with sent for, up to this tier. Returns at once."""

@@ -120,6 +120,7 @@ class ForwardPass:
         decoder, stage = self._decoder, self.stage
         self.stage += 1
         if stage == 0:
+            decoder.make_changes()
             self._x = decoder.embeddings(self.batch.tokens)
             return "embed"
         assert self._x is not None

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from ..errors import ModelError
 from .converted import take_converted
 from .expanded import ExpandedLinear
+from .packed import PackedWeight
 from .parameters import Parameters
 from .quantized import RUN, QuantizedLinear
 
@@ -28,15 +29,23 @@ Projection = Callable[[torch.Tensor], torch.Tensor]  # (T, in) → (T, out)
 
 
 class Linear:
-    """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None."""
+    """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None.
 
-    __slots__ = ("bias", "weight")
+    `packed` is a copy of the weights that is faster for some numbers of rows, once somebody has made it. To be
+    exchanged between steps (`Decoder.between_steps`).
+    """
+
+    __slots__ = ("bias", "packed", "weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.packed: PackedWeight | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self.packed
+        if packed is not None and packed.takes(len(x)):
+            return packed(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 

@@ -22,6 +22,7 @@ from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress, format_bytes
 from ..errors import ModelError
 from ..files import ModelFiles
+from ..kv.kinds import KVKind
 from ..models.build import build_model
 from ..models.compute_dtype import ComputePolicy
 from ..models.decoder import Decoder
@@ -29,6 +30,8 @@ from .decoders import DecoderQuality, compare_decoders
 from .evaluate import WORK_BYTES, OnProgress, check_max_tokens
 from .inputs import InputReader
 from .report import aligned, decoder_rows, describe_text, quality_json
+from .sequences import Steps
+from .served import Computing, check_kernels_can_be_made, install_kernels
 from .text import EvaluationText
 from .tiers import TieredWeights, usable_tiers
 
@@ -60,6 +63,7 @@ class AgainstReport:
     original: Size
     text: EvaluationText
     num_tokens: int
+    computing: Computing
     quality: DecoderQuality
 
     def as_json(self) -> dict[str, Any]:
@@ -69,6 +73,7 @@ class AgainstReport:
             "artifact": asdict(self.artifact),
             "original": asdict(self.original),
             "text": {"file": self.text.name, "tokens": self.num_tokens},
+            "computed": asdict(self.computing),
             "quality": quality_json(self.quality),
         }
 
@@ -78,6 +83,7 @@ class AgainstReport:
             f"artifact   {self.artifact.url}",
             f"original   {self.original.url}",
             f"text       {describe_text(self.text, self.num_tokens)}",
+            f"computed   {self.computing.describe()}",
         ]
         rows = [
             ("", "original", "artifact"),
@@ -94,16 +100,22 @@ def evaluate_against(
     text: EvaluationText,
     *,
     max_tokens: int = 2048,
+    as_served: bool = False,
+    kv: KVKind = KVKind.MODEL,
     threads: int | None = None,
     progress: OnProgress | None = None,
 ) -> AgainstReport:
     """Compare what `artifact` and `original`, both with all their bits, make of the text's first `max_tokens` tokens.
 
-    Either is a packed artifact or a directory of safetensors. Blocks; `progress` is called from this thread. torch
-    computes with all cores at hand from then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` where
-    the two do not fit, `ModelError` for what cannot be run or is of another vocabulary, and the sources' errors.
+    Either is a packed artifact or a directory of safetensors. With `as_served` the artifact is computed as a server
+    computes what it generates, by compiled kernels (`served.py`); `kv` is how its keys and values lie. Blocks;
+    `progress` is called from this thread. torch computes with all cores at hand from then on. Raises `UsageError` for
+    an encoder and where there are no kernels, `InsufficientMemoryError` where the two do not fit, `ModelError` for what
+    cannot be run or is of another vocabulary, and the sources' errors.
     """
     check_max_tokens(max_tokens)
+    if as_served:
+        check_kernels_can_be_made()
     torch.set_num_threads(available_cores())
     manifests = [open_artifact(each.source, digest=each.digest) for each in (artifact, original)]
     check_fits(
@@ -114,24 +126,34 @@ def evaluate_against(
     )
     total_bytes = sum(part.size_bytes for manifest in manifests for part in manifest.parts)
     count = _Counter(progress, total_bytes)
-    ours, theirs = (
-        _Model(each.source, manifest, threads, count)
-        for each, manifest in zip((artifact, original), manifests, strict=True)
-    )
-    if ours.decoder.config.vocab_size != theirs.decoder.config.vocab_size:
-        raise ModelError(
-            f"the artifact knows {ours.decoder.config.vocab_size} tokens, and the original "
-            f"{theirs.decoder.config.vocab_size}",
-            hint="Give what the artifact was made of.",
-        )
+    ours = _Model(artifact.source, manifests[0], threads, count)
+    steps = install_kernels(ours.decoder, ours.size.url) if as_served else Steps()
+    steps.kv = kv
+    theirs = _Model(original.source, manifests[1], threads, count)
+    _check_comparable(ours.decoder, theirs.decoder)
     read = InputReader(theirs.files).for_decoder(text, max_tokens)
+    quality = compare_decoders(ours.decoder, theirs.decoder, read.tokens, prefix=read.prefix, steps=steps)
     return AgainstReport(
         artifact=ours.size,
         original=theirs.size,
         text=text,
         num_tokens=len(read.tokens),
-        quality=compare_decoders(ours.decoder, theirs.decoder, read.tokens, prefix=read.prefix),
+        computing=Computing.of(ours.decoder, steps),
+        quality=quality,
     )
+
+
+def _check_comparable(ours: Decoder, theirs: Decoder) -> None:
+    """Raises `ModelError` for models that one was not made of the other."""
+    for what, our_count, their_count in (
+        ("knows {} tokens", ours.config.vocab_size, theirs.config.vocab_size),
+        ("has hidden states of {} numbers", ours.config.hidden_size, theirs.config.hidden_size),
+    ):
+        if our_count != their_count:
+            raise ModelError(
+                f"the artifact {what.format(our_count)}, and the original {their_count}",
+                hint="Give what the artifact was made of.",
+            )
 
 
 class _Counter:

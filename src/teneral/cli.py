@@ -256,6 +256,7 @@ def _eval(options: argparse.Namespace) -> int:
     from .runtime.quality.text import read_text
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.kv.kinds import KVKind
     from .runtime.quality.against import Candidate, evaluate_against
 
     text = read_text(options.text)
@@ -270,9 +271,27 @@ def _eval(options: argparse.Namespace) -> int:
             candidate(options.against),
             text,
             max_tokens=options.max_tokens,
+            as_served=options.as_served,
+            kv=KVKind(options.kv_dtype),
             threads=options.threads,
             progress=bar.update,
         )
+    _print_json(report.as_json()) if options.json else print(report.render())
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from .loader.pin import split_pin
+    from .loader.sources.open import open_store
+    from .loader.tools.progress_bar import ProgressBar
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as a server's, before torch is imported
+    from .runtime.kernels.tune import tune
+
+    address, digest = split_pin(options.artifact)
+    store = open_store(address, _source_options(options))
+    with ProgressBar("reading", quiet=options.quiet) as bar:
+        report = tune(store, digest=digest, threads=options.threads, progress=bar.update)
     _print_json(report.as_json()) if options.json else print(report.render())
     return 0
 
@@ -448,6 +467,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "eval-draft": _eval_draft,
     "eval": _eval,
+    "tune": _tune,
     "serve": _serve,
     "standby": _standby,
     "invoke": _invoke,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
+from functools import partial
 
 SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, http(s)://"
 
@@ -12,17 +15,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """What was asked for; `command` names it. Ends the process, as argparse does, where that cannot be meant."""
     from . import __version__
 
+    # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.
+    formatter = partial(argparse.HelpFormatter, width=_columns() - 2)
     parser = argparse.ArgumentParser(
         prog="teneral",
+        formatter_class=formatter,
         description="Serve models from object storage that answer while their weights are still arriving.",
     )
     parser.add_argument("--version", action="version", version=f"teneral {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="command", prog="teneral"
+    )
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
-    for name, (help_text, add_flags) in COMMANDS.items():
+    # Who asks for a command by name gets to see no other's flags or help.
+    names = (chosen,) if arguments[:1] == [chosen] and chosen in COMMANDS else tuple(COMMANDS)
+    for name in names:
+        help_text, add_flags = COMMANDS[name]
         command = commands.add_parser(
-            name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            formatter_class=formatter,
         )
         if name == chosen:
             command.add_argument(
@@ -30,6 +44,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             )
             add_flags(command)
     return parser.parse_args(arguments)
+
+
+def _columns() -> int:
+    """Of the terminal; COLUMNS says otherwise."""
+    text = os.environ.get("COLUMNS", "")
+    if text.isascii() and text.isdigit() and int(text[:6]) > 0:
+        return int(text[:6])
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno() if sys.__stdout__ else -1).columns or 80
+    except (OSError, ValueError):  # no terminal, or no output at all
+        return 80
 
 
 def _pack(command: argparse.ArgumentParser) -> None:
@@ -119,7 +144,21 @@ def _eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--against", metavar="ORIGINAL", required=True, help="what it was made of: another of the two"
     )
+    command.add_argument(
+        "--as-served",
+        action="store_true",
+        help="compute ARTIFACT as a server computes what it generates: by compiled kernels, up to 32 tokens a step",
+    )
+    command.add_argument(
+        "--kv-dtype", choices=("model", "int8"), default="model", help="of ARTIFACT's keys and values"
+    )
     _add_text_flags(command)
+
+
+def _tune(command: argparse.ArgumentParser) -> None:
+    command.add_argument("artifact", metavar="MODEL", help="an artifact, or a directory of safetensors")
+    command.add_argument("--json", action="store_true", help="for machines")
+    _add_work_flags(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
@@ -309,6 +348,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
     "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
     "eval": ("measure how much of a model a smaller version of it keeps", _eval),
+    "tune": ("measure which way to compute is the fastest here, and keep it beside the model", _tune),
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),

@@ -88,16 +88,20 @@ def test_rows_beyond_the_kernels_are_computed_by_torch():
     assert torch.equal(Stepper(decoder).step({"a": prompt_of(max(SIZES) + 1)})["a"][:-1], expected[:-1])
 
 
-def test_a_measurement_decides_who_computes():
+def test_a_measurement_decides_nothing_and_a_size_stands_for_the_numbers_below():
     decoder, _ = decoders("qwen2")
     kernels = with_kernels(decoder, everywhere=False)
-    assert not any(kernels.is_used_for(num_rows) for num_rows in range(1, 10))
 
     kernels_s, torch_s = kernels.measure(4)
 
-    assert kernels.is_used_for(3) == kernels.is_used_for(4) == (kernels_s < torch_s)
-    assert not kernels.is_used_for(2)
-    assert not kernels.is_used_for(5)
+    assert kernels_s > 0
+    assert torch_s > 0
+    assert not any(kernels.is_used_for(num_rows) for num_rows in range(1, 40))
+    kernels.use_at([4, 32])
+    used = [num_rows for num_rows in range(1, 40) if kernels.is_used_for(num_rows)]
+    assert used == [3, 4, *range(17, 33)]
+    kernels.keep_to([1, 4])
+    assert [num_rows for num_rows in range(1, 40) if kernels.is_used_for(num_rows)] == [3, 4]
 
 
 def test_a_model_in_fp32_goes_on_with_torch_and_the_timeline_says_why():
@@ -149,7 +153,7 @@ def test_kernels_that_an_image_brings_are_copied_to_where_numba_may_write(tmp_pa
     monkeypatch.setattr(prepare.os, "access", lambda *_: False)
     monkeypatch.setattr(prepare.tempfile, "tempdir", str(tmp_path))
 
-    prepare._keep_somewhere()
+    prepare.keep_somewhere()
 
     own = Path(os.environ["NUMBA_CACHE_DIR"])
     assert own.parent == tmp_path

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teneral.runtime.kernels.prepare import _compile_elsewhere
+from teneral.runtime.kernels.prepare import compile_elsewhere
 
 pytest.importorskip("numba", reason="kernels are compiled with numba")
 
@@ -16,5 +16,5 @@ def test_what_nobody_wants_any_more_is_not_compiled(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     ended = threading.Event()
     ended.set()
-    _compile_elsewhere(["heads:64"], ended)
+    compile_elsewhere(["heads:64"], ended)
     assert not list(tmp_path.rglob("*.nbi"))

@@ -104,6 +104,14 @@ def test_models_of_different_vocabularies_are_refused(folder, capsys, tmp_path):
     )
 
 
+def test_models_of_different_widths_are_refused(folder, capsys, tmp_path):
+    save_tiny("llama", tmp_path, dtype=torch.bfloat16, hidden_size=32, num_hidden_layers=1)
+
+    assert "has hidden states of 64 numbers, and the original 32" in fails(
+        capsys, 12, str(folder / "int8"), "--against", str(tmp_path)
+    )
+
+
 def test_too_few_tokens_are_refused(folder, capsys):
     both = [str(folder / "int8"), "--against", str(folder / "original")]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests.support.artifacts import BuiltArtifact, build_artifact
@@ -67,9 +65,9 @@ def test_tensors_that_were_taken_before_a_tier_came_get_its_values(built):
 def test_a_tier_is_usable_when_no_tensor_is_without_values(built):
     assert usable_tiers(built.manifest) == [Tier.DRAFT, Tier.REFINE]
     late = tuple(
-        replace(part, tier=Tier.REFINE) if part.group == 1 else part for part in built.manifest.parts
+        part._replace(tier=Tier.REFINE) if part.group == 1 else part for part in built.manifest.parts
     )
-    assert usable_tiers(replace(built.manifest, parts=late)) == [Tier.REFINE]
+    assert usable_tiers(built.manifest._replace(parts=late)) == [Tier.REFINE]
 
 
 def test_every_part_of_a_tier_is_told_once(built):

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,7 @@ def _load(url: str, connections: int, *, hedges: bool) -> dict[str, Any]:
     except TeneralError as error:
         return {"error": type(error).__name__, "message": str(error)}
     refetched = load.statistics().num_refetched_parts
-    return {"elapsed_s": elapsed_s, "num_refetched_parts": refetched, **asdict(source.statistics())}
+    return {"elapsed_s": elapsed_s, "num_refetched_parts": refetched, **source.statistics()._asdict()}
 
 
 if __name__ == "__main__":

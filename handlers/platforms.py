@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..loader.errors import UsageError
 
@@ -28,8 +28,7 @@ class Platform(enum.StrEnum):
     LAMBDA = "lambda"
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(NamedTuple):
     """`drain_timeout_s` is what stays below the time between the platform's SIGTERM and its SIGKILL."""
 
     drain_timeout_s: float = 8.0

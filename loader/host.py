@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_ROOT = "/sys/fs/cgroup"
 
 
-def available_cores(cgroup_root: Path = CGROUP_ROOT) -> int:
+def available_cores(cgroup_root: str | os.PathLike[str] = CGROUP_ROOT) -> int:
     """Cores that this process may use: its affinity, bounded by the cgroup's CPU quota (v2, then v1), at
     least 1.
 
@@ -21,15 +20,20 @@ def available_cores(cgroup_root: Path = CGROUP_ROOT) -> int:
     return max(1, min(cores, math.ceil(quota)) if quota else cores)
 
 
-def _quota(root: Path) -> float | None:
+def _quota(root: str | os.PathLike[str]) -> float | None:
     try:
-        limit, period = (root / "cpu.max").read_text().split()
+        limit, period = _read(root, "cpu.max").split()
         return None if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):
         pass  # no cgroup v2, or no controller here: look for v1
     try:
-        limit_us = int((root / "cpu" / "cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu" / "cpu.cfs_period_us").read_text())
+        limit_us = int(_read(root, "cpu", "cpu.cfs_quota_us"))
+        period_us = int(_read(root, "cpu", "cpu.cfs_period_us"))
         return limit_us / period_us if limit_us > 0 else None
     except (OSError, ValueError):
         return None
+
+
+def _read(root: str | os.PathLike[str], *names: str) -> str:
+    with open(os.path.join(root, *names), encoding="ascii") as file:
+        return file.read()

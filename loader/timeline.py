@@ -14,21 +14,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_SPANS = 50_000  # an 80-layer model needs about 6,000; beyond the bound new spans are counted, not kept
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Half-open [start_s, end_s) since process start. A mark has end_s == start_s."""
 
     lane: str
     name: str
     start_s: float
     end_s: float
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any]
 
 
 class Timeline:

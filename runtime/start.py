@@ -16,12 +16,12 @@ from ..loader.stream.launch import Launched, Task, launch
 from ..loader.stream.prepare import Prepared, is_possible
 from ..loader.timeline import Timeline
 from .config import ServeConfig
-from .text.launch import LaunchedTokenizer, TokenizerTask, launch_tokenizer
 
 if TYPE_CHECKING:
     from ..loader.device.base import Device
     from ..loader.stream.device_load import DeviceLoad
     from ..loader.stream.process_load import ProcessLoad
+    from .text.launch import LaunchedTokenizer
     from .text.remote import TokenizerProcess
 
 
@@ -92,13 +92,13 @@ def send_for(
     source, options = config.source_options, config.load_options
     device = choose_device(config.device)
     prepared = prepared or Prepared(fork=fork)
-    return SentFor(
-        launch(Task(address, digest, source, options, timeline.started_at, device), prepared),
-        launch_tokenizer(
-            TokenizerTask(address, source, options, timeline.started_at), files=prepared.files, fork=fork
-        ),
-        config.kernel_dir,
+    load = launch(Task(address, digest, source, options, timeline.started_at, device), prepared)
+    from .text.launch import TokenizerTask, launch_tokenizer  # the weights are sent for without it
+
+    tokenizer = launch_tokenizer(
+        TokenizerTask(address, source, options, timeline.started_at), files=prepared.files, fork=fork
     )
+    return SentFor(load, tokenizer, config.kernel_dir)
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:

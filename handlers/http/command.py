@@ -25,13 +25,15 @@ from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
 from ...runtime.start import SentFor, send_for
 from ..platforms import TRAITS, Platform, platform_of
-from .limits import SEND_BUFFER_BYTES
 
 if TYPE_CHECKING:
     from ...loader.stream.prepare import Prepared
     from ...runtime.instance import Instance
 
 BACKLOG = 1024
+# Of a stream, what a client may leave unread in the kernel, which would let it grow to megabytes. Linux takes twice the
+# number, for what it needs beside the bytes.
+SEND_BUFFER_BYTES = 64 << 10
 
 
 def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:

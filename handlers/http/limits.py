@@ -14,10 +14,9 @@ MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
 # Ours, for a head as a whole.
 MAX_HEAD_BYTES = 64 << 10
-# Of a stream, what a client may leave unread: in this process, and in the kernel, which would let it grow to megabytes
-# (Linux takes twice the number, for what it needs beside the bytes). Written in pieces, with a look between any two.
+# Of a stream, what a client may leave unread in this process (in the kernel: `command.SEND_BUFFER_BYTES`). Written in
+# pieces, with a look between any two.
 MAX_UNSENT_BYTES = 64 << 10
-SEND_BUFFER_BYTES = 64 << 10
 PIECE_BYTES = 16 << 10
 # Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first
 # must not be us, or a request that is on its way meets a closed socket.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
+from ..side_by_side import map_side_by_side
 from ..sources.base import ObjectInfo, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from .limits import MAX_SMALL_FILE_BYTES
@@ -93,16 +93,14 @@ _CONVERT_HINT = (
 _CONNECTIONS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor and the number of the shard whose bytes [entry.begin, entry.end) are its content."""
 
     entry: Entry
     shard: int
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checked directory. `shards` and `files` carry the versions that were seen, so changes are noticed."""
 
     url: str
@@ -124,8 +122,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     """
     found = _find_objects(source)
     shards = _choose_shards(source, found)
-    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="teneral-header") as pool:
-        headers = list(pool.map(lambda info: read_header(source, info), shards.infos))
+    headers = map_side_by_side(lambda info: read_header(source, info), shards.infos, num_threads=_CONNECTIONS)
     tensors = _merge(shards.infos, headers)
     _check_index(shards.weight_map, tensors, shards.infos)
     metadata: dict[str, str] = {}
@@ -244,15 +241,13 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
             return None
 
     names = (SINGLE_NAME, INDEX_NAME, *SMALL_FILES, "pytorch_model.bin", "pytorch_model.bin.index.json")
-    with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="teneral-look") as pool:
-        found = [info for info in pool.map(look, names) if info is not None]
+    found = [info for info in map_side_by_side(look, names, num_threads=_CONNECTIONS) if info is not None]
     if not found and denied:
         raise denied[0]
     return {info.name: info for info in found}
 
 
-@dataclass(frozen=True, slots=True)
-class _Shards:
+class _Shards(NamedTuple):
     infos: tuple[ObjectInfo, ...]
     weight_map: Mapping[str, str]  # tensor → shard name, as the index says; empty without one
 

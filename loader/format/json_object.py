@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import FormatError, ManifestError, UsageError
 from ..sources.base import check_name
@@ -29,8 +28,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A kind of JSON document: its object's name, and what is raised about one that is wrong, and advised."""
 
     name: str
@@ -112,9 +110,9 @@ class JsonObject:
         refuse = document.refuse
         if type(value) is not dict:
             refuse("it is not a JSON object", where)
-        if missing := sorted(keys - value.keys()):
-            refuse(f"key {missing[0]!r} is missing", where)
-        if len(value) > len(keys):
+        if value.keys() != keys:
+            if missing := sorted(keys - value.keys()):
+                refuse(f"key {missing[0]!r} is missing", where)
             unknown = next(key for key in value if key not in keys)
             refuse(f"key {unknown[:40]!r} is unknown", where, hint=document.newer)
         self._value: dict[str, Any] = value
@@ -140,12 +138,13 @@ class JsonObject:
 
     def one_of(self, key: str, names: Mapping[str, T]) -> T:
         """What a text stands for. One that is not among `names` may be a newer version's."""
-        text = self.text(key)
-        if text not in names:
+        given = self._value[key]
+        if type(given) is not str or given not in names:
+            text = self.text(key)
             self._document.refuse(
                 f"{text[:40]!r} is not one of {', '.join(names)}", self._place(key), hint=self._document.newer
             )
-        return names[text]
+        return names[given]
 
     def found(self, key: str, find: Callable[[str], T | None]) -> T:
         """What a text stands for. One that `find` knows nothing of may be a newer version's."""

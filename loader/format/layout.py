@@ -7,7 +7,7 @@ model has the same slabs whichever way it comes. Knows no files, planes or codec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .grouping import group_tensors
 from .manifest import (
@@ -28,13 +28,12 @@ MAX_FINE_PARTS = 256
 DtypeAndShape = tuple[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Elements [start, start + count) of a tensor."""
 
     tensor: Tensor
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of tuples, which nobody calls
 
     @property
     def offset_bytes(self) -> int:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from .encoding import Encoding as Encoding  # noqa: PLC0414 - all values of a manifest are found here
@@ -55,8 +54,7 @@ class Plane(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements [start, start + count) of tensor number `tensor`.
 
     For sub-byte dtypes an element is one stored byte.
@@ -64,19 +62,18 @@ class Segment:
 
     tensor: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of tuples, which nobody calls
     planes: tuple[Plane, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`. `digest` is BLAKE3-256.
 
     `digest` is None only where the bytes were never packed (plain safetensors): nothing says then what they
     should be.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # as in `Segment`
     tier: Tier
     group: int
     blob: int
@@ -86,11 +83,10 @@ class Part:
     segments: tuple[Segment, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One tensor as its model knows it. `offset_bytes` is its place in its group's slab."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # as in `Segment`
     name: str
     dtype: str  # a key of DTYPE_BITS
     shape: tuple[int, ...]
@@ -113,11 +109,10 @@ class Tensor:
         return self.size_bytes // self.element_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """A layer group: what a forward pass needs at one step. `tensors` are indices, in slab order."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # as in `Segment`
     name: str
     tensors: tuple[int, ...]
     slab_bytes: int
@@ -143,13 +138,7 @@ class File(NamedTuple):
     digest: bytes | None
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """Everything a reader needs to allocate, fetch, verify and decode.
-
-    Parts stand in the order of the format: all parts of a tier before those of the next, each in forward order.
-    """
-
+class _Manifest(NamedTuple):
     generator: str
     blobs: tuple[Blob, ...]
     files: tuple[File, ...]
@@ -159,6 +148,13 @@ class Manifest:
     aliases: dict[str, str]  # name → name of the tensor that it shares its storage with
     metadata: dict[str, str]  # safetensors' __metadata__, merged
     digest: bytes | None = None  # BLAKE3-256 of the stored manifest; None when it was made from safetensors
+
+
+class Manifest(_Manifest):
+    """Everything a reader needs to allocate, fetch, verify and decode.
+
+    Parts stand in the order of the format: all parts of a tier before those of the next, each in forward order.
+    """
 
     @cached_property
     def by_name(self) -> dict[str, Tensor]:
@@ -174,7 +170,7 @@ class Manifest:
 
     def without_weights(self) -> Manifest:
         """The manifest for who reads small files only."""
-        return replace(self, blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
+        return self._replace(blobs=(), groups=(), tensors=(), parts=(), aliases={}, metadata={})
 
     def stored_bytes(self, tier: Tier) -> int:
         return sum(part.size_bytes for part in self.parts if part.tier is tier)
@@ -227,6 +223,7 @@ def frame_counts(count: int) -> list[int]:
     return [FRAME_ELEMENTS] * full + ([rest] if rest else [])
 
 
+@cache  # of the few encodings that there are: every segment is asked about
 def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
     """Of each plane that an element is cut into in a tier: how many elements share one of its bytes.
 

@@ -215,8 +215,9 @@ def _parse_segment(value: Any, where: str) -> Segment:
         are_integers = type(tensor) is type(start) is type(count) is int
         if (
             are_integers
-            and min(tensor, start, count) >= 0
-            and max(tensor, start, count) <= MAX_INTEGER
+            and 0 <= tensor <= MAX_INTEGER
+            and 0 <= start <= MAX_INTEGER
+            and 0 <= count <= MAX_INTEGER
             and type(planes) is list
             and len(planes) <= MAX_PLANES
         ):

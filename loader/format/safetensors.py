@@ -13,7 +13,6 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import CheckpointError
@@ -48,8 +47,7 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor, whose content is bytes [begin, end) counted from the start of the file."""
 
     name: str
@@ -63,8 +61,7 @@ class Entry:
         return self.end - self.begin
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(NamedTuple):
     """A checked header. `entries` stand in the order of their bytes, which begin at `data_start`."""
 
     where: str

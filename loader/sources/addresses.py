@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from .http_head import Origin
@@ -19,13 +18,15 @@ MAX_AGE_S = 30.0  # stores change their addresses by the minute
 Address: TypeAlias = tuple[socket.AddressFamily, int, tuple[Any, ...]]  # family, protocol, what to connect to
 
 
-@dataclass
 class _Entry:
     """A host's addresses in turn; those that `failed` come last, in whatever turn."""
 
-    addresses: list[Address]
-    resolved_s: float
-    failed: set[Address] = field(default_factory=set)
+    __slots__ = ("addresses", "failed", "resolved_s")
+
+    def __init__(self, addresses: list[Address], resolved_s: float) -> None:
+        self.addresses = addresses
+        self.resolved_s = resolved_s
+        self.failed: set[Address] = set()
 
 
 class AddressBook:

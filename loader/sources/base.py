@@ -10,17 +10,15 @@ Every implementation passes the one contract suite in `tests/loader/test_source_
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from ..errors import UsageError
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(NamedTuple):
     """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for files)."""
 
     name: str
@@ -28,8 +26,7 @@ class ObjectInfo:
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
+class SourceOptions(NamedTuple):
     """How to reach a store. Only the fields that a source's kind knows are used; times are in seconds."""
 
     endpoint_url: str | None = None
@@ -44,7 +41,11 @@ class SourceOptions:
     hedge_after_s: float = 0.25  # a range that is so long behind the others is asked for twice; 0: never
     max_attempts: int = 6  # … that fail without getting on
     max_connections: int = 8
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # may hold secrets
+    headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in self._asdict().items() if name != "headers")
+        return f"SourceOptions({', '.join(shown)})"
 
 
 class Source(Protocol):

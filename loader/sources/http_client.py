@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from ..errors import ChangedError, FormatError, SourceError, TeneralError, UnavailableError, UsageError
@@ -131,7 +130,7 @@ class HttpClient:
             self._retrying.until_done(name, lambda fresh: read.run(fresh=fresh), lambda: wanted.done)
 
     def statistics(self) -> HttpStatistics:
-        return replace(self._tally.counts(), connections_opened=self._pool.statistics().opened)
+        return self._tally.counts()._replace(connections_opened=self._pool.statistics().opened)
 
     def rest(self) -> None:
         self._pool.rest()

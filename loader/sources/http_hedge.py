@@ -8,7 +8,6 @@ version of one object, so where they overlap they write the same bytes to the sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ..errors import UnavailableError
@@ -25,12 +24,14 @@ RECOVERED_BYTES = 64 * 1024  # what an answer that was behind must bring to win 
 T = TypeVar("T")
 
 
-@dataclass
 class Answer:
     """A right answer's body that has begun. `done` is how far the range is filled by it."""
 
-    connection: Connection
-    done: int
+    __slots__ = ("connection", "done")
+
+    def __init__(self, connection: Connection, done: int) -> None:
+        self.connection = connection
+        self.done = done
 
 
 def first_to_answer(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class HttpStatistics:
+class HttpStatistics(NamedTuple):
     """Of one source, since it was opened. `wasted_bytes / received_bytes` tells what its care has cost."""
 
     requests: int = 0  # sent, those included that were retries, hedges or redirects
@@ -25,7 +24,7 @@ class Tally:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._counts = dict.fromkeys((each.name for each in fields(HttpStatistics)), 0)
+        self._counts = dict.fromkeys(HttpStatistics._fields, 0)
         self._lock = threading.Lock()
 
     def add(self, **counts: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,8 +22,7 @@ _HOST_LABEL = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")  # with a dot, TLS'
 _REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
-@dataclass(frozen=True, slots=True)
-class S3Settings:
+class S3Settings(NamedTuple):
     """How to reach S3, from options, environment and the profile's configuration, in that order."""
 
     region: str

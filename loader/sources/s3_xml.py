@@ -7,7 +7,7 @@ that a hostile server could make expensive. The caller bounds their size.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import unquote_plus
 
 from ..errors import FormatError
@@ -17,8 +17,7 @@ _ENTITY = re.compile(r"&(#x[0-9a-fA-F]{1,6}|#[0-9]{1,7}|lt|gt|amp|quot|apos);")
 _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 
 
-@dataclass(frozen=True, slots=True)
-class S3Problem:
+class S3Problem(NamedTuple):
     """What an error document says; '' where it says nothing."""
 
     code: str
@@ -26,15 +25,13 @@ class S3Problem:
     region: str
 
 
-@dataclass(frozen=True, slots=True)
-class ListedObject:
+class ListedObject(NamedTuple):
     key: str
     size_bytes: int
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
-class ListPage:
+class ListPage(NamedTuple):
     objects: tuple[ListedObject, ...]
     next_token: str | None
 

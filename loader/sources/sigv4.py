@@ -12,7 +12,7 @@ import hmac
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import quote
 
 from .http_head import Headers
@@ -24,13 +24,15 @@ _SCOPE = re.compile(r"Credential=[^/,]+/\d{8}/([^/,]+)/s3/")
 Query = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(NamedTuple):
     """Long-lived, or with a session token. Their secrets are not shown."""
 
     access_key_id: str
-    secret_access_key: str = field(repr=False)
-    session_token: str | None = field(default=None, repr=False)
+    secret_access_key: str
+    session_token: str | None = None
+
+    def __repr__(self) -> str:
+        return f"Credentials(access_key_id={self.access_key_id!r})"
 
 
 def encode_path(key: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from ..errors import FormatError, IntegrityError, TeneralError
 from ..format.manifest import Manifest, Part
 from .trace import describe_part
@@ -26,6 +24,8 @@ def blame_part(
             f"{where} could not be loaded: {type(error).__name__}: {error}",
             hint="This is a defect of the loader or of its source; please report it.",
         )
+    import copy  # only on the way to an error
+
     blamed = copy.copy(error)
     blamed.message = f"{where} could not be loaded: {error.message}"
     blamed.args = (blamed.message,)

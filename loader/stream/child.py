@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
-HEAD_START_S = 5e-3  # for asking for the manifest: the imports would share the GIL with that
+HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
+PLAIN_SIGNS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # of a store that may do without TLS
 SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
 
 
@@ -52,6 +54,8 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     # While the parent reads its flags: most models are in such a store.
     from ..sources import s3  # noqa: F401
 
+    if not any(os.environ.get(name) for name in PLAIN_SIGNS) and not _has_come(sock):
+        import ssl  # noqa: F401 - 10 ms, in which nothing else is to be done
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
@@ -62,6 +66,13 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
         reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
     os._exit(0)
+
+
+def _has_come(sock: socket.socket) -> bool:
+    """Whether there is something to be read."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: _Inbox) -> None:
@@ -186,6 +197,7 @@ def _tell_of_files(manifest: Manifest, files_fd: int) -> None:
 def _import_ahead() -> None:
     """What is needed once the manifest is there: while it is on its way."""
     time.sleep(HEAD_START_S)
+    from ..format import manifest_json  # noqa: F401 - `open_artifact` asks for it
     from . import load  # noqa: F401
 
 

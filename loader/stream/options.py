@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..errors import UsageError
 
@@ -18,10 +18,7 @@ class Order(enum.StrEnum):
     AUTO = "auto"  # one or the other, by what the link turns out to give (`policy.py`)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load. Raises `UsageError` for values that cannot be meant."""
-
+class _Values(NamedTuple):
     connections: int = 32  # most fetch threads, each with one request on its way; fewer where these do
     staging_bytes: int | None = None  # memory for what is on its way; default: see `staging.py`
     reserved_bytes: int = 0  # memory that must be left when the weights are there
@@ -37,7 +34,20 @@ class LoadOptions:
     cache_dir: str | None = None  # where this node keeps parts for the next load; default: nowhere
     cache_bytes: int = 20 * 1024 * MIB  # most that is kept there
 
-    def __post_init__(self) -> None:
+
+class LoadOptions(_Values):
+    """How to load. Raises `UsageError` for values that cannot be meant."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # which has the signature from the fields
+
+        def __new__(cls, *values: Any, **named: Any) -> Self:
+            self = super().__new__(cls, *values, **named)
+            self._check()
+            return self
+
+    def _check(self) -> None:
         limits = {
             "connections": (self.connections, 1, 256),
             "staging_bytes": (self.staging_bytes, 0, 1 << 40),

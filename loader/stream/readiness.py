@@ -9,7 +9,6 @@ not know what settles a part, nor what a group is for.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -126,6 +125,8 @@ class Readiness:
             if not is_done():
                 assert self._error is not None
                 # A copy, because every thread that raises an exception adds its own traceback to it.
+                import copy  # only on the way to an error
+
                 raise copy.copy(self._error) from self._error.__cause__
 
     def _completed(self, group: int, tier: Tier) -> list[Gate]:

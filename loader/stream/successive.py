@@ -11,7 +11,6 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -63,12 +62,11 @@ def restrict(manifest: Manifest, groups: Sequence[int]) -> Manifest:
     """
     chosen = set(groups)
     parts = [part for part in manifest.parts if part.group in chosen]
-    return replace(
-        manifest,
+    return manifest._replace(
         groups=tuple(
-            group if group.index in chosen else replace(group, slab_bytes=0) for group in manifest.groups
+            group if group.index in chosen else group._replace(slab_bytes=0) for group in manifest.groups
         ),
-        parts=tuple(replace(part, index=number) for number, part in enumerate(parts)),
+        parts=tuple(part._replace(index=number) for number, part in enumerate(parts)),
     )
 
 

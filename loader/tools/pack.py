@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -118,7 +118,7 @@ def pack(
     digest = blake3(data).digest()
     return PackResult(
         pin=f"{store.url}@b3:{digest.hex()}",
-        manifest=replace(manifest, digest=digest),
+        manifest=manifest._replace(digest=digest),
         weight_bytes=checkpoint.weight_bytes,
         stored_bytes=writer.stored_bytes + len(data),
         leftover=remove_replaced(store, replaced) if replaced is not None else (),
@@ -159,8 +159,8 @@ def _store_content(
     digests = ((tensor, hashes[tensor.index].digest()) for tensor in plan.manifest.tensors)
     files.append(writer.put_file(FILE_NAME, dump_tensor_digests(digests)))
     parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order
-    numbered = tuple(replace(part, index=index) for index, part in enumerate(parts))
-    return replace(plan.manifest, blobs=writer.finish(), files=tuple(files), parts=numbered)
+    numbered = tuple(part._replace(index=index) for index, part in enumerate(parts))
+    return plan.manifest._replace(blobs=writer.finish(), files=tuple(files), parts=numbered)
 
 
 def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:

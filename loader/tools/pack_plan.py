@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ... import __version__
 from ..format.checkpoint import Checkpoint
@@ -178,7 +178,7 @@ def _uncompressed(manifest: Manifest, jobs: tuple[Job, ...]) -> Manifest:
                 end += size_bytes
         if end:
             blobs.append(Blob(tier.name, end))
-    return replace(manifest, blobs=tuple(blobs), parts=tuple(parts))
+    return manifest._replace(blobs=tuple(blobs), parts=tuple(parts))
 
 
 def _raw_segments(job: Job, tier: Tier) -> tuple[tuple[Segment, ...], int]:

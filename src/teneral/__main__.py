@@ -12,6 +12,8 @@ def main() -> int:
         # imports. The server has it looked for from when it can answer.
         gc.disable()
         # The loader imports what it needs while this process reads its flags, and everything else after that.
+        from .loader import pin, timeline  # noqa: F401 - of both processes, so once for the two
+        from .loader.stream import launch  # noqa: F401 - as above
         from .loader.stream.prepare import Prepared, is_possible
 
         prepared = Prepared(fork=True) if is_possible() else None

@@ -253,7 +253,7 @@ def test_a_source_of_which_too_much_fails_is_refused_and_says_so(store: FaultySt
 def test_an_object_that_is_replaced_during_a_load_is_refused(store: FaultyStore) -> None:
     with_versions = [blob._replace(version=etag_of(store, blob.name)) for blob in store.built.manifest.blobs]
     store.built = dataclasses.replace(
-        store.built, manifest=dataclasses.replace(store.built.manifest, blobs=tuple(with_versions))
+        store.built, manifest=store.built.manifest._replace(blobs=tuple(with_versions))
     )
     replace_later = iter(range(1_000_000))
 

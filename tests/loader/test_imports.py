@@ -14,7 +14,7 @@ FORBIDDEN = {
 
 def modules_after(statement: str) -> set[str]:
     """What is loaded after the statement in a fresh interpreter."""
-    program = f"{statement}; import sys, json; print(json.dumps(sorted(sys.modules)))"
+    program = f"{statement}; import sys; names = sorted(sys.modules); import json; print(json.dumps(names))"
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
     ).stdout
@@ -41,6 +41,47 @@ def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> No
 def test_the_first_ranges_are_asked_for_before_what_decodes_them_is_imported() -> None:
     statement = "import teneral.loader.stream.child, teneral.loader.stream.load, teneral.loader.sources.s3"
     assert modules_after(statement) & {"numpy", "zstandard", "ctypes"} == set()
+
+
+UNSEEN_SO_FAR = {
+    "dataclasses",
+    "inspect",
+    "ast",
+    "dis",
+    "pathlib",
+    "json",
+    "copy",
+    "shutil",
+    "logging",
+    "subprocess",
+}
+
+
+def test_the_manifest_is_asked_for_before_anything_is_imported_that_only_reading_it_needs() -> None:
+    modules = modules_after("import teneral.loader.stream.child, teneral.loader.sources.s3")
+    assert modules & (UNSEEN_SO_FAR | {"numpy", "blake3", "ssl", "mmap"}) == set()
+    assert {name for name in modules if name.startswith("teneral.loader.format.")} <= {
+        "teneral.loader.format.limits"
+    }
+
+
+def test_the_first_ranges_are_asked_for_without_what_makes_dataclasses() -> None:
+    """It reads source code, and takes longer to import than all of the loader's own modules up to the manifest."""
+    statement = (
+        "import teneral.loader.stream.child, teneral.loader.stream.load, teneral.loader.sources.s3, "
+        "teneral.loader.format.manifest_json"
+    )
+    assert modules_after(statement) & (UNSEEN_SO_FAR - {"json"}) == set()
+
+
+def test_a_plain_checkpoint_is_looked_through_without_what_makes_dataclasses_and_executors() -> None:
+    modules = modules_after("import teneral.loader.format.checkpoint, teneral.loader.sources.s3_xml")
+    assert modules & (UNSEEN_SO_FAR - {"json"} | {"concurrent.futures"}) == set()
+
+
+def test_reading_the_flags_imports_nothing_that_only_help_needs() -> None:
+    modules = modules_after("from teneral.cli_flags import parse; parse(['serve', 's3://bucket/model'])")
+    assert modules & {"shutil", "bz2", "lzma", "zlib", "subprocess", "logging"} == set()
 
 
 def test_sending_for_the_weights_needs_next_to_nothing() -> None:

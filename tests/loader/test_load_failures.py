@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -152,7 +151,7 @@ def test_a_truncated_blob_is_refused_by_the_part_that_is_not_there() -> None:
         with pytest.raises(ChangedError, match=r"part 4 \(layers\.0 refine.*blobs/refine-000"):
             load.wait(3, timeout_s=WAIT_S)
     tail = MemoryStore({blob.name: whole[:-100]})
-    only_draft = dataclasses.replace(built.manifest, parts=built.manifest.parts[:4])
+    only_draft = built.manifest._replace(parts=built.manifest.parts[:4])
     with WeightLoad(tail, only_draft, options=LoadOptions(connections=1)) as load:
         load.start()
         with pytest.raises(ChangedError, match=r"part 3 \(layers\.3 draft.*truncated"):
@@ -168,10 +167,9 @@ def test_a_part_that_is_as_stored_but_does_not_decode_is_refused_by_name() -> No
     built.store.put(blob.name, bytes(data))
     digest = blake3(data[part.offset_bytes : part.offset_bytes + part.size_bytes]).digest()
     parts = tuple(
-        dataclasses.replace(each, digest=digest) if each.index == part.index else each
-        for each in built.manifest.parts
+        each._replace(digest=digest) if each.index == part.index else each for each in built.manifest.parts
     )
-    with WeightLoad(built.store, dataclasses.replace(built.manifest, parts=parts)) as load:
+    with WeightLoad(built.store, built.manifest._replace(parts=parts)) as load:
         load.start()
         with pytest.raises(IntegrityError, match=r"part 1 \(layers\.1 draft.*w1"):
             load.wait(1, timeout_s=WAIT_S)

@@ -33,7 +33,7 @@ from teneral.loader.errors import (
 )
 from teneral.loader.format import layout, manifest_json
 from teneral.loader.format.checkpoint import open_checkpoint
-from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from teneral.loader.sources.base import ObjectInfo
@@ -270,13 +270,7 @@ def test_force_removes_nothing_but_blobs_whatever_the_old_manifest_names() -> No
     store = MemoryStore({"precious.txt": b"keep me"})
     manifest = pack(model_store(llama_contents()), store).manifest
     file = manifest.files[0]
-    hostile = Manifest(
-        **{
-            **{name: getattr(manifest, name) for name in manifest.__dataclass_fields__},
-            "files": (type(file)(file.name, "precious.txt", 7, file.digest),),
-            "digest": None,
-        }
-    )
+    hostile = manifest._replace(files=(file._replace(path="precious.txt", size_bytes=7),), digest=None)
     store.put("manifest.json", dump_manifest(hostile))
     pack(model_store(llama_contents()), store, force=True)
     assert store.read("precious.txt", max_bytes=100)[0] == b"keep me"

@@ -369,3 +369,9 @@ def test_every_error_is_a_source_error_with_an_address(source: Source) -> None:
         source.stat("none")
     assert caught.value.source == source.url
     assert source.url.endswith(("objects", "there", "model", "a%20model"))
+
+
+def test_options_do_not_show_the_headers_that_they_carry() -> None:
+    options = SourceOptions(region="eu-central-1", headers=(("Authorization", "Bearer abc"),))
+    assert "abc" not in f"{options} {options!r}"
+    assert "region='eu-central-1'" in repr(options)

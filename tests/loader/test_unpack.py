@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -338,7 +337,7 @@ def test_a_small_file_cannot_stand_for_weights(tmp_path: Path) -> None:
     store = packed(model_store(llama_contents()))
     manifest = open_artifact(store)
     hostile = manifest.files[0]._replace(name="model.safetensors")
-    store.put("manifest.json", dump_manifest(replace(manifest, files=(hostile,))))
+    store.put("manifest.json", dump_manifest(manifest._replace(files=(hostile,))))
     with pytest.raises(ManifestError, match="where its weights would be written"):
         unpack(store, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

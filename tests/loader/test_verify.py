@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
@@ -120,8 +118,8 @@ def test_bytes_that_match_their_digest_but_do_not_decode_are_found(artifact: Mem
     artifact.put(blob, bytes(flip))
     stored = bytes(flip[part.offset_bytes : part.offset_bytes + part.size_bytes])
     parts = list(manifest.parts)
-    parts[part.index] = replace(part, digest=blake3(stored).digest())
-    artifact.put("manifest.json", dump_manifest(replace(manifest, parts=tuple(parts))))
+    parts[part.index] = part._replace(digest=blake3(stored).digest())
+    artifact.put("manifest.json", dump_manifest(manifest._replace(parts=tuple(parts))))
     (problem,) = verify(artifact).problems
     assert problem.part.index == part.index
     assert "zstd frame" in problem.message

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ....loader.errors import (
@@ -84,7 +84,7 @@ class SnapshotService:
         """
         self.address, self._pin = split_pin(address)
         self._options = options
-        self._source = open_source(self.address, replace(options, max_connections=CONNECTIONS))
+        self._source = open_source(self.address, options._replace(max_connections=CONNECTIONS))
         self._limit_bytes = limit_bytes
         # A pinned snapshot cannot be replaced, and neither can what is read over HTTP.
         self._saves = saves and self._pin is None and scheme_of(self.address) not in ("http", "https")
@@ -247,7 +247,7 @@ class SnapshotService:
     def _save(self, pool: PrefixPool, here: Identity, deadline_s: float) -> bool:
         for _ in range(MAX_ATTEMPTS):
             try:
-                with closing(open_store(self.address, replace(self._options, max_attempts=2))) as store:
+                with closing(open_store(self.address, self._options._replace(max_attempts=2))) as store:
                     return self._save_once(store, pool, here, deadline_s)
             except AlreadyExistsError:  # another server has just saved: what it left is gone on with
                 continue

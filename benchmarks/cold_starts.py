@@ -115,9 +115,9 @@ def peer(
 class StandbyPool:
     """`teneral standby` with one process that waits, as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.path = str(folder / f"standby-{os.getpid()}.socket")
-        command = [sys.executable, "-m", "teneral", "standby", self.path]
+        command = [sys.executable, "-m", "teneral", "standby", self.path, *flags]
         self._process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
         self.process_id = self._process.pid
         assert self._process.stderr is not None

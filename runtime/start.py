@@ -19,9 +19,9 @@ from .text.launch import LaunchedTokenizer, PreparedTokenizer, TokenizerTask
 
 if TYPE_CHECKING:
     from ..loader.device.base import Device
+    from ..loader.helper_process import Surroundings
     from ..loader.stream.device_load import DeviceLoad
     from ..loader.stream.process_load import ProcessLoad
-    from ..loader.helper_process import Surroundings
     from .text.remote import TokenizerProcess
 
 
@@ -80,9 +80,9 @@ def send_for(
 ) -> SentFor | None:
     """Both at work; None where the configuration or the system wants threads instead.
 
-    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process that has just begun, as `HelperProcess` has it. Returns at once.
-    Raises `UsageError` for an address that cannot be meant, or a device that cannot be used, and `OSError` when the
-    system refuses another process.
+    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process that
+    has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an address that cannot be meant,
+    or a device that cannot be used, and `OSError` when the system refuses another process.
     """
     if config.loader != "process" or not is_possible():
         for each in (prepared, tokenizer):

@@ -64,7 +64,7 @@ def _run(config: ServeConfig, prepared: Prepared | None) -> int:
         if config.standby_socket is not None:
             from ..standby.client import hand_over  # few have a pool
 
-            status = hand_over(config, sock, timeline, taken=lambda: prepared and prepared.discard())
+            status = hand_over(config, sock, timeline, taken=prepared.discard if prepared else lambda: None)
             if status is not None:
                 return status
         sent = send_for(config, timeline, prepared=prepared, fork=True)

@@ -1,4 +1,4 @@
-"""`teneral serve` with `standby_socket`: the port is open, and all else is left to a process that has imported everything.
+"""`teneral serve` with `standby_socket`: all but the open port is left to a process that has imported everything.
 
 This process stays as the one that the platform knows: it passes signals on, and ends with the other's status. Where no
 standby answers, next to nothing has been lost: it goes on by itself.
@@ -18,7 +18,9 @@ from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from .handover import Channel, HandoverError, Order, check_path
 
-ANSWER_TIMEOUT_S = 0.3  # a standby answers in a millisecond; one that is still being forked is not worth waiting for
+ANSWER_TIMEOUT_S = (
+    0.3  # a standby answers in a millisecond; one that is still being forked is not worth waiting for
+)
 LOST_STATUS = 1
 
 

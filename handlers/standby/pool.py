@@ -52,7 +52,9 @@ def run_pool(
         raise UsageError(
             f"a standby pool has 1 to {MAX_PROCESSES} processes, not {num_processes}", key="standby"
         )
-    check_fits(num_processes * reserve_bytes, available(), what=f"a pool of {num_processes} with memory ahead")
+    check_fits(
+        num_processes * reserve_bytes, available(), what=f"a pool of {num_processes} with memory ahead"
+    )
     with listen_locally(check_path(path)) as listener:
         try:
             began_s = time.monotonic()
@@ -229,9 +231,7 @@ class _Ahead(NamedTuple):
         return ahead
 
 
-def _wait_and_exit(
-    ends: _PoolEnds, reserve_bytes: int, report: Callable[[TeneralError], int]
-) -> None:
+def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, report: Callable[[TeneralError], int]) -> None:
     """A fork's whole life."""
     status = 1
     try:
@@ -291,9 +291,7 @@ def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None
         channel.close()
 
 
-def _serve(
-    channel: Channel, order: Order, ahead: _Ahead, report: Callable[[TeneralError], int]
-) -> int:
+def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[TeneralError], int]) -> int:
     """Become what was ordered. Returns the exit status, having said it."""
     os.setsid()  # the client passes its signals on, and its terminal's
     for place, fd in enumerate(order.streams):

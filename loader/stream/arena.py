@@ -43,8 +43,8 @@ class Arena:
         reserve: memoryview | None = None,
     ) -> None:
         """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays the caller's.
-        `reserve` is a mapping of its beginning (`Reserve`): used if it is large enough, and what it has too much is given
-        back.
+        `reserve` is a mapping of its beginning (`Reserve`): used if it is large enough, and what is too much of it is
+        given back.
 
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """

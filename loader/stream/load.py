@@ -76,8 +76,8 @@ class WeightLoad:
         reserve: memoryview | None = None,
         images: ImageSink | None = None,
     ) -> None:
-        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map; nothing is
-        read yet.
+        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
+        is read yet.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
         were, and there are no slabs here. Raises `InsufficientMemoryError` when it would not fit.

@@ -82,7 +82,9 @@ class ProcessLoad:
         self._wanted: set[int] = set()  # parts that the child was asked for
         self._lock = threading.Lock()  # guards the error against the end, and what is said to the child
         self._reserve = launched.reserve
-        self.reserved_bytes = 0  # of the weights' memory, that had been taken from the system when the load began
+        self.reserved_bytes = (
+            0  # of the weights' memory, that had been taken from the system when the load began
+        )
         self._thread = threading.Thread(
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )

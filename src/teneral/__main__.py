@@ -12,8 +12,8 @@ def main() -> int:
         # What is made while importing stays: looking through it for garbage, again and again, takes a tenth of the
         # imports. The server has it looked for from when it can answer.
         gc.disable()
-        # Where numpy brings OpenBLAS along, its threads wait for work by spinning, as if there were cores to spare: 60 ms
-        # of one in each process that imports it. They sleep at once instead.
+        # Where numpy brings OpenBLAS along, its threads wait for work by spinning: 60 ms of a core in each process that
+        # imports it. They sleep at once instead.
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
         # The loader imports what it needs while this process reads its flags, and everything else after that.
         from .loader.stream.prepare import Prepared, is_possible

@@ -53,7 +53,11 @@ def test_a_fast_link_gets_larger_ranges_as_far_as_the_staging_allows() -> None:
 
 def test_what_is_read_to_its_place_is_not_limited_by_the_staging() -> None:
     position = FAR_FROM_THE_END._replace(is_staged=False)
-    assert range_bytes(position, FAST, 8, BUDGET) == range_bytes(position, FAST, 32, BUDGET) == BUDGET.range_bytes
+    assert (
+        range_bytes(position, FAST, 8, BUDGET)
+        == range_bytes(position, FAST, 32, BUDGET)
+        == BUDGET.range_bytes
+    )
 
 
 def test_the_faster_the_link_the_larger_is_its_smallest_range() -> None:

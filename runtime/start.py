@@ -80,8 +80,8 @@ def send_for(
 ) -> SentFor | None:
     """Both at work; None where the configuration or the system wants threads instead.
 
-    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process that
-    has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an address that cannot be meant,
+    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process
+    that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an address that cannot be meant,
     or a device that cannot be used, and `OSError` when the system refuses another process.
     """
     if config.loader != "process" or not is_possible():

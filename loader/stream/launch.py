@@ -43,7 +43,7 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
     if prepared is None:
         prepared = Prepared()
         prepared.files.close()  # nobody asked
-    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with surroundings more,
-    # and it is there.
+    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with surroundings
+    # there are more, and it is there.
     prepared.process.socket.sendall(pickle.dumps(task))
     return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())

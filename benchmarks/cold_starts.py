@@ -74,6 +74,8 @@ def serve(
     With `pool`, a process of it serves. Raises `RunError`.
     """
     port = _free_port()
+    if pool:
+        pool.settle()
     command = [sys.executable, "-m", "teneral", "serve", model, *flags]
     command += ["--host", "127.0.0.1", "--port", str(port), "--name", "model", "--log-level", "error"]
     command += ["--standby-socket", pool.path] if pool else []
@@ -113,11 +115,13 @@ def peer(
 
 
 class StandbyPool:
-    """`teneral standby` with one process that waits, as a context manager."""
+    """`teneral standby` with one process that waits, and maybe holds memory ahead, as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / f"standby-{os.getpid()}.socket")
+    def __init__(self, folder: Path, *, memory_bytes: int = 0) -> None:
+        self.path = str(folder / f"standby-{os.getpid()}-{memory_bytes}.socket")
+        self._memory_bytes = memory_bytes
         command = [sys.executable, "-m", "teneral", "standby", self.path]
+        command += ["--memory", str(memory_bytes)] if memory_bytes else []
         self._process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
         self.process_id = self._process.pid
         assert self._process.stderr is not None
@@ -126,12 +130,31 @@ class StandbyPool:
         if self._process.poll() is not None:
             raise SystemExit("the standby pool did not start")
 
+    def settle(self) -> None:
+        """Return when a process of it waits, with its memory: what one start has taken, the next is to find again."""
+        until_s = time.monotonic() + POOL_TIMEOUT_S
+        while not any(self._is_ready(child) for child in self._children()):
+            if time.monotonic() > until_s:
+                raise RunError("the standby pool did not fill up again")
+            time.sleep(LOAD_POLL_S)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+
+    def _children(self) -> list[int]:
+        """Those without an order: the others have sessions of their own."""
+        path = f"/proc/{self.process_id}/task/{self.process_id}/children"
+        children = [int(child) for child in Path(path).read_text().split()]
+        return [child for child in children if os.getsid(child) == os.getsid(self.process_id)]
+
+    def _is_ready(self, process_id: int) -> bool:
+        status = Path(f"/proc/{process_id}/status").read_text()
+        found = re.search(r"RssShmem:\s*(\d+) kB", status)
+        return found is not None and int(found[1]) << 10 >= self._memory_bytes
 
 
 class _Run:

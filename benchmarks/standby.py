@@ -4,9 +4,10 @@
 
 From starting a process to its first token, with the model in a local folder whose files are in the page cache:
 `transformers` as everybody starts it, `teneral serve` on the plain and the packed model, and the same from a process
-of a standby pool (`teneral standby`), counted from starting the `teneral serve` that asks for it. The last ones fetch
-the packed model from a store at 200 MB/s through a node cache that an earlier start has filled. Runs take turns. The
-goal of a standby is 0.15x of transformers.
+of a standby pool (`teneral standby`), counted from starting the `teneral serve` that asks for it; the pool is full
+then, and in some rows holds memory for the weights ahead (`--memory`). Rows with a node cache fetch the packed model
+from a store at 200 MB/s through one that an earlier start has filled. Runs take turns. The goal of a standby is 0.15x
+of transformers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def main() -> None:
         with (
             StoreProcess(root, rate_mb_s=options.rate_mb_s, latency_ms=options.latency_ms) as store,
             cold_starts.StandbyPool(options.work) as pool,
+            cold_starts.StandbyPool(options.work, memory_bytes=_weights_bytes(root / "models")) as ahead,
         ):
-            systems = _systems(root / "models", cache, store.environment(), pool, peers)
+            systems = _systems(root / "models", cache, store.environment(), pool, ahead, peers)
             turns = Turns(selected(systems, options.only))
             if any("cache" in name for name in turns.systems):
                 _fill(cache, store.environment())
@@ -66,6 +68,7 @@ def _systems(
     cache: Path,
     variables: dict[str, str],
     pool: cold_starts.StandbyPool,
+    ahead: cold_starts.StandbyPool,
     peers: peer_environment.PeerEnvironment,
 ) -> dict[str, Start]:
     def serve(model: str, *flags: str, pool: cold_starts.StandbyPool | None = None) -> Start:
@@ -82,7 +85,15 @@ def _systems(
         "standby, plain": serve(plain, pool=pool),
         "standby, packed": serve(packed, pool=pool),
         "standby, packed, node cache": serve(*cached, pool=pool),
+        "standby with memory, plain": serve(plain, pool=ahead),
+        "standby with memory, packed": serve(packed, pool=ahead),
+        "standby with memory, packed, node cache": serve(*cached, pool=ahead),
     }
+
+
+def _weights_bytes(models: Path) -> int:
+    """What the model's weights take, and some more."""
+    return sum(path.stat().st_size for path in (models / "plain").glob("*.safetensors")) + (1 << 20)
 
 
 def _fill(cache: Path, variables: dict[str, str]) -> None:

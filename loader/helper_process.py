@@ -17,13 +17,29 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import subprocess
 
 
 OWNER_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a helper's reads and writes raise then
+
+
+class Surroundings(NamedTuple):
+    """What a helper that was started ahead, by another process than the one that it is for, takes from that one."""
+
+    environment: dict[str, str]  # has secrets
+    folder: str
+
+    def __repr__(self) -> str:
+        return f"Surroundings({len(self.environment)} variables, {self.folder!r})"
+
+    def take(self) -> None:
+        """Have this process's environment and folder be these. Raises `OSError` where the folder is gone."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
 
 
 class HelperProcess:
@@ -39,7 +55,7 @@ class HelperProcess:
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process: _Fork | _Adopted | subprocess.Popen[bytes] = (
+                self._process: _Fork | subprocess.Popen[bytes] = (
                     _Fork(module, theirs, fds)
                     if fork and _is_single_threaded()
                     else _spawn(module, (theirs.fileno(), *fds))
@@ -47,17 +63,6 @@ class HelperProcess:
             except OSError:
                 self.socket.close()
                 raise
-
-    @classmethod
-    def adopt(cls, pid: int, sock: socket.socket) -> HelperProcess:
-        """One that another process of ours has started, and that serves `sock`. Raises `OSError` when it is gone.
-
-        How it ends is its starter's to know: `wait` gives 0.
-        """
-        helper = cls.__new__(cls)
-        helper.socket = sock
-        helper._process = _Adopted(pid)
-        return helper
 
     def wait(self) -> int:
         """Block until it has ended; its exit status, or minus the signal that killed it."""
@@ -102,30 +107,6 @@ class _Fork:
                     os.kill(self.pid, signal.SIGKILL)
                 except ProcessLookupError:
                     return
-
-
-class _Adopted:
-    """Another's child, known by a descriptor: numbers are used again."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-
-    def wait(self) -> int:
-        import select  # only standby processes adopt
-
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        poll.poll()
-        return 0
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-
-    def __del__(self) -> None:
-        with suppress(OSError, AttributeError):
-            os.close(self._descriptor)
 
 
 def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int]) -> None:

@@ -246,6 +246,12 @@ class Instance:
             figures["kv_snapshot"] = self._snapshots.statistics()
         return figures
 
+    def _reserved_bytes(self) -> int:
+        """What of the weights' memory counts as taken already, since a standby process had taken it ahead."""
+        from ..loader.stream.process_load import ProcessLoad
+
+        return self._load.reserved_bytes if isinstance(self._load, ProcessLoad) else 0
+
     # the three threads
 
     def _start_helpers(self) -> None:
@@ -385,7 +391,7 @@ class Instance:
                 kv_disk_dir=self.config.kv_disk_dir,
                 kernels_dir=self.config.kernel_dir,
                 kv_bytes=self.config.kv_bytes
-                or pool_bytes(model, manifest.weight_bytes, self.config.max_running),
+                or pool_bytes(model, manifest.weight_bytes - self._reserved_bytes(), self.config.max_running),
             )
         tokenizer = self.tokenizer.result()
         assert self._load is not None

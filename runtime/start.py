@@ -5,7 +5,6 @@ Imports little, and nothing that starts a thread.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -19,9 +18,10 @@ from .config import ServeConfig
 
 if TYPE_CHECKING:
     from ..loader.device.base import Device
+    from ..loader.helper_process import Surroundings
     from ..loader.stream.device_load import DeviceLoad
     from ..loader.stream.process_load import ProcessLoad
-    from .text.launch import LaunchedTokenizer
+    from .text.launch import LaunchedTokenizer, PreparedTokenizer
     from .text.remote import TokenizerProcess
 
 
@@ -31,12 +31,6 @@ class SentFor(NamedTuple):
     load: Launched
     tokenizer: LaunchedTokenizer
     kernel_dir: str | None = None  # as the configuration has it
-
-    def let_go(self) -> None:
-        """Close this process's ends, of which another process has copies. They go on for that one."""
-        for sock in (self.load.process.socket, self.tokenizer.process.socket, *self.tokenizer.lines):
-            sock.close()
-        os.close(self.load.memory_fd)
 
     def take_over(self, timeline: Timeline) -> Helpers:
         """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
@@ -76,29 +70,38 @@ class Helpers(NamedTuple):
 
 
 def send_for(
-    config: ServeConfig, timeline: Timeline, *, prepared: Prepared | None = None, fork: bool = False
+    config: ServeConfig,
+    timeline: Timeline,
+    *,
+    prepared: Prepared | None = None,
+    tokenizer: PreparedTokenizer | None = None,
+    surroundings: Surroundings | None = None,
+    fork: bool = False,
 ) -> SentFor | None:
     """Both at work; None where the configuration or the system wants threads instead.
 
-    Takes `prepared` over. `fork` is for a process that has just begun, as `HelperProcess` has it. Returns at once.
-    Raises `UsageError` for an address that cannot be meant, or a device that cannot be used, and `OSError` when the
-    system refuses another process.
+    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process
+    that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an address that cannot be
+    meant, or a device that cannot be used, and `OSError` when the system refuses another process.
     """
     if config.loader != "process" or not is_possible():
-        if prepared is not None:
-            prepared.discard()
+        for each in (prepared, tokenizer):
+            if each is not None:
+                each.discard()
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
     device = choose_device(config.device)
     prepared = prepared or Prepared(fork=fork)
-    load = launch(Task(address, digest, source, options, timeline.started_at, device), prepared)
-    from .text.launch import TokenizerTask, launch_tokenizer  # the weights are sent for without it
+    if device != CPU:
+        prepared.give_up_reserve()
+    began_at = timeline.started_at
+    load = launch(Task(address, digest, source, options, began_at, device, surroundings), prepared)
+    from .text.launch import PreparedTokenizer, TokenizerTask  # the weights are sent for without it
 
-    tokenizer = launch_tokenizer(
-        TokenizerTask(address, source, options, timeline.started_at), files=prepared.files, fork=fork
-    )
-    return SentFor(load, tokenizer, config.kernel_dir)
+    tokenizer = tokenizer or PreparedTokenizer(files=prepared.files, fork=fork)
+    launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, surroundings))
+    return SentFor(load, launched, config.kernel_dir)
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:

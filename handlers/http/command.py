@@ -2,7 +2,8 @@
 
 The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog instead of
 being refused. The loader's and the tokenizer's processes are forked off while this one is still small. The instance's
-threads then import while the web server is being imported here, or a standby process takes it all over.
+threads then import while the web server is being imported here. Or a standby process takes it all over, as soon as the
+port is bound.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ def _run(config: ServeConfig, prepared: Prepared | None) -> int:
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     with listen(config.host, config.port) as sock:
         timeline.mark("process", "port open")
-        sent = send_for(config, timeline, prepared=prepared, fork=True)
         if config.standby_socket is not None:
             from ..standby.client import hand_over  # few have a pool
 
-            status = hand_over(config, sock, sent, timeline)
+            status = hand_over(config, sock, timeline, taken=prepared.discard if prepared else lambda: None)
             if status is not None:
                 return status
+        sent = send_for(config, timeline, prepared=prepared, fork=True)
         serve_on(sock, config, timeline, sent)
     return 0
 

@@ -1,7 +1,7 @@
-"""`teneral serve` with `standby_socket`: what was begun here goes on in a process that has imported everything.
+"""`teneral serve` with `standby_socket`: all but the open port is left to a process that has imported everything.
 
 This process stays as the one that the platform knows: it passes signals on, and ends with the other's status. Where no
-standby answers, nothing has been lost: it goes on by itself.
+standby answers, next to nothing has been lost: it goes on by itself.
 """
 
 from __future__ import annotations
@@ -10,33 +10,35 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from ...loader.helper_process import Surroundings
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
-from ...runtime.start import SentFor
 from .handover import Channel, HandoverError, Order, check_path
 
-ANSWER_TIMEOUT_S = 1.0  # a standby answers in a millisecond; importing takes longer than this
+ANSWER_TIMEOUT_S = (
+    0.3  # a standby answers in a millisecond; one that is still being forked is not worth waiting for
+)
 LOST_STATUS = 1
 
 
 def hand_over(
-    config: ServeConfig, listener: socket.socket, sent: SentFor | None, timeline: Timeline
+    config: ServeConfig, listener: socket.socket, timeline: Timeline, *, taken: Callable[[], None]
 ) -> int | None:
     """The exit status of the standby that served; None, at once, when there was none. Raises `UsageError` for a path
     that is no socket's.
 
-    Blocks as long as the other serves. After a hand-over this process holds none of the files any more.
+    Calls `taken` when there is one, and blocks as long as it serves. After a hand-over this process does not hold the
+    listening socket any more.
     """
     assert config.standby_socket is not None
     channel = _connect(check_path(config.standby_socket))
     if channel is None:
         return None
-    order = Order(
-        config, dict(os.environ), os.getcwd(), timeline.started_at, (0, 1, 2), listener.fileno(), sent
-    )
+    surroundings = Surroundings(dict(os.environ), os.getcwd())
+    order = Order(config, surroundings, timeline.started_at, (0, 1, 2), listener.fileno())
     try:
         channel.settimeout(ANSWER_TIMEOUT_S)
         channel.send_order(order)
@@ -47,8 +49,7 @@ def hand_over(
         channel.close()
         return None
     listener.close()
-    if sent is not None:
-        sent.let_go()
+    taken()
     with _passing_on_signals(process_id):
         try:
             return int(channel.receive()["status"])

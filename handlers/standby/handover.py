@@ -1,7 +1,7 @@
 """How `teneral serve` hands itself over to a standby process: one message each way, then its open files.
 
-    client → standby   the configuration, environment and folder, with the files (standard streams, the listening
-                       socket, the sockets and the memory of the helpers that are at work already)
+    client → standby   the configuration, environment and folder, with the files (standard streams and the listening
+                       socket)
     standby → client   its process number: it is free, and has taken the files
     client → standby   go
     standby → client   the exit status, at the end
@@ -17,18 +17,15 @@ import json
 import os
 import socket
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.helper_process import HelperProcess
-from ...loader.stream.launch import Launched, Task
+from ...loader.helper_process import Surroundings
 from ...runtime.config import ServeConfig
-from ...runtime.start import SentFor
-from ...runtime.text.launch import LaunchedTokenizer, TokenizerTask
 
 MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it
-MAX_FILES = 32
+MAX_FILES = 8
 _CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
 
 
@@ -41,72 +38,36 @@ class Order:
     """What is handed over. The open files are the receiver's to close."""
 
     config: ServeConfig
-    environment: dict[str, str] = field(repr=False)  # has secrets
-    folder: str
+    surroundings: Surroundings
     started_at: float  # of the process that was asked to serve, on the clock that all processes share
     streams: tuple[int, int, int]
     listener: int
-    sent: SentFor | None
+
+    def close(self) -> None:
+        """Close the files: nobody will serve."""
+        for fd in (*self.streams, self.listener):
+            os.close(fd)
 
     def encode(self) -> tuple[bytes, list[int]]:
         """The message, and the files that go along."""
-        files = [*self.streams, self.listener]
-        helpers: dict[str, Any] | None = None
-        if self.sent is not None:
-            load, tokenizer = self.sent.load, self.sent.tokenizer
-            files += [load.process.socket.fileno(), load.memory_fd, tokenizer.process.socket.fileno()]
-            files += [line.fileno() for line in tokenizer.lines]
-            helpers = {"load": load.process.pid, "tokenizer": tokenizer.process.pid}
         message = {
             "config": dataclasses.asdict(self.config),
-            "environment": self.environment,
-            "folder": self.folder,
+            "environment": self.surroundings.environment,
+            "folder": self.surroundings.folder,
             "started_at": self.started_at,
-            "helpers": helpers,
         }
-        return _line(message), files
+        return _line(message), [*self.streams, self.listener]
 
     @classmethod
     def decode(cls, message: dict[str, Any], files: list[int]) -> Order:
         """Raises `HandoverError` when it is none."""
         try:
             config = ServeConfig(**message["config"])
-            helpers = message["helpers"]
-            sent = None
-            if helpers is not None:
-                task, tokenizer_task = _tasks(config, message["started_at"])
-                sent = SentFor(
-                    Launched(
-                        task, HelperProcess.adopt(helpers["load"], socket.socket(fileno=files[4])), files[5]
-                    ),
-                    LaunchedTokenizer(
-                        tokenizer_task,
-                        HelperProcess.adopt(helpers["tokenizer"], socket.socket(fileno=files[6])),
-                        tuple(socket.socket(fileno=fd) for fd in files[7:]),
-                    ),
-                    config.kernel_dir,
-                )
-            return cls(
-                config,
-                dict(message["environment"]),
-                str(message["folder"]),
-                float(message["started_at"]),
-                (files[0], files[1], files[2]),
-                files[3],
-                sent,
-            )
-        except (KeyError, TypeError, ValueError, IndexError, OSError) as error:
+            surroundings = Surroundings(dict(message["environment"]), str(message["folder"]))
+            stdin, stdout, stderr, listener = files
+            return cls(config, surroundings, float(message["started_at"]), (stdin, stdout, stderr), listener)
+        except (KeyError, TypeError, ValueError) as error:
             raise HandoverError(f"this is no order: {type(error).__name__}: {error}") from error
-
-
-def _tasks(config: ServeConfig, started_at: float) -> tuple[Task, TokenizerTask]:
-    from ...loader.device.detect import choose_device
-    from ...loader.pin import split_pin
-
-    address, digest = split_pin(config.model)
-    source, load = config.source_options, config.load_options
-    task = Task(address, digest, source, load, started_at, choose_device(config.device))
-    return task, TokenizerTask(address, source, load, started_at)
 
 
 class Channel:

@@ -1,7 +1,8 @@
 """`teneral standby`: keeps processes that have imported everything and hold no model.
 
-One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each waits at
-the same local socket; the one that gets an order becomes that server, and the pool forks another in its place.
+One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each forks a
+loader and a tokenizer of its own, which may take memory for weights ahead, and waits at the same local socket; the one
+that gets an order becomes that server, and the pool forks another in its place.
 
 What makes a fork safe here: the parent has one thread, ran nothing in parallel, and made no CUDA context. So torch gets
 one thread before it computes anything, and numpy's own library none.
@@ -19,10 +20,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple, Self
 
 from ...loader.errors import TeneralError, UsageError
+from ...loader.memory import available, check_fits
+from ...loader.stream.prepare import Prepared
 from ...loader.timeline import Timeline
 from ...runtime.errors import PortInUseError
+from ...runtime.start import send_for
+from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandoverError, Order, check_path
 
 MAX_PROCESSES = 256
@@ -30,18 +36,25 @@ MIN_LIFE_S = (
     1.0  # a process that ends sooner, without an order, will not do better when it is forked again at once
 )
 ORDER_TIMEOUT_S = 5.0  # for an order to be complete
+REFILL_DELAY_S = 1.0  # who was just taken needs the cores more
 
 
-def run_pool(path: str, num_processes: int, *, report: Callable[[TeneralError], int]) -> int:
-    """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT. Returns 0.
+def run_pool(
+    path: str, num_processes: int, *, reserve_bytes: int = 0, report: Callable[[TeneralError], int]
+) -> int:
+    """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT, each with so much memory for weights,
+    taken from the system. Returns 0.
 
     Those that serve by then go on. `report` says to a person what ended a server, and gives its exit status. Blocks.
-    Raises `UsageError`, and `PortInUseError` when another pool is there.
+    Raises `UsageError`, `InsufficientMemoryError`, and `PortInUseError` when another pool is there.
     """
     if not 1 <= num_processes <= MAX_PROCESSES:
         raise UsageError(
             f"a standby pool has 1 to {MAX_PROCESSES} processes, not {num_processes}", key="standby"
         )
+    check_fits(
+        num_processes * reserve_bytes, available(), what=f"a pool of {num_processes} with memory ahead"
+    )
     with listen_locally(check_path(path)) as listener:
         try:
             began_s = time.monotonic()
@@ -49,7 +62,7 @@ def run_pool(path: str, num_processes: int, *, report: Callable[[TeneralError], 
             imported_s = time.monotonic() - began_s
             gc.collect()
             gc.freeze()  # what is there already is not looked at, and so not copied, by the forks' collections
-            pool = _Pool(listener, num_processes, report)
+            pool = _Pool(listener, num_processes, reserve_bytes, report)
             pool.fill()
             print(
                 f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
@@ -70,10 +83,16 @@ def import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
+    import ssl  # noqa: F401
+
+    import tokenizers  # noqa: F401
+
+    from ...loader.sources import s3  # noqa: F401
+    from ...loader.stream import arena, child, load, process_load  # noqa: F401
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
-    from ...runtime.text import remote  # noqa: F401
+    from ...runtime.text import backend, remote, settings, tokenizer_child  # noqa: F401
     from .. import function  # noqa: F401
     from ..http import app, command  # noqa: F401
 
@@ -120,11 +139,17 @@ class _Pool:
     """The forking process."""
 
     def __init__(
-        self, listener: socket.socket, num_processes: int, report: Callable[[TeneralError], int]
+        self,
+        listener: socket.socket,
+        num_processes: int,
+        reserve_bytes: int,
+        report: Callable[[TeneralError], int],
     ) -> None:
         self._listener = listener
         self._report = report
         self._num_processes = num_processes
+        self._reserve_bytes = reserve_bytes
+        self._fill_at_s = 0.0
         self._waiting: dict[int, float] = {}  # processes without an order, and since when
         # The forks hold the writing end: each says here when it has an order. They read the other pipe's end, at which
         # they see that this process is gone.
@@ -141,8 +166,13 @@ class _Pool:
         signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         with wake, woken:
             while not stopped:
-                self.fill()
-                ready, _, _ = select.select([wake.fileno(), self._taken], [], [])
+                wait_s = self._fill_at_s - time.monotonic()
+                if wait_s <= 0:
+                    self.fill()
+                is_full = len(self._waiting) >= self._num_processes
+                ready, _, _ = select.select(
+                    [wake.fileno(), self._taken], [], [], None if is_full else max(0.0, wait_s)
+                )
                 if wake.fileno() in ready:
                     wake.recv(1024)
                 if self._taken in ready:
@@ -159,12 +189,14 @@ class _Pool:
             if process_id == 0:
                 os.close(self._taken)
                 os.close(self._keep_alive)
-                _wait_and_exit(self._listener, self._say_taken, self._alive, self._report)
+                ends = _PoolEnds(self._listener, self._say_taken, self._alive)
+                _wait_and_exit(ends, self._reserve_bytes, self._report)
             self._waiting[process_id] = time.monotonic()
 
     def _forget_taken(self) -> None:
         for number in os.read(self._taken, 4096).split():
             self._waiting.pop(int(number), None)
+        self._fill_at_s = time.monotonic() + REFILL_DELAY_S
 
     def _reap(self) -> None:
         while True:
@@ -179,9 +211,29 @@ class _Pool:
                 time.sleep(MIN_LIFE_S)
 
 
-def _wait_and_exit(
-    listener: socket.socket, say_taken: int, alive: int, report: Callable[[TeneralError], int]
-) -> None:
+class _PoolEnds(NamedTuple):
+    """What a fork holds of its pool."""
+
+    listener: socket.socket
+    say_taken: int  # here it says that it has an order
+    alive: int  # here it sees that the pool is gone
+
+
+class _Ahead(NamedTuple):
+    """A server's helpers before it is known what it will serve."""
+
+    load: Prepared
+    tokenizer: PreparedTokenizer
+
+    @classmethod
+    def fork(cls, reserve_bytes: int) -> Self:
+        load = Prepared(fork=True, reserve_bytes=reserve_bytes)
+        ahead = cls(load, PreparedTokenizer(files=load.files, fork=True))
+        load.reserve()
+        return ahead
+
+
+def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, report: Callable[[TeneralError], int]) -> None:
     """A fork's whole life."""
     status = 1
     try:
@@ -191,17 +243,24 @@ def _wait_and_exit(
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # Ctrl-C in the pool's terminal: the pool says when to end
-        accepted = _accept(listener, alive)
+        ahead = _Ahead.fork(reserve_bytes if _has_room(reserve_bytes) else 0)
+        accepted = _accept(ends.listener, ends.alive)
         if accepted is not None:
             channel, order = accepted
-            os.write(say_taken, b"%d\n" % os.getpid())
-            for fd in (listener.detach(), say_taken, alive):
+            os.write(ends.say_taken, b"%d\n" % os.getpid())
+            for fd in (ends.listener.detach(), ends.say_taken, ends.alive):
                 os.close(fd)
-            status = _serve(channel, order, report)
+            status = _serve(channel, order, ahead, report)
     except BaseException:  # noqa: BLE001 - said, and then the process is over
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
+
+
+def _has_room(reserve_bytes: int) -> bool:
+    """Whether as much again would be left for what is at work here."""
+    left = available()
+    return left is None or left.size_bytes >= 2 * reserve_bytes
 
 
 def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None:
@@ -220,26 +279,27 @@ def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None
             channel = Channel(connected)
         except HandoverError:
             continue
-        try:
+        # A probe, a client that gave up, or one that does not speak as it should, leaves nothing behind.
+        order = None
+        with suppress(HandoverError):
             channel.settimeout(ORDER_TIMEOUT_S)
             order = channel.receive_order()
             channel.send({"process": os.getpid()})
             if channel.receive().get("go") is True:
                 channel.settimeout(None)
                 return channel, order
-        except HandoverError:
-            channel.close()  # a probe, a client that gave up, or one that does not speak as it should
+        if order is not None:
+            order.close()
+        channel.close()
 
 
-def _serve(channel: Channel, order: Order, report: Callable[[TeneralError], int]) -> int:
+def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[TeneralError], int]) -> int:
     """Become what was ordered. Returns the exit status, having said it."""
     os.setsid()  # the client passes its signals on, and its terminal's
     for place, fd in enumerate(order.streams):
         os.dup2(fd, place)
         os.close(fd)
-    os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.folder)
+    order.surroundings.take()
     _end_with_client(channel)
     status = 0
     try:
@@ -248,7 +308,14 @@ def _serve(channel: Channel, order: Order, report: Callable[[TeneralError], int]
         timeline = Timeline(started_at=order.started_at)
         timeline.mark("process", "port open")
         timeline.mark("process", "taken over by a standby")
-        serve_on(socket.socket(fileno=order.listener), order.config, timeline, order.sent)
+        sent = send_for(
+            order.config,
+            timeline,
+            prepared=ahead.load,
+            tokenizer=ahead.tokenizer,
+            surroundings=order.surroundings,
+        )
+        serve_on(socket.socket(fileno=order.listener), order.config, timeline, sent)
     except TeneralError as error:
         status = report(error)
     sys.stdout.flush()

@@ -11,8 +11,10 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..format.manifest import align
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap has no names for them
 PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
+RESERVE_STEP_BYTES = 256 * 1024  # the same, for a thread that may have to wait for a core meanwhile
+RESERVE_NICENESS = 19
 SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
 MAX_SLOW_STEPS = 3
 
@@ -31,14 +35,25 @@ MAX_SLOW_STEPS = 3
 class Arena:
     """Slabs of given sizes, each aligned to `SLAB_ALIGNMENT_BYTES`, zero until written."""
 
-    def __init__(self, slab_sizes_bytes: Sequence[int], *, shared_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        slab_sizes_bytes: Sequence[int],
+        *,
+        shared_fd: int | None = None,
+        reserve: memoryview | None = None,
+    ) -> None:
         """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays the caller's.
+        `reserve` is a mapping of its beginning (`Reserve`): used if it is large enough, and what is too much of it is
+        given back.
 
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
         if shared_fd is None:
             memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
+        elif reserve is not None and len(reserve) >= self.size_bytes > 0:
+            _give_back(reserve, self.size_bytes)
+            memory = reserve[: self.size_bytes]
         else:
             memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
         self._memory = memory
@@ -59,7 +74,7 @@ class Arena:
         has to provide them first they were seen to cost 2.5 CPU-s a GB, against 0.4 for small ones: where steps
         are that slow, the rest comes in small ones.
         """
-        advise = self._adviser()
+        advise = _adviser(self._memory)
         slow_steps = 0
         for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             begun_s = time.thread_time()
@@ -75,27 +90,72 @@ class Arena:
 
         Whoever computes with the weights first would pay for it else, layer by layer. Blocks, without the GIL.
         """
-        advise = self._adviser()
+        advise = _adviser(self._memory)
         for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             if not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
                 return
 
-    def _adviser(self) -> Callable[[int, int, int], bool]:
-        """Gives the kernel advice on so many bytes from an offset on, or as many as there are; says if it took it."""
-        if sys.platform != "linux" or self.size_bytes == 0:
-            return lambda offset, size_bytes, advice: False
-        import ctypes  # 5 ms, on a thread that nobody waits for
 
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        # Of a mapping, so at a page's start.
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+class Reserve:
+    """A memory file's memory, mapped and taken from the system before it is known what it will hold.
 
-        def advise(offset: int, size_bytes: int, advice: int) -> bool:
-            taken: bool = madvise(begin + offset, min(size_bytes, self.size_bytes - offset), advice) == 0
-            return taken
+    A thread of low priority does the taking, until the memory is wanted.
+    """
 
-        return advise
+    def __init__(self, shared_fd: int) -> None:
+        """Of the whole file, which stays the caller's. Raises `InsufficientMemoryError`."""
+        self._memory = map_shared(shared_fd, os.fstat(shared_fd).st_size, what="memory for weights")
+        self._is_wanted = False
+        threading.Thread(target=self._take_pages, name="teneral-reserve", daemon=True).start()
+
+    def hand_over(self) -> memoryview:
+        """The mapping, for `Arena`. The thread ends within a step; the pages that it did not come to are the arena's to
+        take.
+        """
+        self._is_wanted = True
+        return self._memory
+
+    def _take_pages(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), RESERVE_NICENESS)
+        advise = _adviser(self._memory)
+        for offset in range(0, len(self._memory), RESERVE_STEP_BYTES):
+            if self._is_wanted or not advise(offset, RESERVE_STEP_BYTES, MADV_POPULATE_WRITE):
+                return
+
+
+def held_bytes(shared_fd: int) -> int:
+    """What a memory file has taken from the system."""
+    return os.fstat(shared_fd).st_blocks * 512
+
+
+def _adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
+    """Gives the kernel advice on so many bytes of a mapping from an offset on, or as many as there are; says if it took
+    it.
+    """
+    size_bytes = len(memory)
+    if sys.platform != "linux" or size_bytes == 0:
+        return lambda offset, size_bytes, advice: False
+    import ctypes  # 5 ms, on a thread that nobody waits for
+
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    # Of a mapping, so at a page's start.
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def advise(offset: int, num_bytes: int, advice: int) -> bool:
+        taken: bool = madvise(begin + offset, min(num_bytes, size_bytes - offset), advice) == 0
+        return taken
+
+    return advise
+
+
+def _give_back(memory: memoryview, used_bytes: int) -> None:
+    """Return the pages behind the first so many bytes of a memory file's mapping to the system."""
+    begin = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    mapping = memory.obj
+    if begin < len(memory) and isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
+        with suppress(OSError):  # then they stay: more memory, nothing worse
+            mapping.madvise(mmap.MADV_REMOVE, begin, len(memory) - begin)
 
 
 def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from ..device.sink import ImageSink
     from ..format.manifest import Manifest
+    from .arena import Reserve
     from .launch import Task
     from .load import WeightLoad
     from .options import Order
@@ -54,6 +55,7 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     # While the parent reads its flags: most models are in such a store.
     from ..sources import s3  # noqa: F401
 
+    reserve = _reserve(memory_fd)
     if not any(os.environ.get(name) for name in PLAIN_SIGNS) and not _has_come(sock):
         import ssl  # noqa: F401 - 10 ms, in which nothing else is to be done
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
@@ -61,7 +63,9 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     threading.Thread(target=inbox.listen, daemon=True).start()
     reporter = Reporter(stream, Timeline(started_at=task.started_at))
     try:
-        _load(task, memory_fd, files_fd, reporter, inbox)
+        if task.surroundings is not None:
+            task.surroundings.take()
+        _load(task, memory_fd, files_fd, reporter, inbox, None if reserve is None else reserve.hand_over())
     except TeneralError as error:
         reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
@@ -75,7 +79,23 @@ def _has_come(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: _Inbox) -> None:
+def _reserve(memory_fd: int) -> Reserve | None:
+    """The memory that is to be taken ahead, if any is."""
+    if os.fstat(memory_fd).st_size == 0:
+        return None
+    from .arena import Reserve  # only standby processes have one
+
+    return Reserve(memory_fd)
+
+
+def _load(
+    task: Task,
+    memory_fd: int,
+    files_fd: int,
+    reporter: Reporter,
+    inbox: _Inbox,
+    reserve: memoryview | None,
+) -> None:
     timeline = reporter.timeline
     with timeline.span("manifest", "open"):
         source = open_source(task.url, task.source_options)
@@ -92,6 +112,7 @@ def _load(task: Task, memory_fd: int, files_fd: int, reporter: Reporter, inbox: 
         options=options,
         timeline=timeline,
         shared_fd=memory_fd if images is None else None,
+        reserve=reserve if images is None else None,
         images=images,
     )
     load.start()

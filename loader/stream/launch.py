@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from typing import NamedTuple
 
-from ..helper_process import HelperProcess
+from ..helper_process import HelperProcess, Surroundings
 from ..sources.base import SourceOptions
 from .options import LoadOptions
 from .prepare import Prepared
@@ -23,6 +23,7 @@ class Task(NamedTuple):
     load_options: LoadOptions
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
     device: str = "cpu"  # another one's weights: what lies in the memory file is then a ring of images
+    surroundings: Surroundings | None = None  # the child takes these; None: it has them
 
 
 class Launched(NamedTuple):
@@ -31,6 +32,7 @@ class Launched(NamedTuple):
     task: Task
     process: HelperProcess
     memory_fd: int  # the memory file that the weights, or images of them, will lie in
+    reserve: memoryview | None = None  # a mapping of its beginning, where there is one
 
 
 def launch(task: Task, prepared: Prepared | None = None) -> Launched:
@@ -41,6 +43,7 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
     if prepared is None:
         prepared = Prepared()
         prepared.files.close()  # nobody asked
-    # A few hundred bytes, which the socket takes whether or not the child is there to read them.
+    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with surroundings
+    # there are more, and it is there.
     prepared.process.socket.sendall(pickle.dumps(task))
-    return Launched(task, prepared.process, prepared.memory_fd)
+    return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())

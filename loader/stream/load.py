@@ -25,7 +25,7 @@ from ..host import available_cores
 from ..memory import MIB, Available, available, check_fits
 from ..sources.base import Source
 from ..timeline import Timeline
-from .arena import Arena, as_array
+from .arena import Arena, as_array, held_bytes
 from .decode import Decoder
 from .fetch import Fetcher
 from .guards import Guards
@@ -73,9 +73,11 @@ class WeightLoad:
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
         shared_fd: int | None = None,
+        reserve: memoryview | None = None,
         images: ImageSink | None = None,
     ) -> None:
-        """Reserve the memory, in the memory file `shared_fd` if there is one; nothing is read yet.
+        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
+        is read yet.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
         were, and there are no slabs here. Raises `InsufficientMemoryError` when it would not fit.
@@ -89,9 +91,9 @@ class WeightLoad:
             manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
         )
         self._stored_bytes = self._plan.stored_bytes
-        self._staging_bytes = self._check_memory()
+        self._staging_bytes = self._check_memory(0 if shared_fd is None else held_bytes(shared_fd))
         slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
-        self._arena = Arena(slabs, shared_fd=shared_fd)
+        self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve)
         self._staging = Staging(self._staging_bytes)
         staged_bytes = sum(
             step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
@@ -306,11 +308,15 @@ class WeightLoad:
     ) -> None:
         self.close()
 
-    def _check_memory(self) -> int:
-        """How much staging there may be. Raises `InsufficientMemoryError` when not even the smallest would fit."""
+    def _check_memory(self, weights_held_bytes: int) -> int:
+        """How much staging there may be, so much memory being held for weights already. Raises
+        `InsufficientMemoryError` when not even the smallest would fit.
+        """
         options = self._options
         told = options.available_bytes
         left = available() if told is None else Available(told, "as the options say")
+        if left is not None and told is None:
+            left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
         what, weight_bytes, beside_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
         if self._images is not None:  # neither weights nor keys are here

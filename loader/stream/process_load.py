@@ -22,7 +22,7 @@ from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..sources.base import SourceOptions
 from ..timeline import Timeline
-from .arena import Arena, as_array, map_shared
+from .arena import Arena, as_array, held_bytes, map_shared
 from .guards import Guards
 from .launch import Launched, Task, launch
 from .options import LoadOptions, Order
@@ -81,6 +81,10 @@ class ProcessLoad:
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
         self._lock = threading.Lock()  # guards the error against the end, and what is said to the child
+        self._reserve = launched.reserve
+        self.reserved_bytes = (
+            0  # of the weights' memory, that had been taken from the system when the load began
+        )
         self._thread = threading.Thread(
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
@@ -253,12 +257,16 @@ class ProcessLoad:
             if self._images is not None:
                 self._images.opened(manifest, map_shared(memory_fd, ring_bytes, what="the ring of images"))
             else:
-                self._arena = Arena([group.slab_bytes for group in manifest.groups], shared_fd=memory_fd)
+                if self._reserve is not None:
+                    self.reserved_bytes = min(held_bytes(memory_fd), manifest.weight_bytes)
+                slabs = [group.slab_bytes for group in manifest.groups]
+                self._arena = Arena(slabs, shared_fd=memory_fd, reserve=self._reserve)
                 self._guards = Guards(len(manifest.groups), shared_fd=memory_fd)
             self._readiness = Readiness(
                 len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
             )
             self._manifest = manifest
+            self._reserve = None  # what is used of it is the arena's
         self._opened.set()
 
     def give_back(self, offset_bytes: int) -> None:

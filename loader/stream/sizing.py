@@ -4,7 +4,7 @@ was measured, and the budget.
 They follow from what a request costs. Until its first byte comes, a connection carries nothing, so a range should take
 several times as long as that; stores charge by the request, too. But what one connection reads alone comes late, so
 the ranges of the first parts are small enough for all connections to share them, and towards the end they shrink with
-what is left, so that all connections end together.
+what is left, so that all connections end together; but not below what it costs both sides to speak of a range.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import NamedTuple
 from .link import Link
 
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
-MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains
+MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains, …
+MIN_RANGE_S = (
+    2e-3  # … or below what the link gives in this while: a request costs either side 0.3 to 0.5 ms of a core
+)
 USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
 WORTH = 16  # a range takes so many times as long as its first byte
 FIRST_CONNECTIONS = 8  # enough for 200 MB/s from anywhere; more only where more turn out to be faster
@@ -37,17 +40,21 @@ class Position(NamedTuple):
 
     awaited_bytes: int | None  # that somebody waits for, and so all connections share; None: nobody does
     left_bytes: int  # of all parts, not asked for yet
+    is_staged: bool = True  # else it is read straight to where it will stay
 
 
 def range_bytes(position: Position, link: Link, width: int, budget: Budget) -> int:
     """What the next range should take, at least 1: of this part, or of more where that is small."""
     wanted = max(USUAL_RANGE_BYTES, int(WORTH * link.first_byte_s * link.connection_bytes_per_s))
-    # Ranges on their way may fill half of the staging; the other half is for what is being decoded.
-    wanted = min(wanted, budget.staging_bytes // (2 * width) or wanted)
+    least = int(MIN_RANGE_S * width * link.connection_bytes_per_s)
+    if position.is_staged:
+        # Ranges on their way may fill half of the staging; the other half is for what is being decoded.
+        share = budget.staging_bytes // (2 * width) or wanted
+        wanted, least = min(wanted, share), min(least, share)
     even = -(-position.left_bytes // width)
     if position.awaited_bytes is not None:
         even = min(even, -(-position.awaited_bytes // width))
-    return max(1, min(budget.range_bytes, max(MIN_RANGE_BYTES, min(wanted, even))))
+    return max(1, min(budget.range_bytes, max(MIN_RANGE_BYTES, least, min(wanted, even))))
 
 
 def cut(left_bytes: int, most_bytes: int) -> int:

@@ -232,7 +232,7 @@ class WorkQueue:
         number = self._turns.peek()
         if number is None:
             return ()
-        most_bytes = self._range_bytes()
+        most_bytes = self._range_bytes(number)
         run = self._turns.next_run(most_bytes)
         if not self._place(run):
             run = run[:1]
@@ -248,14 +248,15 @@ class WorkQueue:
         """The next range of a part with bytes that nobody has asked for."""
         start = self._cursors.pop(number)
         left_bytes = self._plan.steps[number].part.size_bytes - start
-        end = start + cut(left_bytes, self._range_bytes())
+        end = start + cut(left_bytes, self._range_bytes(number))
         if end < start + left_bytes:
             # In front again, so that a part to be fetched once more does not wait for others.
             self._cursors = {number: end, **self._cursors}
         return (Piece(number, start, end),)
 
-    def _range_bytes(self) -> int:
-        return self._pace.range_bytes(Position(self._turns.awaited_bytes, self._left_bytes))
+    def _range_bytes(self, number: int) -> int:
+        is_staged = self._plan.steps[number].slab_offset_bytes is None
+        return self._pace.range_bytes(Position(self._turns.awaited_bytes, self._left_bytes, is_staged))
 
     def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
         now_s = time.monotonic()

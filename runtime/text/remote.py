@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import ModelError
-from .launch import LaunchedTokenizer, launch_tokenizer
+from .launch import LaunchedTokenizer, PreparedTokenizer
 from .tokenizer import TextTokenizer, make_chat_template
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TokenizerProcess:
             if self._child is dead:
                 dead.end()
                 assert self._manifest is not None
-                self._child = _Child(launch_tokenizer(dead.task))
+                self._child = _Child(PreparedTokenizer().launch(dead.task))
                 self._child.settings(self._manifest)
                 self._child.receive()
             return self._child

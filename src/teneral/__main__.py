@@ -1,6 +1,7 @@
 """`teneral` and `python -m teneral`."""
 
 import gc
+import os
 import sys
 
 
@@ -11,6 +12,9 @@ def main() -> int:
         # What is made while importing stays: looking through it for garbage, again and again, takes a tenth of the
         # imports. The server has it looked for from when it can answer.
         gc.disable()
+        # Where numpy brings OpenBLAS along, its threads wait for work by spinning: 60 ms of a core in each process that
+        # imports it. They sleep at once instead.
+        os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
         # The loader imports what it needs while this process reads its flags, and everything else after that.
         from .loader import pin, timeline  # noqa: F401 - of both processes, so once for the two
         from .loader.stream import launch  # noqa: F401 - as above

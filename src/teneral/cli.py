@@ -305,8 +305,13 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _standby(options: argparse.Namespace) -> int:
     from .handlers.standby.pool import run_pool
+    from .runtime.config import parse_bytes
 
-    return run_pool(options.socket, options.processes, report=report_error)
+    try:
+        reserve_bytes = 0 if options.memory is None else parse_bytes(options.memory)
+    except ValueError as error:
+        raise loading.UsageError(f"--memory {options.memory}: it {error}", key="memory") from error
+    return run_pool(options.socket, options.processes, reserve_bytes=reserve_bytes, report=report_error)
 
 
 def _invoke(options: argparse.Namespace) -> int:

@@ -175,6 +175,12 @@ def _serve(command: argparse.ArgumentParser) -> None:
 def _standby(command: argparse.ArgumentParser) -> None:
     command.add_argument("socket", metavar="SOCKET", help="where `teneral serve --standby-socket` finds them")
     command.add_argument("--processes", type=_natural, default=1, metavar="N", help="how many (default: 1)")
+    command.add_argument(
+        "--memory",
+        default=None,
+        metavar="SIZE",
+        help="memory for weights that each of them takes from the system ahead, such as 2GiB (default: none)",
+    )
 
 
 def _invoke(command: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,6 +22,11 @@ from tests.support.tiny_models import save_tiny
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
 from teneral.handlers.standby.pool import listen_locally
 from teneral.loader.errors import UsageError
+from teneral.loader.helper_process import Surroundings
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.stream.launch import Task
+from teneral.loader.stream.options import LoadOptions
+from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import PortInUseError
 
 WAIT_S = 90.0
@@ -37,9 +43,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Pool:
     """`teneral standby` with two processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.path = folder / "standby.sock"
-        command = [sys.executable, "-m", "teneral", "standby", str(self.path), "--processes", "2"]
+        command = [sys.executable, "-m", "teneral", "standby", str(self.path), "--processes", "2", *flags]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         self.said = self.process.stderr.readline()
@@ -48,6 +54,14 @@ class Pool:
         """The pool's processes that have no order: its children in its own session."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(child) for child in children if os.getsid(int(child)) == os.getsid(self.process.pid)]
+
+    def wait_full(self) -> list[int]:
+        """Once there are two of them again."""
+        until_s = time.monotonic() + WAIT_S
+        while len(waiting := self.waiting()) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        return waiting
 
     def stop(self) -> None:
         self.process.terminate()
@@ -129,19 +143,19 @@ def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
     pool: Pool, model: Path, tmp_path: Path
 ) -> None:
     assert "2 standby processes" in pool.said
-    before = pool.waiting()
+    before = pool.wait_full()
     taken, alone = Server(model, pool.path), Server(model, tmp_path / "nobody.sock")
     assert taken.complete() == alone.complete()
     assert "taken over by a standby" in taken.marks()
     assert "taken over by a standby" not in alone.marks()
-    after = pool.waiting()
-    assert len(after) == 2
+    after = pool.wait_full()
     assert len(set(after) - set(before)) == 1
     assert taken.end()[0] == alone.end()[0] == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_client_drains_the_standby(pool: Pool, model: Path, number: int) -> None:
+    pool.wait_full()
     server = Server(model, pool.path)
     server.complete()
     code, said = server.end(number)
@@ -152,6 +166,7 @@ def test_a_signal_to_the_client_drains_the_standby(pool: Pool, model: Path, numb
 
 
 def test_a_client_that_is_killed_takes_its_server_with_it(pool: Pool, model: Path) -> None:
+    pool.wait_full()
     server = Server(model, pool.path)
     server.complete()
     server.process.kill()
@@ -167,6 +182,7 @@ def test_a_client_that_is_killed_takes_its_server_with_it(pool: Pool, model: Pat
 
 
 def test_an_error_of_the_model_is_said_where_it_was_asked_for(pool: Pool, tmp_path: Path) -> None:
+    pool.wait_full()
     server = Server(tmp_path / "nowhere", pool.path)
     _, said = server.process.communicate(timeout=WAIT_S)
     assert server.process.returncode == 3
@@ -177,6 +193,7 @@ def test_the_standby_has_the_clients_environment_and_folder(pool: Pool, model: P
     (tmp_path / "mine.py").write_text(
         "import os\n\ndef handler(event, context):\n    return [os.environ['COLOUR'], os.getcwd()]\n"
     )
+    pool.wait_full()
     server = Server(
         model, pool.path, "--handler", f"{tmp_path}/mine.py:handler", environment={"COLOUR": "green"}
     )
@@ -185,7 +202,59 @@ def test_the_standby_has_the_clients_environment_and_folder(pool: Pool, model: P
     assert server.end()[0] == 0
 
 
+def test_memory_that_was_taken_ahead_holds_the_weights_and_the_rest_is_given_back(
+    model: Path, tmp_path: Path
+) -> None:
+    """The loader's and the server's mappings are those from before: no other of the memory file is made."""
+    reserve_bytes = 64 << 20
+    pool = Pool(tmp_path, "--memory", f"{reserve_bytes}")
+    try:
+        until_s = time.monotonic() + WAIT_S
+        while min(map(_weights_mapped_bytes, pool.wait_full())) < reserve_bytes:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        before = pool.wait_full()
+        taken, alone = Server(model, pool.path), Server(model, tmp_path / "nobody.sock")
+        assert taken.complete() == alone.complete()
+        assert "taken over by a standby" in taken.marks()
+        (server,) = set(before) - set(pool.wait_full())
+        weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        assert 0 < _weights_mapped_bytes(server) <= weight_bytes + (1 << 20)
+        assert taken.end()[0] == alone.end()[0] == 0
+    finally:
+        pool.stop()
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "9999TB"])
+def test_a_size_that_cannot_be_meant_is_refused(tmp_path: Path, size: str) -> None:
+    command = [sys.executable, "-m", "teneral", "standby", str(tmp_path / "s"), f"--memory={size}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 2
+    assert "--memory" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_more_memory_than_there_is_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "teneral", "standby", str(tmp_path / "s"), "--memory", "900000GiB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert ended.returncode not in (0, 1)
+    assert "MiB are available" in ended.stderr
+    assert not (tmp_path / "s").exists()
+
+
+def _weights_mapped_bytes(process_id: int) -> int:
+    """Resident memory of the process's mappings of a memory file for weights."""
+    total, counts = 0, False
+    for line in Path(f"/proc/{process_id}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = "teneral-weights" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10
+    return total
+
+
 def test_a_killed_standby_is_an_error_that_says_so(pool: Pool, model: Path) -> None:
+    pool.wait_full()
     server = Server(model, pool.path)
     server.complete()
     listener = next(
@@ -225,7 +294,7 @@ def test_idle_standbys_end_with_their_pool(tmp_path: Path) -> None:
 
 
 def test_a_killed_standby_is_replaced(pool: Pool) -> None:
-    victim = pool.waiting()[0]
+    victim = pool.wait_full()[0]
     os.kill(victim, signal.SIGKILL)
     until_s = time.monotonic() + WAIT_S
     while victim in (now := pool.waiting()) or len(now) < 2:
@@ -242,7 +311,28 @@ def test_what_is_no_order_changes_nothing(pool: Pool, sent: bytes) -> None:
         sock.sendall(sent)
         sock.shutdown(socket.SHUT_WR)
         sock.recv(100)
-    assert len(pool.waiting()) == 2
+    assert len(pool.wait_full()) == 2
+
+
+def test_a_client_that_gives_up_leaves_no_open_file_behind(pool: Pool) -> None:
+    """It waits for a signal at most: were its standard error held, whoever reads that would wait for ever."""
+    pool.wait_full()
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as sock, socket.create_server(("127.0.0.1", 0)) as listener:
+        sock.connect(str(pool.path))
+        order = Order(
+            ServeConfig(model="m"), Surroundings({}, "/"), 0.0, (writing, writing, writing), listener.fileno()
+        )
+        channel = Channel(sock)
+        channel.send_order(order)
+        assert channel.receive()["process"] in pool.waiting()
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        os.set_blocking(reading, False)
+        until_s = time.monotonic() + WAIT_S
+        while stream.read(1) is None:  # b"" once nobody holds the other end
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
 
 
 def test_the_socket_is_only_for_its_user(pool: Pool) -> None:
@@ -272,5 +362,7 @@ def test_files_that_came_with_a_bad_order_are_closed() -> None:
 
 
 def test_an_orders_secrets_are_not_shown() -> None:
-    assert "environment" in Order.__dataclass_fields__
-    assert not Order.__dataclass_fields__["environment"].repr
+    surroundings = Surroundings({"AWS_SECRET_ACCESS_KEY": "hush"}, "/")
+    order = Order(ServeConfig(model="m"), surroundings, 0.0, (0, 1, 2), 3)
+    assert "hush" not in repr(order)
+    assert "hush" not in repr(Task("m", None, SourceOptions(), LoadOptions(), 0.0, surroundings=surroundings))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import platform
 import re
 import resource
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +18,14 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
-from teneral.loader.stream.arena import PREFAULT_STEP_BYTES, Arena, as_array, map_bytes
+from teneral.loader.stream.arena import (
+    PREFAULT_STEP_BYTES,
+    Arena,
+    Reserve,
+    as_array,
+    held_bytes,
+    map_bytes,
+)
 
 KERNEL = [int(number) for number in re.findall(r"\d+", platform.release())[:2]]
 
@@ -102,6 +111,43 @@ def test_pages_that_another_process_has_taken_can_be_mapped_ahead() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     assert int(as_array(ours.slabs[0])[::4096].sum()) == 7 * 4 * PREFAULT_STEP_BYTES // 4096
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20  # of 2,048 pages
+    os.close(fd)
+
+
+def reserved(size_bytes: int) -> tuple[int, memoryview]:
+    """A memory file all of which a reserve has taken from the system, and the mapping that it leaves."""
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, size_bytes)
+    reserve = Reserve(fd)
+    until_s = time.monotonic() + 30
+    while held_bytes(fd) < size_bytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    return fd, reserve.hand_over()
+
+
+@prefaults
+def test_slabs_lie_in_memory_that_was_taken_ahead_and_its_rest_is_given_back() -> None:
+    fd, mapping = reserved(8 * PREFAULT_STEP_BYTES)
+    arena = Arena([2 * PREFAULT_STEP_BYTES, 5], shared_fd=fd, reserve=mapping)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    as_array(arena.slabs[0])[:] = 7
+    as_array(arena.slabs[1])[:] = 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20  # of 1,024 pages
+    assert held_bytes(fd) == 2 * PREFAULT_STEP_BYTES + mmap.PAGESIZE
+    assert all(int(as_array(slab).max()) == value for slab, value in zip(arena.slabs, (7, 8), strict=True))
+    other = Arena([2 * PREFAULT_STEP_BYTES, 5], shared_fd=fd)
+    assert bytes(other.slabs[1]) == b"\x08" * 5
+    os.close(fd)
+
+
+@prefaults
+def test_weights_that_are_larger_than_what_was_taken_ahead_use_it_all_the_same() -> None:
+    fd, mapping = reserved(2 * PREFAULT_STEP_BYTES)
+    arena = Arena([4 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=mapping)
+    assert held_bytes(fd) == 2 * PREFAULT_STEP_BYTES
+    as_array(arena.slabs[0])[:] = 9
+    assert mapping[-1] == 9, "they are the same pages"
     os.close(fd)
 
 

@@ -39,7 +39,7 @@ budgets = st.builds(
     connections=st.integers(1, 256),
     staging_bytes=st.integers(0, 1 << 31),
 )
-positions = st.builds(Position, st.none() | st.integers(1, 1 << 31), st.integers(1, 1 << 40))
+positions = st.builds(Position, st.none() | st.integers(1, 1 << 31), st.integers(1, 1 << 40), st.booleans())
 
 
 def test_a_range_takes_several_times_as_long_as_its_first_byte() -> None:
@@ -51,9 +51,27 @@ def test_a_fast_link_gets_larger_ranges_as_far_as_the_staging_allows() -> None:
     assert range_bytes(FAR_FROM_THE_END, FAST, 32, BUDGET) == 2 * MIB
 
 
+def test_what_is_read_to_its_place_is_not_limited_by_the_staging() -> None:
+    position = FAR_FROM_THE_END._replace(is_staged=False)
+    assert (
+        range_bytes(position, FAST, 8, BUDGET)
+        == range_bytes(position, FAST, 32, BUDGET)
+        == BUDGET.range_bytes
+    )
+
+
+def test_the_faster_the_link_the_larger_is_its_smallest_range() -> None:
+    """So that asking takes a core a quarter of its time at most."""
+    near_the_end = Position(None, 1, is_staged=False)
+    for rate in (25e6, 125e6, 1e9):
+        least_bytes = range_bytes(near_the_end, Link(0.001, rate / 8), 8, BUDGET)
+        assert least_bytes == max(MIN_RANGE_BYTES, int(2e-3 * rate))
+
+
 def test_what_somebody_waits_for_is_shared_by_all_connections() -> None:
-    assert range_bytes(Position(8 * MIB, 1000 * MIB), FAST, 8, BUDGET) == MIB
-    assert range_bytes(Position(MIB, 1000 * MIB), FAST, 8, BUDGET) == MIN_RANGE_BYTES
+    assert range_bytes(Position(8 * MIB, 1000 * MIB), SLOW, 8, BUDGET) == MIB
+    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, BUDGET) == 2e-3 * 8 * 25e6
+    assert range_bytes(Position(MIB, 1000 * MIB), Link(0.05, 5e6), 8, BUDGET) == MIN_RANGE_BYTES
 
 
 def test_ranges_shrink_towards_the_end() -> None:
@@ -63,7 +81,7 @@ def test_ranges_shrink_towards_the_end() -> None:
         left -= sizes[-1]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 6 * MIB
-    assert sizes[-2] == MIN_RANGE_BYTES
+    assert sizes[-2] == 2 * 1000 * 1000
 
 
 @given(positions, links, st.integers(1, 256), budgets)
@@ -72,7 +90,8 @@ def test_a_range_is_within_the_budget_whatever_was_measured(
 ) -> None:
     size_bytes = range_bytes(position, link, width, budget)
     assert 1 <= size_bytes <= budget.range_bytes
-    if share_bytes := budget.staging_bytes // (2 * width):
+    share_bytes = budget.staging_bytes // (2 * width)
+    if position.is_staged and share_bytes:
         assert size_bytes <= max(MIN_RANGE_BYTES, share_bytes)
 
 

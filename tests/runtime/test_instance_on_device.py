@@ -26,7 +26,7 @@ from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
 from teneral.runtime.start import Helpers
-from teneral.runtime.text.launch import TokenizerTask, launch_tokenizer
+from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 
 WAIT_S = 60.0
@@ -56,8 +56,8 @@ def on_device(config: ServeConfig, device: SimulatedDevice) -> Instance:
     load = launch(
         Task(config.model, None, source, options, timeline.started_at, device="simulated"), prepared
     )
-    tokenizer = launch_tokenizer(
-        TokenizerTask(config.model, source, options, timeline.started_at), files=prepared.files
+    tokenizer = PreparedTokenizer(files=prepared.files).launch(
+        TokenizerTask(config.model, source, options, timeline.started_at)
     )
     helpers = Helpers(
         DeviceLoad.follow(load, lambda: device, timeline=timeline),

@@ -20,7 +20,7 @@ from teneral.loader.sources.file import FileStore
 from teneral.loader.stream.options import LoadOptions
 from teneral.loader.timeline import Timeline
 from teneral.runtime.errors import ModelError, RequestError
-from teneral.runtime.text.launch import TokenizerTask, launch_tokenizer
+from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 from teneral.runtime.text.tokenizer import TextTokenizer
 
@@ -41,7 +41,7 @@ def manifest_of(folder: Path) -> Manifest:
 def process_for(folder: Path, timeline: Timeline | None = None) -> TokenizerProcess:
     timeline = timeline or Timeline()
     task = TokenizerTask(str(folder), SourceOptions(), LoadOptions(), timeline.started_at)
-    return TokenizerProcess(launch_tokenizer(task), timeline=timeline)
+    return TokenizerProcess(PreparedTokenizer().launch(task), timeline=timeline)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,10 @@ clients as there are places, each asking again at once, which says what the serv
 moments (a Poisson process), at multiples of that rate, whether or not earlier ones were answered. All are alike but for
 their tokens.
 
+Whoever wants answers in time says so: the server is started with `--max-wait-s`. Another one, which is asked by those
+clients alone, says before how long a first token takes where nobody waits; what is left of the smallest `--within` is
+for waiting. `--no-max-wait` leaves that out.
+
 In time is an answer whose first token took at most so many times as long as the median of those clients' answers, and
 whose others did on average (`--within`): as soon as a server that is full, and no more than full, gives it. The promise
 is that what is too much is refused at once, with 429 and Retry-After, and that goodput stays at 90 % of its peak.
@@ -94,14 +98,19 @@ def main() -> None:
         within=options.within,
         promise=PROMISE,
     )
-    flags = (
-        "--max-running",
-        str(options.max_running),
-        "--max-queued",
-        str(options.max_queued),
-        "--no-prefix-cache",
-    )
-    with Server(str(root / "models" / "packed"), *flags) as server:
+    model = str(root / "models" / "packed")
+    flags = ["--max-running", str(options.max_running), "--max-queued", str(options.max_queued)]
+    flags += ["--no-prefix-cache"]
+    max_wait_s: float | None = None
+    if options.max_wait:
+        with Server(model, *flags) as server:
+            server.wait_ready()
+            first_s = asyncio.run(Load(server.url, options).first_s_when_full())
+        max_wait_s = time_to_wait_s(options.within, first_s)
+        flags += ["--max-wait-s", str(max_wait_s)]
+        note(f"a first token takes {1000 * first_s:.0f} ms when full: --max-wait-s {max_wait_s:.3f}")
+    report["max_wait_s"] = max_wait_s
+    with Server(model, *flags) as server:
         server.wait_ready()
         report |= asyncio.run(Load(server.url, options).measure())
     finish(report, render(report), save=options.save)
@@ -116,6 +125,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--max-running", type=int, default=8)
     parser.add_argument("--max-queued", type=int, default=1)
+    parser.add_argument(
+        "--no-max-wait", dest="max_wait", action="store_false", help="start the server without --max-wait-s"
+    )
     return parser.parse_args()
 
 
@@ -127,10 +139,17 @@ class Load:
         self._options = options
         self._chance = random.Random(0)
 
+    async def first_s_when_full(self) -> float:
+        """The time to the first token where there are as many clients as places, and so nobody waits for one."""
+        async with _session() as session:
+            for _ in range(WARM_UP_REQUESTS + ALONE_REQUESTS):
+                await self.ask(session)
+            outcomes, _ = await self.closed_loop(session, self._options.max_running)
+        return statistics.median(outcome.first_s for outcome in outcomes)
+
     async def measure(self) -> dict[str, Any]:
         options = self._options
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        async with _session() as session:
             for _ in range(WARM_UP_REQUESTS):
                 await self.ask(session)
             alone = [await self.ask(session) for _ in range(ALONE_REQUESTS)]
@@ -198,6 +217,18 @@ class Load:
             return Outcome(sent_s, response.status, time.monotonic(), tuple(times_s), refused)
 
 
+def _session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+
+
+def time_to_wait_s(within: Sequence[float], first_s: float) -> float:
+    """How long a request may wait for its place, if its first token, which takes so long from then on, is to be in time
+    by the strictest of these.
+    """
+    return max(0.0, min(within) - 1) * first_s
+
+
 def level(
     outcomes: Sequence[Outcome], window: Window, within: Sequence[float], first_s: float, token_s: float
 ) -> dict[str, Any]:
@@ -250,7 +281,7 @@ def render(report: Mapping[str, Any]) -> str:
     words = [
         report["model"],
         f"{report['prompt_tokens']} + {report['answer_tokens']} tokens",
-        f"{report['max_running']} running and {report['max_queued']} waiting at most",
+        f"{report['max_running']} running and {report['max_queued']} waiting at most" + _waiting(report),
         f"saturated at {report['capacity_requests_s']:.2f} requests/s",
         f"alone {1000 * alone['first_s']:.0f} ms to the first token and {1000 * alone['token_s']:.0f} ms a token",
         f"full {1000 * full['first_s']:.0f} and {1000 * full['token_s']:.0f} ms",
@@ -272,6 +303,11 @@ def render(report: Mapping[str, Any]) -> str:
     if bad or other:
         lines.append(f"\n{bad} refused without Retry-After, {other} neither answered nor refused")
     return "\n".join(lines)
+
+
+def _waiting(report: Mapping[str, Any]) -> str:
+    max_wait_s = report["max_wait_s"]
+    return "" if max_wait_s is None else f" for {1000 * max_wait_s:.0f} ms"
 
 
 def _pair(values: Mapping[str, float]) -> str:

@@ -278,6 +278,9 @@ class ServeConfig:
     max_queued_per_tenant: int | None = _setting(
         None, _integer(0, 1 << 20), "requests of one tenant that may wait (default: half of --max-queued)"
     )
+    max_wait_s: float | None = _setting(
+        None, _seconds(0, 3_600), "longest wait for a place; beyond, clients get 429", metavar="SECONDS"
+    )
     embed_delay_s: float = _setting(
         0.0,
         _seconds(0, 10),

@@ -383,6 +383,7 @@ class Instance:
                 max_context=self.config.max_context,
                 kv_dtype=KVKind(self.config.kv_dtype),
                 prefix_cache=self.config.prefix_cache,
+                max_wait_s=self.config.max_wait_s,
                 max_queued_per_tenant=self.config.max_queued_per_tenant,
                 session_kv_bytes=self.config.session_kv_bytes,
                 session_idle_s=self.config.session_idle_s,
@@ -419,7 +420,13 @@ class Instance:
 
         source, pool_bytes = self._opened.result()[0], engine.options.kv_bytes
         prepare_backends(
-            model, self.config, source, pool_bytes=pool_bytes, timeline=self.timeline, ended=self._closed
+            model,
+            self.config,
+            source,
+            pool_bytes=pool_bytes,
+            is_awaited=lambda: engine.owes_first_token,
+            timeline=self.timeline,
+            ended=self._closed,
         )
 
     def _start_embedder(self, model: Encoder) -> None:

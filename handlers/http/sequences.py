@@ -76,7 +76,7 @@ class Sequences:
             # The choices of one prompt follow one another, and have the same tuple.
             is_first = index == 0 or request.prompt_tokens is not requests[index - 1].prompt_tokens
             self._is_first_choice.append(is_first)
-            self._generations.append(engine.submit(request, partial(self._on_event, index)))
+            self._generations.append(engine.submit(request, partial(self._on_event, index), joins=index > 0))
         self._last_token_s = [None] * len(requests)
         self._num_open = len(requests)
 

@@ -36,7 +36,7 @@ MIN_LIFE_S = (
     1.0  # a process that ends sooner, without an order, will not do better when it is forked again at once
 )
 ORDER_TIMEOUT_S = 5.0  # for an order to be complete
-REFILL_DELAY_S = 1.0  # who was just taken needs the cores more
+REFILL_DELAY_S = 3.0  # who was just taken needs the cores more
 
 
 def run_pool(
@@ -93,6 +93,9 @@ def import_everything() -> None:
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import backend, remote, settings, tokenizer_child  # noqa: F401
+
+    with suppress(ImportError):  # the extra [cpu]
+        from ...runtime.kernels import decoder, prepare  # noqa: F401
     from .. import function  # noqa: F401
     from ..http import app, command  # noqa: F401
 

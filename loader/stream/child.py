@@ -115,10 +115,12 @@ def _load(
         reserve=reserve if images is None else None,
         images=images,
     )
+    _tell_of_files(
+        manifest, files_fd
+    )  # 0.2 ms now; beside the threads that begin next it would be a hundred times that
     load.start()
     gc.freeze()
     gc.enable()
-    _tell_of_files(manifest, files_fd)
     inbox.load = load  # before the manifest is told, without which nobody can ask for a part
     reporter.send(
         manifest=manifest, progress=load.progress(), ring_bytes=0 if images is None else images.ring_bytes

@@ -150,8 +150,11 @@ class Engine:
             if self._roster.lending.spill is not None:
                 self._roster.lending.spill.start()
 
-    def submit(self, request: GenerationRequest, on_event: OnEvent | None = None) -> Generation:
-        """Queues the request and returns at once.
+    def submit(
+        self, request: GenerationRequest, on_event: OnEvent | None = None, *, joins: bool = False
+    ) -> Generation:
+        """Queues the request and returns at once. With `joins`, it belongs to what was submitted just before: it is not
+        refused for how long it will have to wait (`max_wait_s`).
 
         `on_event` gets the events in order, as a rule from the engine's thread, which it must not hold up;
         from the caller's when it cancels, stops the engine or asks for no tokens. If it raises, its sequence
@@ -171,7 +174,7 @@ class Engine:
         )
         with self._roster.changed:
             if max_new_tokens > 0:
-                self._roster.enqueue(sequence)
+                self._roster.enqueue(sequence, joins=joins)
             else:
                 self._roster.require_open()
         if max_new_tokens == 0:
@@ -180,7 +183,7 @@ class Engine:
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
         """Raises CapacityError when so many requests of this tenant (`GenerationRequest.queue_name`) would be refused
-        now, or the reason for which everything is.
+        now, the others joining the first one; or the reason for which everything is.
         """
         with self._roster.changed:
             self._roster.require_open()
@@ -236,6 +239,12 @@ class Engine:
                 now_s=time.monotonic(),
             )
 
+    @property
+    def owes_first_token(self) -> bool:
+        """Whether somebody waits for the first token of an answer."""
+        with self._roster.changed:
+            return self._roster.owes_first_token
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless sequences and block pool agree. For tests; waits for no step."""
         with self._roster.changed:
@@ -289,8 +298,11 @@ class Engine:
             if roster.some_ended_early:
                 roster.forget_ended()
             has_running = bool(roster.running)
-            is_waited_for = roster.waiting or any(each.exact.num_missing > 1 for each in roster.running)
-            if is_waited_for or roster.is_stopping or not backend.wants_idle_time(has_running=has_running):
+            if (
+                roster.owes_first_token
+                or roster.is_stopping
+                or not backend.wants_idle_time(has_running=has_running)
+            ):
                 return False
             if not has_running and roster.changed.wait(IDLE_S):
                 return True

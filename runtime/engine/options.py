@@ -30,6 +30,7 @@ class EngineOptions:
     max_context: int | None = None  # None: what the model allows and the pool can hold
     kv_dtype: KVKind = KVKind.MODEL  # how keys and values are stored
     prefix_cache: bool = True  # blocks of past sequences are kept, for who begins in the same way
+    max_wait_s: float | None = None  # for a place: who would have to wait longer is refused; None: nobody is
     max_queued_per_tenant: int | None = None  # of those who name themselves; None: half of max_queued
     session_kv_bytes: int | None = None  # that sessions may pin; None: half of the pool
     session_idle_s: float = 900.0  # after which one that nobody has come back to loses its pins
@@ -44,6 +45,7 @@ class EngineOptions:
         _require_at_least("block_size", self.block_size, 1)
         _require_at_least("max_running", self.max_running, 1)
         _require_at_least("max_queued", self.max_queued, 0)
+        _require_at_least("max_wait_s", self.max_wait_s or 0, 0)
         # Every running sequence must be able to take its one token.
         _require_at_least("max_step_tokens", self.max_step_tokens, self.max_running)
         _require_at_least("max_prefill_tokens", self.max_prefill_tokens, 1)
@@ -121,7 +123,7 @@ class EngineStatistics:
     sessions: int = 0
     pinned_blocks: int = 0  # by sessions: idle or in use
     sessions_unpinned_total: Mapping[Unpinned, int] = field(default_factory=dict)
-    retry_after_s: float = 1.0  # when a place becomes free, by how often that happened lately
+    retry_after_s: float = 1.0  # when a place becomes free, as far as that is known
 
 
 def _require_at_least(key: str, value: float, least: int) -> None:

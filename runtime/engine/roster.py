@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
 from ..kv.blocks import Epoch
 from .capacity import Capacity
+from .expected_wait import steps_until_place
 from .generation import Generation
 from .lending import CopyTokens, Lending
 from .options import EngineOptions
@@ -63,14 +64,25 @@ class Roster:
         self.num_accepted_proposals = 0
         self.num_rejected_proposals = 0
         self.num_exhausted = 0
-        self._capacity = Capacity(options)
+        self._is_short_of_blocks = False  # when the latest step was planned: some wait though a place is free
+        self._capacity = Capacity(options, steps_until_free=lambda: self._steps_until_place(self.running))
+
+    @property
+    def owes_first_token(self) -> bool:
+        return bool(self.waiting) or any(each.exact.num_missing > 1 for each in self.running)
 
     # -- taking in -------------------------------------------------------------------------------------------
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """Raises the refusal, or CapacityError: then nothing has changed."""
+    def enqueue(self, sequence: Sequence, *, joins: bool = False) -> None:
+        """Raises the refusal, or CapacityError: then nothing has changed. Who `joins` another one of the same request
+        may wait for however long.
+        """
         self.require_open()
-        self.require_room(sequence.queue_name, sequence.priority)
+        self._require_queue(sequence.queue_name, sequence.priority)
+        if not joins:
+            self._require_soon(sequence.queue_name, sequence.priority)
+        if not self.running and not self.waiting:
+            self._capacity.note_arrival()
         self.waiting.join(sequence)
         session = sequence.generation.request.session_key
         if session is not None:
@@ -78,7 +90,11 @@ class Roster:
         self.changed.notify_all()
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
-        """Raises CapacityError unless so many sequences like this can be taken now."""
+        """Raises CapacityError unless so many sequences like this, of one request, can be taken now."""
+        self._require_queue(queue_name, priority, num_sequences)
+        self._require_soon(queue_name, priority)
+
+    def _require_queue(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
         waiting = self.waiting
         self._capacity.require_room(
             num_sequences,
@@ -87,6 +103,44 @@ class Roster:
             num_of_tenant=waiting.num_of_tenant(queue_name) if queue_name else None,
             num_batch=waiting.num_by_priority()[priority] if priority is Priority.BATCH else None,
         )
+
+    def _require_soon(self, queue_name: str, priority: Priority) -> None:
+        """Batch work gets what the others leave, whenever that is, so it is not refused for it."""
+        if self.options.max_wait_s is None or priority is Priority.BATCH:
+            return
+        running = [each for each in self.running if not each.is_batch]  # batch work makes way
+        num_steps = self._steps_until_place(running, self._ahead_of(queue_name))
+        if num_steps is not None:
+            self._capacity.require_soon(num_steps)
+
+    def _ahead_of(self, queue_name: str) -> Iterator[Sequence]:
+        """Those who wait and surely go before interactive work of this tenant that comes now: all of its own, and of
+        each other tenant one more than those, as if none of them owed anything.
+        """
+        num_turns = Counter[str]()
+        num_own = sum(each.queue_name == queue_name for each in self.waiting.of(Priority.INTERACTIVE))
+        for each in self.waiting.of(Priority.INTERACTIVE):
+            num_turns[each.queue_name] += 1
+            if each.queue_name == queue_name or num_turns[each.queue_name] <= num_own + 1:
+                yield each
+
+    def _steps_until_place(self, running: Iterable[Sequence], ahead: Iterable[Sequence] = ()) -> int | None:
+        """The most steps until there is a place behind these. None: there are places, and what is short are blocks."""
+        if self._is_short_of_blocks:
+            return None
+        steps = self._steps_left
+        return steps_until_place([*map(steps, running)], map(steps, ahead), self.options.max_running)
+
+    def _steps_left(self, sequence: Sequence) -> int:
+        """The most that it takes from now on, or from when it has a place. Of one that runs it may be one off, as its
+        tokens come without the lock.
+        """
+        if sequence.generation.ended:
+            return 0
+        num_tokens_left = sequence.max_new_tokens - sequence.sampling.num_outputs
+        chunk = min(self.options.max_prefill_tokens, self.options.max_step_tokens)
+        num_prompt_steps = -(-sequence.exact.num_missing // chunk)
+        return num_prompt_steps - 1 + num_tokens_left  # the prompt's last step gives a token
 
     @property
     def retry_after_s(self) -> float:
@@ -114,9 +168,11 @@ class Roster:
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
         """Do as the scheduler decided. Who is admitted gets a share, and a block: the last one is never full."""
+        self._capacity.note_step(follows=bool(self.running))
         self.preempt(plan.preempted, Preempted.BLOCKS)
         for sequence in plan.admitted:
             self.admit(sequence)
+        self._is_short_of_blocks = bool(self.waiting) and len(self.running) < self.options.max_running
         for share in plan.shares:
             if share.num_new_blocks:
                 self.lending.grow(share.sequence.exact, share.num_new_blocks)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_COMPILE_S = 300.0
 POLL_S = 0.1
+QUIET_S, MAX_BUSY_S = 0.3, 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,16 @@ def prepare_backends(
     source: Source,
     *,
     pool_bytes: int,
+    is_awaited: Callable[[], bool],
     timeline: Timeline,
     ended: threading.Event,
 ) -> None:
     """Whatever makes this decoder faster than plain torch, as `config` has it: compiled kernels, and packed weights
     (`prepack.py`) beside a KV pool of `pool_bytes`, whose memory may be promised more than taken. What `source` keeps
-    of measurements is read when the first of them is due. Blocks; the weights must be exact.
+    of measurements is read when the first of them is due. Nothing begins while a first token `is_awaited`: those who
+    woke this container are to have theirs before. Blocks; the weights must be exact.
     """
+    _wait_until_quiet(is_awaited, ended)
     num_threads = config.threads or available_cores()
     kept = functools.cache(functools.partial(_read_kept, source, num_threads))
     layers = None
@@ -67,6 +71,16 @@ def prepare_backends(
             timeline=timeline,
             ended=ended,
         )
+
+
+def _wait_until_quiet(is_awaited: Callable[[], bool], ended: threading.Event) -> None:
+    """Until nobody has waited for a while; not for ever, since all answers are faster afterwards."""
+    begun_s = busy_s = time.monotonic()
+    while (now_s := time.monotonic()) < min(busy_s + QUIET_S, begun_s + MAX_BUSY_S) and not ended.wait(
+        POLL_S
+    ):
+        if is_awaited():
+            busy_s = now_s
 
 
 def _read_kept(source: Source, num_threads: int) -> Figures:

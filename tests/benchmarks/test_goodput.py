@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.goodput import Outcome, Window, level, quantiles
+from benchmarks.goodput import Outcome, Window, level, quantiles, time_to_wait_s
 
 WINDOW = Window(10.0, 20.0)
 
@@ -44,3 +44,8 @@ def test_refusals_are_counted_with_how_soon_they_came_and_whether_they_say_when_
 def test_quantiles_are_of_what_there_is() -> None:
     assert quantiles([]) == {}
     assert quantiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p99": 3.0}
+
+
+def test_who_is_to_be_in_time_may_wait_for_what_the_first_token_leaves() -> None:
+    assert time_to_wait_s([3, 2], 0.4) == pytest.approx(0.4)
+    assert time_to_wait_s([1], 0.4) == time_to_wait_s([0.5], 0.4) == 0.0

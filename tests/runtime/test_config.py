@@ -58,6 +58,8 @@ def test_the_folder_that_sagemaker_fills_is_the_model_where_none_is_named(
         ({"kv_bytes": "-1"}, {}, "--kv-bytes"),
         ({"kv_bytes": "12 parsecs"}, {}, "--kv-bytes"),
         ({"request_timeout_s": "nan"}, {}, "--request-timeout-s"),
+        ({"max_wait_s": "-0.1"}, {}, "--max-wait-s"),
+        ({}, {"TENERAL_MAX_WAIT_S": "soon"}, "TENERAL_MAX_WAIT_S"),
         ({"addressing_style": "weird"}, {}, "--addressing-style"),
         ({}, {"TENERAL_PORT": "-1"}, "TENERAL_PORT"),
         ({}, {"TENERAL_ANONYMOUS": "maybe"}, "TENERAL_ANONYMOUS"),

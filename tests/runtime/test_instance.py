@@ -129,6 +129,20 @@ def test_an_instance_says_when_it_is_ready(artifact: MemoryStore) -> None:
     assert instance.state is State.DRAINING
 
 
+def test_nobody_waits_longer_than_the_configuration_says(artifact: MemoryStore, tmp_path: Path) -> None:
+    file = tmp_path / "teneral.toml"
+    file.write_text("max_wait_s = 2\n")
+    assert resolve({"model": "m"}, {}).max_wait_s is None
+    for flags, environment, expected_s in (
+        ({}, {}, 2.0),
+        ({}, {"TENERAL_MAX_WAIT_S": "0.25"}, 0.25),
+        ({"max_wait_s": "0"}, {"TENERAL_MAX_WAIT_S": "0.25"}, 0.0),
+    ):
+        config = resolve({"model": "m", "kv_bytes": CONFIG.kv_bytes, **flags}, environment, file)
+        with Instance(config, source=artifact.reopen()) as instance:
+            assert instance.engine.result(WAIT_S).options.max_wait_s == expected_s
+
+
 def test_blocks_that_the_pool_gives_up_are_spilled_where_the_configuration_says(
     artifact: MemoryStore, tmp_path: Path
 ) -> None:

@@ -116,6 +116,7 @@ class StagedInstance(Instance):
                 kv_bytes=4 << 20,
                 max_running=self.config.max_running,
                 max_queued=self.config.max_queued,
+                max_wait_s=self.config.max_wait_s,
                 max_queued_per_tenant=self.config.max_queued_per_tenant,
                 session_kv_bytes=self.config.session_kv_bytes,
                 session_idle_s=self.config.session_idle_s,

@@ -11,6 +11,7 @@ from tests.support.instances import TinyParts
 
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.engine.capacity import NUM_RECENT_ENDS, Capacity
+from teneral.runtime.engine.expected_wait import MIN_MEANS, STEPS_OF_A_MEAN
 from teneral.runtime.engine.options import EngineOptions
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
@@ -94,6 +95,36 @@ async def test_a_function_that_meets_a_full_queue_passes_it_on(start: Any) -> No
         assert retry_after_s(refused) >= 1
         server.instance.model.release()
         assert (await taken).status == 200
+
+
+@pytest.mark.parametrize("path", sorted(GENERATING))
+async def test_who_would_wait_too_long_for_a_place_is_told_for_how_long(start: Any, path: str) -> None:
+    async with start(max_running=1, max_queued=8, max_wait_s=4.5) as server:
+        server.instance.model.hold()
+        capacity = server.instance.engine.result()._roster._capacity
+        for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
+            capacity._step_times.add(0.5)
+        bodies = [{**BODY, "max_tokens": num_tokens} for num_tokens in (8, 5)]
+        taken = []
+        for body in bodies:  # 4 s are waited
+            taken.append(asyncio.create_task(server.post("/v1/completions", body)))
+            await server.eventually(lambda: server.running() + server.queued() == len(taken))
+        refused = await server.post(path, GENERATING[path])
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert "6.5 s" in refused.error["message"]
+        assert retry_after_s(refused) == 7
+        server.instance.model.release()
+        assert [answer.status for answer in await asyncio.gather(*taken)] == [200, 200]
+        assert (await server.post(path, GENERATING[path])).status == 200  # a place is free
+
+
+async def test_a_request_with_several_answers_is_judged_by_the_first(start: Any) -> None:
+    async with start(max_running=1, max_queued=8, max_wait_s=0.0) as server:
+        capacity = server.instance.engine.result()._roster._capacity
+        for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
+            capacity._step_times.add(100.0)
+        answer = await server.post("/v1/completions", {**BODY, "n": 4})
+        assert (answer.status, len(answer.json["choices"])) == (200, 4)
 
 
 async def test_while_weights_arrive_the_time_to_come_back_follows_the_load(start: Any) -> None:

@@ -162,7 +162,13 @@ def test_the_file_is_read_once_and_only_where_there_is_a_choice(artifact, prepac
         wait_exact(load)
         assert isinstance(model, Decoder)
         prepare_backends(
-            model, config, source, pool_bytes=1 << 20, timeline=Timeline(), ended=threading.Event()
+            model,
+            config,
+            source,
+            pool_bytes=1 << 20,
+            is_awaited=lambda: False,
+            timeline=Timeline(),
+            ended=threading.Event(),
         )
     assert source.names.count(FILE_NAME) == num_reads
 

@@ -3,6 +3,7 @@
     python -m benchmarks.own_load WAY ADDRESS
 
     process      in a process beside this one, forked off before anything is imported, as `teneral serve` does
+    standby      the same, when that process has imported all and holds memory for the weights, as in a standby pool
     threads      by the threads of this process
     load_file    `teneral.load_file`, with torch imported before the clock starts
     …+torch      the first two, while this process imports torch
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 PAGE_BYTES = 4096
+STANDBY_BYTES = 1 << 30
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
     importing = threading.Thread(target=_import_torch) if beside or way == "torch" else None
     ways: dict[str, Callable[[str, threading.Thread | None], dict[str, Any]]] = {
         "process": by_process,
+        "standby": by_standby,
         "threads": by_threads,
         "load_file": by_load_file,
         "torch": by_nobody,
@@ -46,6 +49,24 @@ def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
     prepared = Prepared(fork=True)
     if beside is not None:
         beside.start()  # after the fork: one is safe only where there is one thread
+    return _by_prepared(address, prepared, clock)
+
+
+def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+    from teneral.handlers.standby.pool import import_everything
+    from teneral.loader.stream.prepare import Prepared
+
+    import_everything()
+    prepared = Prepared(fork=True, reserve_bytes=STANDBY_BYTES)
+    prepared.reserve()
+    while min(_shared_bytes(process) for process in (os.getpid(), prepared.process.pid)) < STANDBY_BYTES:
+        time.sleep(0.01)
+    clock = Clock()
+    clock.forget(_cpu_of(prepared.process.pid))
+    return _by_prepared(address, prepared, clock)
+
+
+def _by_prepared(address: str, prepared: Any, clock: "Clock") -> dict[str, Any]:
     from teneral.loader.sources.base import SourceOptions
     from teneral.loader.stream.launch import Task, launch
     from teneral.loader.stream.options import LoadOptions
@@ -111,6 +132,10 @@ class Clock:
         self._cpu_s, self._start_s = _cpu_s(), time.monotonic()
         self._elapsed_s = 0.0
 
+    def forget(self, cpu_s: float) -> None:
+        """So much of what will be counted was used before."""
+        self._cpu_s += cpu_s
+
     def stop(self) -> None:
         self._elapsed_s = time.monotonic() - self._start_s
 
@@ -122,6 +147,17 @@ class Clock:
 def _cpu_s() -> float:
     own, helpers = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return own.ru_utime + own.ru_stime + helpers.ru_utime + helpers.ru_stime
+
+
+def _cpu_of(process_id: int) -> float:
+    with open(f"/proc/{process_id}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _shared_bytes(process_id: int) -> int:
+    with open(f"/proc/{process_id}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:"))
 
 
 _imported_s: list[float] = []

@@ -6,7 +6,8 @@ Compared are Teneral's ways (`own_load.py`) on the packed artifact and on plain 
 tensorizer and `safetensors.torch.load_file` (`peers/load_tensors.py`), from an S3 store without a limit over plain HTTP
 and over TLS, and from files in the page cache. Every run is a process of its own, and runs take turns. The store is a
 process too, on the same cores; its CPU time is not counted, that of all helpers is. Peers' imports are over before
-their clock starts; that of Teneral's loader's own process is in its time.
+their clock starts; that of Teneral's loader's own process is in its time. A standby's imports and its memory are from
+before (docs/standby.md): where all others take theirs from the system while the clock runs, it shows what that costs.
 
 A second table shows what a load and `import torch` cost each other. Peers have no such line: they need torch first. GB
 are 10^9 bytes. Peak memory is of one more run, as the sum of all processes' proportional set sizes, torch included
@@ -83,6 +84,7 @@ def _commands(over: str, base: str, peers: PeerEnvironment) -> dict[str, list[st
     for model in ("packed", "plain"):
         address = f"{base}/{model}"
         commands[f"teneral, {model}, own process"] = [*own, "process", address]
+        commands[f"teneral, {model}, standby with memory"] = [*own, "standby", address]
         commands[f"teneral, {model}, threads"] = [*own, "threads", address]
         commands[f"teneral.load_file, {model}"] = [*own, "load_file", address]
     plain_file = f"{base}/plain/model.safetensors"

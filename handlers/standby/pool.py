@@ -87,7 +87,8 @@ def import_everything() -> None:
 
     import tokenizers  # noqa: F401
 
-    from ...loader.sources import s3  # noqa: F401
+    from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
+    from ...loader.sources import file, http, s3  # noqa: F401
     from ...loader.stream import arena, child, load, process_load  # noqa: F401
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import ssl
 
 MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
+WAKE_BYTES = (
+    512 * 1024
+)  # a reader that waits for more than that is woken by that much, and not by each packet
 # What TLS waits for, by the names of its errors: their classes would cost a plain store the import of `ssl`.
 _TLS_WAITS = {"SSLWantReadError": select.POLLIN, "SSLWantWriteError": select.POLLOUT}
 _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
@@ -56,6 +59,7 @@ class Wire:
         self._tls = tls
         self._addresses = addresses
         self._socket: socket.socket | None = None
+        self._wakes_at = 1
         self._interrupted = False
         self._heard_s = 0.0  # when the last byte came
         self._window_s = 0.0  # since when bytes are counted for the rate
@@ -105,6 +109,7 @@ class Wire:
         self._heard_s = self._window_s = time.monotonic()
         self._window_bytes = 0
         try:
+            self._wake_at(connected, 1)
             if self._tls is not None:
                 connected.settimeout(TICK_S)
             connected.sendall(data)
@@ -112,14 +117,18 @@ class Wire:
             raise self._broken(error) from error
 
     def receive(self, view: memoryview) -> int:
-        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks.
+        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks. All of `view` is
+        expected to come.
 
         Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be dead.
         """
         connected = self._held()
+        # Whatever is missing of this slice, so much is to come behind it.
+        wake_bytes = WAKE_BYTES if len(view) >= MAX_SLICE_BYTES + WAKE_BYTES else 1
         view = view[:MAX_SLICE_BYTES]
         try:
             if self._tls is None:
+                self._wake_at(connected, wake_bytes)
                 count = connected.recv_into(view, len(view), socket.MSG_WAITALL)
                 if count == 0:
                     raise self._broken(None)
@@ -216,6 +225,11 @@ class Wire:
             raise TimeoutError
         yield Wait(connected.fileno(), events)
         self._check_interrupted()
+
+    def _wake_at(self, connected: socket.socket, num_bytes: int) -> None:
+        if self._wakes_at != num_bytes:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
 
     def _receive_secure(self, connected: socket.socket, view: memoryview) -> int:
         """What MSG_WAITALL does on a plain socket. TLS hands out a record, 16 KiB, at a time."""

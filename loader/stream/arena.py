@@ -50,8 +50,12 @@ class Arena:
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
+        self._tries_huge_pages = False
         if shared_fd is None:
-            memory = map_bytes(self.size_bytes, what="the model's weights", huge_pages=True)
+            memory = map_bytes(self.size_bytes, what="the model's weights")
+            self._tries_huge_pages = _advise(
+                memory, "MADV_NOHUGEPAGE"
+            )  # until it is known what they cost here
         elif reserve is not None and len(reserve) >= self.size_bytes > 0:
             _give_back(reserve, self.size_bytes)
             memory = reserve[: self.size_bytes]
@@ -72,19 +76,35 @@ class Arena:
         they are not where the kernel cannot do this.
 
         Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
-        has to provide them first they were seen to cost 2.5 CPU-s a GB, against 0.4 for small ones: where steps
-        are that slow, the rest comes in small ones.
+        has to provide them first they were seen to cost 1 to 4 CPU-s a GB, against 0.3 for small ones. So the last ones
+        are tried before others write to the first, and where they are slow, all that is left comes in small ones.
         """
         advise = _adviser(self._memory)
+        is_huge = self._tries_huge_pages and self._are_huge_pages_fast(advise, slow_step_s)
+        if is_huge:
+            advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
         slow_steps = 0
         for offset in range(0, self.size_bytes, PREFAULT_STEP_BYTES):
             begun_s = time.thread_time()
             if stopped() or not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_WRITE):
                 return False
             slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
-            if slow_steps == MAX_SLOW_STEPS:
+            if is_huge and slow_steps == MAX_SLOW_STEPS:
+                is_huge = False
                 advise(offset, self.size_bytes, mmap.MADV_NOHUGEPAGE)
         return True
+
+    def _are_huge_pages_fast(self, advise: Callable[[int, int, int], bool], slow_step_s: float) -> bool:
+        """Take the last few of them, if there are so many. Leaves the advice against them everywhere."""
+        begin = max(0, self.size_bytes // PREFAULT_STEP_BYTES - MAX_SLOW_STEPS) * PREFAULT_STEP_BYTES
+        slow_steps = 0
+        for offset in range(begin, self.size_bytes, PREFAULT_STEP_BYTES):
+            advise(offset, PREFAULT_STEP_BYTES, mmap.MADV_HUGEPAGE)
+            begun_s = time.thread_time()
+            advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_WRITE)
+            slow_steps += time.thread_time() - begun_s > slow_step_s
+            advise(offset, PREFAULT_STEP_BYTES, mmap.MADV_NOHUGEPAGE)
+        return slow_steps < 2  # one may have been held up by something else
 
     def map_ahead(self) -> None:
         """Enter the pages that another process has taken into this one's tables, changing no content.
@@ -177,8 +197,8 @@ def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:
     return np.frombuffer(slab, np.uint8)
 
 
-def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> memoryview:
-    """Fresh zeroed memory that the system hands over as it is first written; `huge_pages` asks for 2 MiB ones.
+def map_bytes(size_bytes: int, *, what: str) -> memoryview:
+    """Fresh zeroed memory that the system hands over as it is first written.
 
     The view, (size_bytes,) uint8, owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system
     refuses.
@@ -191,8 +211,6 @@ def map_bytes(size_bytes: int, *, what: str, huge_pages: bool = False) -> memory
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
-    if huge_pages:
-        _advise_huge_pages(mapping)
     return memoryview(mapping)
 
 
@@ -209,15 +227,18 @@ def map_shared(fd: int, size_bytes: int, *, what: str) -> memoryview:
         mapping = mmap.mmap(fd, size_bytes)
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
-    _advise_huge_pages(mapping)  # taken where the system lets memory files have them
-    return memoryview(mapping)
+    memory = memoryview(mapping)
+    _advise(memory, "MADV_HUGEPAGE")  # taken where the system lets memory files have them
+    return memory
 
 
-def _advise_huge_pages(mapping: mmap.mmap) -> None:
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
-    if advice is None:
-        return
+def _advise(memory: memoryview, name: str) -> bool:
+    """Give the kernel this advice on a whole mapping; says if it took it. Linux only, and not all of them."""
+    advice, mapping = getattr(mmap, name, None), memory.obj
+    if advice is None or not isinstance(mapping, mmap.mmap):
+        return False
     try:
         mapping.madvise(advice)
     except OSError:
-        return  # a kernel built without transparent huge pages
+        return False  # a kernel built without transparent huge pages
+    return True

@@ -151,16 +151,32 @@ def test_weights_that_are_larger_than_what_was_taken_ahead_use_it_all_the_same()
     os.close(fd)
 
 
+def flags_of(slab: np.ndarray, offset: int) -> list[str]:
+    return mapping_of(slab.ctypes.data + offset)["VmFlags"].split()
+
+
 @prefaults
 def test_prefaulting_does_without_huge_pages_where_they_are_slow() -> None:
     slab = as_array((arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0])
     slab[-100:] = 3
     arena.prefault(stopped=lambda: False, slow_step_s=0)
-    tail = mapping_of(slab.ctypes.data + slab.size - 1)
-    assert "nh" in tail["VmFlags"].split()
-    assert int(tail["Rss"].split()[0]) > 0
+    assert "nh" in flags_of(slab, 0)
+    assert "nh" in flags_of(slab, slab.size - 1)
+    assert int(mapping_of(slab.ctypes.data)["Rss"].split()[0]) >= slab.size >> 10
     assert np.all(slab[-100:] == 3)
-    assert "nh" not in mapping_of(slab.ctypes.data)["VmFlags"].split()
+    assert not slab[:-100].any()
+
+
+@prefaults
+def test_prefaulting_uses_huge_pages_where_they_are_fast() -> None:
+    slab = as_array((arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0])
+    slab[:100] = 3
+    assert "nh" in flags_of(slab, 0), "who writes before it is known gets small ones"
+    arena.prefault(stopped=lambda: False, slow_step_s=60)
+    assert "hg" in flags_of(slab, 0)
+    assert "hg" in flags_of(slab, slab.size - 1)
+    assert np.all(slab[:100] == 3)
+    assert not slab[100:].any()
 
 
 def test_prefaulting_stops_when_told_to() -> None:

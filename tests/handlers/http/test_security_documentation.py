@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers.http import deadline, json_bounds, limits
+from teneral.handlers.http import command, deadline, json_bounds, limits
 from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.config import ServeConfig
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 PROOFS = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE)))
 BOUNDS = re.findall(
-    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|json_bounds|deadline)\.(\w+)`", PAGE, re.MULTILINE
+    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|command|json_bounds|deadline)\.(\w+)`", PAGE, re.MULTILINE
 )
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
@@ -32,6 +32,7 @@ def test_a_bound_has_the_number_that_it_says(default: str, place: str, name: str
     owner = {
         "Limits": Limits.from_config(ServeConfig(model="m")),
         "limits": limits,
+        "command": command,
         "json_bounds": json_bounds,
         "deadline": deadline,
     }[place]

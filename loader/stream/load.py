@@ -23,7 +23,7 @@ from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..host import available_cores
 from ..memory import MIB, Available, available, check_fits
-from ..sources.base import Remote, Source
+from ..sources.base import Source
 from ..timeline import Timeline
 from .arena import Arena, as_array, held_bytes
 from .decode import Decoder
@@ -36,7 +36,7 @@ from .plan import Step, plan_load
 from .policy import Sizes, predict
 from .progress import LoadProgress, LoadState, LoadStatistics, Meter, Phase
 from .readiness import Gate, Readiness
-from .sizing import FIRST_CONNECTIONS, MIN_RANGE_BYTES, Budget
+from .sizing import MIN_RANGE_BYTES, Budget
 from .staging import DEFAULT_BYTES, Staging, staging_bytes
 from .trace import mark_ready
 from .work import WorkQueue
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
 
-LOCAL_READERS = 4  # keep the disk busy where the bytes are not in memory
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
 # Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
@@ -99,16 +98,11 @@ class WeightLoad:
         staged_bytes = sum(
             step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
         )
-        # A local file's bytes are mostly in memory: more readers than cores would keep all others from theirs.
-        is_local, cores = not isinstance(source, Remote), available_cores()
         budget = Budget(
             self._options.range_bytes,
-            min(self._options.connections, max(LOCAL_READERS, cores))
-            if is_local
-            else self._options.connections,
+            self._options.connections,
             # What has room for all that goes through it, much or little, limits nothing.
             self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
-            cores if is_local else FIRST_CONNECTIONS,
         )
         self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
         self._cache = _open_cache(self._options, manifest)

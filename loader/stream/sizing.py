@@ -33,7 +33,6 @@ class Budget(NamedTuple):
     range_bytes: int  # by a range
     connections: int
     staging_bytes: int
-    first_connections: int = FIRST_CONNECTIONS  # before it is known whether more are faster
 
 
 class Position(NamedTuple):
@@ -77,7 +76,7 @@ class Width(NamedTuple):
 
 
 def first_width(budget: Budget) -> Width:
-    connections = min(budget.first_connections, budget.connections)
+    connections = min(FIRST_CONNECTIONS, budget.connections)
     return Width(connections, is_settled=connections == budget.connections)
 
 

@@ -19,7 +19,9 @@ def tell_of_drafts(
     requests: list[GenerationRequest] = []
     submit = engine.submit
 
-    def submit_telling(request: GenerationRequest, on_event: Callable[[GenerationEvent], None]) -> Any:
+    def submit_telling(
+        request: GenerationRequest, on_event: Callable[[GenerationEvent], None], *, joins: bool = False
+    ) -> Any:
         requests.append(request)
         num_left = drafted if request.first_token is FirstToken.DRAFT else 0
         judged = (accepted, rejected)
@@ -31,7 +33,7 @@ def tell_of_drafts(
             on_event(replace(event, num_drafted=num_drafted, num_accepted=judged[0], num_rejected=judged[1]))
             judged = (0, 0)
 
-        return submit(request, tell)
+        return submit(request, tell, joins=joins)
 
     engine.submit = submit_telling  # type: ignore[method-assign, assignment]
     return requests

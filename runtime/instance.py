@@ -32,6 +32,7 @@ from .loading import (
     load_here,
     placement_statistics,
     tensor_digests,
+    untaken_bytes,
     verify_exact,
     wait_exact,
     warn_of_cache,
@@ -246,12 +247,6 @@ class Instance:
             figures["kv_snapshot"] = self._snapshots.statistics()
         return figures
 
-    def _reserved_bytes(self) -> int:
-        """What of the weights' memory counts as taken already, since a standby process had taken it ahead."""
-        from ..loader.stream.process_load import ProcessLoad
-
-        return self._load.reserved_bytes if isinstance(self._load, ProcessLoad) else 0
-
     # the three threads
 
     def _start_helpers(self) -> None:
@@ -376,6 +371,7 @@ class Instance:
         )
         self.embedder.set_exception(refuse)
         _resolve(self.kind, "decoder")
+        assert self._load is not None
         with self.timeline.span("model", "KV pool"):
             options = EngineOptions(
                 max_running=self.config.max_running,
@@ -392,10 +388,9 @@ class Instance:
                 kv_disk_dir=self.config.kv_disk_dir,
                 kernels_dir=self.config.kernel_dir,
                 kv_bytes=self.config.kv_bytes
-                or pool_bytes(model, manifest.weight_bytes - self._reserved_bytes(), self.config.max_running),
+                or pool_bytes(model, untaken_bytes(self._load), self.config.max_running),
             )
         tokenizer = self.tokenizer.result()
-        assert self._load is not None
         engine = Engine(
             model,
             tokenizer,

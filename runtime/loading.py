@@ -91,6 +91,14 @@ def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
         )
 
 
+def untaken_bytes(load: AnyLoad) -> int:
+    """The weights' memory, but for what a standby process had taken from the system before the load."""
+    from ..loader.stream.process_load import ProcessLoad
+
+    ahead_bytes = load.reserved_bytes if isinstance(load, ProcessLoad) else 0
+    return load.manifest.weight_bytes - ahead_bytes
+
+
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
     """What another device did and holds; None where there is none, or while it is being opened."""
     from ..loader.stream.device_load import DeviceLoad  # who loads in another process has it not

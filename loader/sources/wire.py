@@ -144,6 +144,7 @@ class Wire:
     def receive_soon(self, view: memoryview) -> Steps[int]:
         """At least one byte at the start of `view`. Raises as `receive`."""
         connected = self._held()
+        self._wake_at(connected, 1)
         while True:
             try:
                 if self._tls is None:

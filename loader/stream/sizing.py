@@ -16,7 +16,7 @@ from .link import Link
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains, …
 MIN_RANGE_S = (
-    2e-3  # … or below what the link gives in this while: a request costs either side 0.3 to 0.5 ms of a core
+    2e-3  # … or below what the link gives in this while: a request costs 0.3 to 0.6 ms of a core here
 )
 USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
 WORTH = 16  # a range takes so many times as long as its first byte

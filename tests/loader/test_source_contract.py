@@ -11,6 +11,7 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from tests.support.aws_environment import use_test_credentials
 from tests.support.store_server import StoreServer
 
 from teneral.loader.errors import (
@@ -115,20 +116,7 @@ def place(
 @pytest.fixture(scope="module")
 def s3_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in (
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_SESSION_TOKEN",
-            "AWS_ENDPOINT_URL",
-            "AWS_ENDPOINT_URL_S3",
-        ):
-            patch.delenv(name, raising=False)
-        patch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        use_test_credentials(patch)
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from tests.support.aws_environment import use_test_credentials
 
 from teneral.loader.errors import FormatError, UnavailableError
 from teneral.loader.sources.base import SourceOptions, Store
@@ -54,16 +55,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     elif request.param == "file":
         yield FileStore(tmp_path / "artifact")
     else:
-        for name in (
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_SESSION_TOKEN",
-            "AWS_ENDPOINT_URL",
-        ):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        use_test_credentials(monkeypatch)
         server = ThreadedMotoServer(port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()

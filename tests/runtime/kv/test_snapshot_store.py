@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
+from tests.support.aws_environment import use_test_credentials
 from tests.support.kv_snapshots import MODEL, Opened, Pool, contents_of, tokens_of, write
 
 from teneral.loader.errors import (
@@ -308,19 +309,7 @@ def test_nothing_is_copied_of_what_is_damaged(written):
 @pytest.fixture(scope="module")
 def s3_url() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in (
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_SESSION_TOKEN",
-            "AWS_ENDPOINT_URL",
-        ):
-            patch.delenv(name, raising=False)
-        patch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        use_test_credentials(patch)
         server = ThreadedMotoServer(port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()

@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from tests.support.aws_environment import use_test_credentials
 from tests.support.batch_jobs import config_of
 
 from teneral.handlers.context import Context
@@ -89,18 +90,7 @@ class Cloud:
 @pytest.fixture(scope="module")  # other files' tests use moto too, in this process, and begin by emptying it
 def cloud() -> Iterator[Cloud]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in (
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_SESSION_TOKEN",
-            "AWS_ENDPOINT_URL",
-        ):
-            patch.delenv(name, raising=False)
-        patch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        use_test_credentials(patch)
         server = ThreadedMotoServer(port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()

@@ -1,0 +1,89 @@
+"""When a reader of one connection is woken: by much while much is to come, by the first byte otherwise."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from teneral.loader.sources.addresses import AddressBook
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.http_head import parse_origin
+from teneral.loader.sources.steps import Steps, Wait
+from teneral.loader.sources.wire import MAX_SLICE_BYTES, WAKE_BYTES, Wire
+
+WAIT_MS = 10_000
+
+
+def _nothing() -> None:
+    pass
+
+
+def finish(steps: Steps[int] | Steps[None], begun: Callable[[], object] = _nothing) -> int | None:
+    """Run them to their end, woken by nothing but what they wait for; `begun` is called when they wait."""
+    try:
+        while True:
+            wait: Wait = next(steps)
+            begun()
+            begun = _nothing
+            poll = select.poll()
+            poll.register(wait.fd, wait.events)
+            assert poll.poll(WAIT_MS), "nothing woke who waits"
+    except StopIteration as end:
+        result: int | None = end.value
+        return result
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Wire, socket.socket]]:
+    """A connected wire, and the server's end of it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        origin = parse_origin(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        wire = Wire(origin, SourceOptions(), None, AddressBook())
+        finish(wire.connect())
+        server, _ = listener.accept()
+        with server:
+            yield wire, server
+        wire.close()
+
+
+def begin_a_large_body(wire: Wire, server: socket.socket) -> None:
+    """So much that the reader is woken by `WAKE_BYTES`; all that was sent has been read then."""
+    server.settimeout(WAIT_MS / 1000)
+    wire.send(b"GET")
+    assert server.recv(10) == b"GET"
+    server.sendall(b"x" * 1000)
+    view = memoryview(bytearray(MAX_SLICE_BYTES + WAKE_BYTES))
+    got = 0
+    while got < 1000:
+        got += wire.receive(view[: MAX_SLICE_BYTES + WAKE_BYTES])
+    assert got == 1000
+
+
+def test_who_begins_to_wait_as_steps_do_is_woken_by_the_first_byte(pair: tuple[Wire, socket.socket]) -> None:
+    """A body whose connection fell behind goes on like that, beside the second one."""
+    wire, server = pair
+    begin_a_large_body(wire, server)
+    view = memoryview(bytearray(100))
+    assert finish(wire.receive_soon(view), lambda: server.sendall(b"y")) == 1
+    assert view[0] == ord("y")
+
+
+def test_an_answer_to_the_next_request_wakes_with_its_first_byte(pair: tuple[Wire, socket.socket]) -> None:
+    wire, server = pair
+    begin_a_large_body(wire, server)
+    wire.send(b"GET")
+    assert server.recv(10) == b"GET"
+    assert finish(wire.receive_soon(memoryview(bytearray(100))), lambda: server.sendall(b"y")) == 1
+
+
+def test_the_end_of_a_body_is_not_waited_for_in_large_pieces(pair: tuple[Wire, socket.socket]) -> None:
+    wire, server = pair
+    begin_a_large_body(wire, server)
+    server.sendall(b"z" * 7)
+    view, got = memoryview(bytearray(7)), 0
+    while got < 7:
+        got += wire.receive(view[got:])
+    assert bytes(view) == b"z" * 7

@@ -12,6 +12,7 @@
 Afterwards a byte of every page has been read. Nothing is imported here that the way itself does not need first.
 """
 
+import gc
 import json
 import os
 import resource
@@ -57,6 +58,8 @@ def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
     from teneral.loader.stream.prepare import Prepared
 
     import_everything()
+    gc.collect()
+    gc.freeze()  # as the pool does: what a collection looks at would be copied, page by page
     prepared = Prepared(fork=True, reserve_bytes=STANDBY_BYTES)
     prepared.reserve()
     while min(_shared_bytes(process) for process in (os.getpid(), prepared.process.pid)) < STANDBY_BYTES:

@@ -9,12 +9,10 @@ source reads as every AWS program does.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from ..loader.device.detect import parse_device
 from ..loader.errors import UsageError
@@ -129,17 +127,28 @@ def _template(*allowed: str, required: str) -> Callable[[Any], str]:
     return parse
 
 
+class Setting(NamedTuple):
+    """One of them: `parse` makes its value from what a user wrote, or raises ValueError saying what is allowed."""
+
+    default: Any
+    parse: Callable[[Any], Any]
+    help: str
+    metavar: str
+    secret: bool  # not shown
+
+
 def _setting(
     default: Any, parse: Callable[[Any], Any], help: str, *, metavar: str = "", secret: bool = False
 ) -> Any:
-    return dataclasses.field(
-        default=default, repr=not secret, metadata={"parse": parse, "help": help, "metavar": metavar}
-    )
+    return Setting(default, parse, help, metavar, secret)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which validates."""
+    """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which validates.
+
+    A frozen value, as a dataclass would be: importing these, and having one made, takes a tenth of the time until the
+    first range is on its way.
+    """
 
     model: str = _setting(
         "", _text, "artifact or model directory: a path, s3://, http(s)://; may end in @b3:DIGEST"
@@ -365,6 +374,37 @@ class ServeConfig:
     )
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 
+    def __init__(self, **values: Any) -> None:
+        """The defaults, but for these; they are valid, or come from `resolve`."""
+        if unknown := values.keys() - SETTINGS.keys():
+            raise TypeError(f"there are no settings {', '.join(sorted(unknown))}")
+        for name, setting in SETTINGS.items():
+            object.__setattr__(self, name, values.get(name, setting.default))
+
+    def replace(self, **changes: Any) -> Self:
+        """Another one, with these."""
+        return type(self)(**self.as_dict() | changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What makes it once more."""
+        return dict(vars(self))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a configuration does not change: {name}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a configuration does not change: {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return vars(self) == vars(other) if isinstance(other, ServeConfig) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in vars(self).items() if not SETTINGS[name].secret)
+        return f"ServeConfig({', '.join(shown)})"
+
     @property
     def source_options(self) -> SourceOptions:
         return SourceOptions(
@@ -403,7 +443,7 @@ class ServeConfig:
         return address.rpartition("/")[2] or "model"
 
 
-SETTINGS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(ServeConfig)}
+SETTINGS = {name: value for name, value in vars(ServeConfig).items() if isinstance(value, Setting)}
 
 
 def resolve(
@@ -485,12 +525,10 @@ def _from_file(path: str | Path) -> dict[str, Any]:
 def _parse(name: str, value: Any, key: str) -> Any:
     setting = SETTINGS[name]
     try:
-        return setting.metadata["parse"](value)
+        return setting.parse(value)
     except ValueError as error:
-        shown = "(a secret)" if not setting.repr else repr(value)
-        raise UsageError(
-            f"{key} {error}; it is {shown}", key=key, hint=f"{key}: {setting.metadata['help']}."
-        ) from None
+        shown = "(a secret)" if setting.secret else repr(value)
+        raise UsageError(f"{key} {error}; it is {shown}", key=key, hint=f"{key}: {setting.help}.") from None
 
 
 def _unknown(key: str, known: list[str], written: str | None = None) -> UsageError:

@@ -8,7 +8,6 @@ port is bound.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import gc
 import os
@@ -44,7 +43,7 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
     and the OpenMP policy.
     """
     platform = platform_of(config.platform, os.environ)
-    config = dataclasses.replace(config, platform=str(platform))
+    config = config.replace(platform=str(platform))
     if platform is Platform.LAMBDA:
         from ..aws_lambda.command import run_lambda  # few run there
 
@@ -206,7 +205,10 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises `PortInUseError` or `UsageError` naming the address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.encode() if host.isascii() else host,  # a text would have letters of all languages imported
+            port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
         )[0]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {host!r}: {error}", key="host") from error

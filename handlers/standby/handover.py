@@ -12,7 +12,6 @@ socket's end before the last message knows that the other is gone.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -51,7 +50,7 @@ class Order:
     def encode(self) -> tuple[bytes, list[int]]:
         """The message, and the files that go along."""
         message = {
-            "config": dataclasses.asdict(self.config),
+            "config": self.config.as_dict(),
             "environment": self.surroundings.environment,
             "folder": self.surroundings.folder,
             "started_at": self.started_at,

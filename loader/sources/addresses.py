@@ -41,7 +41,9 @@ class AddressBook:
         with self._lock:
             entry = self._entries.get(origin)
             if entry is None or time.monotonic() - entry.resolved_s > MAX_AGE_S:
-                found = socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+                # As bytes: of a text the letters of all languages would be looked through, in a module of a megabyte.
+                host = origin.host.encode() if origin.host.isascii() else origin.host
+                found = socket.getaddrinfo(host, origin.port, type=socket.SOCK_STREAM)
                 addresses: list[Address] = [
                     (family, protocol, address) for family, _, protocol, _, address in found
                 ]

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .load import WeightLoad
     from .options import Order
 
+AHEAD = ("blake3", "..format.manifest_json", ".load")  # what is needed once the manifest is there
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
@@ -58,6 +60,10 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     reserve = _reserve(memory_fd)
     if not any(os.environ.get(name) for name in PLAIN_SIGNS) and not _has_come(sock):
         import ssl  # noqa: F401 - 10 ms, in which nothing else is to be done
+    for name in AHEAD:
+        if _has_come(sock):
+            break
+        import_module(name, __package__)
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
@@ -218,10 +224,10 @@ def _tell_of_files(manifest: Manifest, files_fd: int) -> None:
 
 
 def _import_ahead() -> None:
-    """What is needed once the manifest is there: while it is on its way."""
+    """While the manifest is on its way."""
     time.sleep(HEAD_START_S)
-    from ..format import manifest_json  # noqa: F401 - `open_artifact` asks for it
-    from . import load  # noqa: F401
+    for name in AHEAD:
+        import_module(name, __package__)
 
 
 if __name__ == "__main__":

@@ -332,7 +332,7 @@ def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False)
         if name == "model" and not model_flag:
             continue
         flag = f"--{name.replace('_', '-')}"
-        help_text = setting.metadata["help"].replace("%", "%%")
+        help_text = setting.help.replace("%", "%%")
         if isinstance(setting.default, bool):
             command.add_argument(
                 flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
@@ -343,7 +343,7 @@ def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False)
                 if setting.default in (None, "") or "default" in help_text
                 else f" (default: {setting.default})"
             )
-            metavar = setting.metadata["metavar"] or name.rpartition("_")[2].upper()
+            metavar = setting.metavar or name.rpartition("_")[2].upper()
             command.add_argument(flag, metavar=metavar, default=argparse.SUPPRESS, help=help_text + shown)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -20,8 +22,8 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hosts that were looked up; every host has two IPv6 and three IPv4 addresses."""
     seen: list[str] = []
 
-    def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
-        seen.append(host)
+    def look_up(host: str | bytes, *_: Any, **__: Any) -> list[Any]:
+        seen.append(host if isinstance(host, str) else host.decode())
         return [*SIX, *FOUR]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
@@ -61,3 +63,19 @@ def test_a_host_that_is_forgotten_is_looked_up_again(lookups: list[str]) -> None
     book.forget(HOST)
     book.addresses(HOST)
     assert len(lookups) == 2
+
+
+def test_looking_up_a_name_imports_no_tables_of_letters() -> None:
+    code = (
+        "import sys; from teneral.loader.sources.addresses import AddressBook; "
+        "from teneral.loader.sources.http_head import Origin; "
+        "assert AddressBook().addresses(Origin('http', 'localhost', 80)); "
+        "assert 'encodings.idna' not in sys.modules and 'unicodedata' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 300, "no\0name", "nöch.invalid"])
+def test_a_name_that_cannot_be_one_is_an_error_of_looking_up(host: str) -> None:
+    with pytest.raises((OSError, UnicodeError)):
+        AddressBook().addresses(Origin("http", host, 80))

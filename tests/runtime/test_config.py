@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
@@ -143,7 +143,27 @@ def test_a_model_is_served_under_the_last_part_of_its_address(model: str, name: 
 
 def test_every_setting_says_what_it_is_and_has_a_valid_default() -> None:
     for name, setting in SETTINGS.items():
-        assert setting.metadata["help"], name
+        assert setting.help, name
         if setting.default not in (None, ""):
-            assert setting.metadata["parse"](setting.default) == setting.default, name
-    assert dataclasses.is_dataclass(ServeConfig)
+            assert setting.parse(setting.default) == setting.default, name
+
+
+def test_a_configuration_is_a_frozen_value() -> None:
+    config = ServeConfig(model="a", port=1, api_key="hidden")
+    assert config == ServeConfig(port=1, model="a", api_key="hidden") != ServeConfig(model="a")
+    assert config != "a"
+    assert hash(config) == hash(config.replace())
+    assert config.replace(port=2) == ServeConfig(model="a", port=2, api_key="hidden")
+    assert config.port == 1
+    assert ServeConfig(**config.as_dict()) == config == pickle.loads(pickle.dumps(config))
+    assert config.as_dict().keys() == SETTINGS.keys()
+    assert "model='a'" in repr(config)
+    assert "hidden" not in repr(config)
+    with pytest.raises(AttributeError, match="port"):
+        config.port = 3
+    with pytest.raises(AttributeError, match="port"):
+        del config.port
+    with pytest.raises(TypeError, match="prot"):
+        ServeConfig(model="a", prot=1)
+    with pytest.raises(TypeError, match="prot"):
+        config.replace(prot=1)

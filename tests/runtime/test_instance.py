@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from teneral.runtime.state import State
 
 WAIT_S = 60.0
 CONFIG = ServeConfig(model="memory", kv_bytes=8 << 20, connections=2)
-IN_ORDER = dataclasses.replace(CONFIG, draft_ahead=False)
+IN_ORDER = CONFIG.replace(draft_ahead=False)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -147,14 +146,14 @@ def test_blocks_that_the_pool_gives_up_are_spilled_where_the_configuration_says(
     artifact: MemoryStore, tmp_path: Path
 ) -> None:
     sizes = {"kv_host_bytes": 1 << 20, "kv_disk_bytes": 1 << 20, "kv_disk_dir": str(tmp_path)}
-    with Instance(dataclasses.replace(CONFIG, **sizes), source=artifact) as instance:
+    with Instance(CONFIG.replace(**sizes), source=artifact) as instance:
         spill = instance.engine.result(WAIT_S).statistics().spill
     assert spill is not None
     assert set(spill.blocks) == {"host", "disk"}
 
 
 def test_an_instance_whose_spill_cannot_be_meant_fails_by_name(artifact: MemoryStore) -> None:
-    config = dataclasses.replace(CONFIG, kv_disk_bytes=1 << 20)
+    config = CONFIG.replace(kv_disk_bytes=1 << 20)
     with Instance(config, source=artifact) as instance, pytest.raises(UsageError, match="no folder"):
         instance.engine.result(WAIT_S)
 
@@ -225,7 +224,7 @@ def test_the_kv_pool_takes_a_share_of_what_the_weights_leave(
     assert default_kv_bytes(weight_bytes, free_bytes) == expected
 
 
-VERIFIED = dataclasses.replace(CONFIG, verify_exact=True)
+VERIFIED = CONFIG.replace(verify_exact=True)
 
 
 def test_refined_tensors_are_compared_with_their_originals_on_demand(artifact: MemoryStore) -> None:

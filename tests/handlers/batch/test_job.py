@@ -151,9 +151,7 @@ def test_sampled_texts_are_the_same_whoever_computes_them(run: Run, tmp_path: Pa
 
 
 def test_jobs_answer_behind_an_api_key(run: Run, tmp_path: Path, decoder: Instance, monkeypatch: Any) -> None:
-    from dataclasses import replace
-
-    monkeypatch.setattr(decoder, "config", replace(decoder.config, api_key="new,old"))
+    monkeypatch.setattr(decoder, "config", decoder.config.replace(api_key="new,old"))
     lines = [call("a", "/v1/completions", {"prompt": "ab", "max_tokens": 1})]
     assert run(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out").failed == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -264,7 +263,7 @@ class _with_settings:
 
     def __init__(self, instance: Instance, **settings: Any) -> None:
         self._instance = instance
-        self.config = dataclasses.replace(instance.config, **settings)
+        self.config = instance.config.replace(**settings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._instance, name)

@@ -96,7 +96,13 @@ def import_everything() -> None:
     from ...runtime.text import backend, remote, settings, tokenizer_child  # noqa: F401
 
     with suppress(ImportError):  # the extra [cpu]
-        from ...runtime.kernels import decoder, prepare  # noqa: F401
+        from ...runtime.kernels.prepare import keep_somewhere
+
+        keep_somewhere()
+        from ...loader.format import merge_loops
+        from ...runtime.kernels import decoder  # noqa: F401
+
+        merge_loops.use()
     from .. import function  # noqa: F401
     from ..http import app, command  # noqa: F401
 

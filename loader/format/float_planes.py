@@ -20,6 +20,8 @@ from .encoding import Encoding, FloatFormat, Tier, cut_field
 from .manifest import FRAME_ELEMENTS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -35,6 +37,16 @@ class Room(NamedTuple):
     words: Bytes
     field: Bytes  # (count,)
     spare: Bytes  # (count,)
+
+
+class OnePass(NamedTuple):
+    """What merges nibbles in one pass (`merge_loops.py`, whose functions say what they take)."""
+
+    first_of_bf16: Callable[[Words, Bytes, Bytes, int], None]
+    later: Callable[[Words, Bytes, int, int, int, int], None]
+
+
+one_pass: OnePass | None = None  # where somebody has compiled it
 
 
 class Chunk(NamedTuple):
@@ -95,6 +107,9 @@ def merge(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room:
     """
     recipe = _recipe_for(encoding, tier)
     words: Words = out.view(recipe.word)
+    if one_pass is not None and recipe.is_nibbles:
+        _merge_in_one_pass(one_pass, words, pieces, recipe)
+        return
     bits: Words = room.words.view(recipe.word)[: words.size]
     keep = recipe.keep
     if recipe.first is not None:
@@ -115,6 +130,18 @@ def merge(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room:
         np.bitwise_or(words, bits, out=words)
     if recipe.fill is not None:
         np.bitwise_or(words, recipe.fill, out=words)
+
+
+def _merge_in_one_pass(compiled: OnePass, words: Words, pieces: list[Bytes], recipe: _Recipe) -> None:
+    packed = pieces[-1]
+    half = min(packed.size, FRAME_ELEMENTS // 2)
+    if recipe.first is not None:
+        compiled.first_of_bf16(words, pieces[0], packed, half)
+        return
+    assert recipe.keep is not None
+    _, factor = recipe.chunks[0]
+    up = 0 if factor is None else int(factor).bit_length() - 1
+    compiled.later(words, packed, half, int(recipe.keep), up, int(recipe.fill or 0))
 
 
 class _First(NamedTuple):
@@ -143,6 +170,7 @@ class _Recipe(NamedTuple):
         tuple[Chunk, np.integer[Any] | None], ...
     ]  # each with the factor that moves it to its place
     fill: np.integer[Any] | None
+    is_nibbles: bool  # such as `OnePass` takes
 
 
 @functools.cache  # of some hundred encodings, two or three tiers each
@@ -155,6 +183,8 @@ def _recipe_for(encoding: Encoding, tier: Tier) -> _Recipe:
     if before is None:
         first, chunks = _first_of(chunks[0], float_format), chunks[1:]
     ups = [unknown + chunk.below for chunk in chunks]
+    nibbles = first.chunk if first is not None else chunks[0]
+    is_nibbles = nibbles.bits == _NIBBLE and len(chunks) == (first is None) and word.itemsize == 2
     return _Recipe(
         word,
         first,
@@ -163,6 +193,7 @@ def _recipe_for(encoding: Encoding, tier: Tier) -> _Recipe:
             (chunk, word.type(1 << up) if up else None) for chunk, up in zip(chunks, ups, strict=True)
         ),
         fill=word.type(1 << unknown - 1) if unknown else None,
+        is_nibbles=is_nibbles and (first is None or float_format.exponent_bits == 8),
     )
 
 

@@ -325,7 +325,7 @@ class ServeConfig:
     prepack_bytes: int = _setting(
         0,
         _bytes_or_none,
-        "memory for a second copy of weights in oneDNN's order, for steps that it is faster for; 0: none",
+        "memory for second copies of weights, for steps that are faster over these; 0: none",
         metavar="SIZE",
     )
     trim_imports: bool = _setting(

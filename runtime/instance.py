@@ -319,6 +319,9 @@ class Instance:
         # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
         # Read once, when torch brings the library in (docs/decisions/0007).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ.setdefault(
+            "ORT_DISABLE_TELEMETRY", "1"
+        )  # ONNX Runtime, which may be used later, would report
         with self.timeline.span("process", "import torch") as said:
             from .torch_import import import_torch
 

@@ -152,7 +152,7 @@ class DecoderKernels:
     def install(self) -> None:
         """Have the decoder use them from now on, wherever they are faster."""
         for part in self._quantised():
-            part.expand = expander(part, self._scratch)
+            part.expand = _one_at_a_time(expander(part, self._scratch))
         self._decoder.kernels = self
 
     def takes(self, batch: StepBatch) -> bool:
@@ -195,6 +195,16 @@ class DecoderKernels:
         if self._head is not None:
             projections.append(self._head)
         return [part for projection in projections for part in projection.quantised]
+
+
+def _one_at_a_time(expand: Callable[[int, int], torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
+    """Threads of numba's own, where there is no OpenMP, end the process when two ask for them at once."""
+
+    def expand_alone(begin: int, end: int) -> torch.Tensor:
+        with _pool:
+            return expand(begin, end)
+
+    return expand_alone
 
 
 class CompiledStep:

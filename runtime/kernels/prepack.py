@@ -1,7 +1,7 @@
-"""Packing a decoder's weights beside the serving (`models/packed.py`): where it pays, as far as memory allows.
+"""Second copies of a decoder's weights, made beside the serving (`copies.py`): where they pay, as far as memory allows.
 
-The copies are made one product after the other, by a thread of low priority, and are handed to the decoder to be taken
-between two of its steps. The weights themselves stay where they are, and must be exact by now.
+They are made one product after the other, by a thread that lets whoever serves go first, and are handed to the decoder
+to be taken between two of its steps. The weights themselves stay where they are, and must be exact by now.
 """
 
 from __future__ import annotations
@@ -12,213 +12,204 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
-from ...loader.memory import MIB, available_bytes
+from ...loader.memory import available_bytes
 from ...loader.timeline import Timeline
-from ..models.linear import Linear
-from ..models.packed import CannotPackError, PackedWeight, can_pack, packed_bytes
-from .choice import Figures, LinearBackend, Times, covers, kernel_sizes, packed_sizes, table_of
-from .kinds import kind_of, kind_of_layer, linears_of, products_of, projections_of
+from ..models.packed import Copy
+from .choice import (
+    CopyChoice,
+    Figures,
+    LinearBackend,
+    Times,
+    choose_copies,
+    covers,
+    kernel_sizes,
+    table_of,
+)
+from .copies import EXACT, ROUNDING, Libraries
+from .kinds import kind_of_layer, products_of_layer
+from .packing import Packing
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
 
-RESERVE_BYTES = 256 * MIB  # that stay free beside the copies, and beside what others were promised
 NICENESS = 10
-NUM_SAMPLES = 4  # of a kind, one after the other, as a step reads them: one alone would stay in a cache
 CLOSED = "the model was closed before"
-MIN_TRIALS, MAX_TRIALS, TRIALS_S = 3, 24, 0.1
-BOTH = (LinearBackend.TORCH, LinearBackend.ONEDNN)
+BY_KERNELS = "compiled kernels compute it"
 
 logger = logging.getLogger(__name__)
-
-
-class Packing:
-    """The packed copies of one decoder's weights, while they are being made. For one thread."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        limit_bytes: int,
-        reserved_bytes: int = 0,
-        free_bytes: Callable[[], int | None] = available_bytes,
-    ) -> None:
-        """All copies together take `limit_bytes` at most, and leave `reserved_bytes` and RESERVE_BYTES of what the
-        container has free.
-        """
-        self.products = [each for each in products_of(decoder) if can_pack(each[1].weight)]
-        self.sizes = {kind: sizes for kind, _, sizes in self.products}
-        self.num_bytes = 0
-        self._copies: dict[int, PackedWeight] = {}  # by the number of the product
-        self._limit_bytes = limit_bytes
-        self._reserved_bytes = reserved_bytes + RESERVE_BYTES
-        self._free_bytes = free_bytes
-
-    def copy(self, number: int) -> PackedWeight | None:
-        """That of a product, by its number; None where it does not fit. Raises CannotPackError."""
-        if number in self._copies:
-            return self._copies[number]
-        weight = self.products[number][1].weight
-        size_bytes, free_bytes = packed_bytes(weight), self._free_bytes()
-        if self.num_bytes + size_bytes > self._limit_bytes:
-            return None
-        if free_bytes is not None and free_bytes - self._reserved_bytes < size_bytes:
-            return None
-        self._copies[number] = copy = PackedWeight(weight)
-        self.num_bytes += size_bytes
-        return copy
-
-    def samples(self, kind: str) -> list[tuple[Linear, PackedWeight]]:
-        """Some products of a kind, with their copies; none where not one fits."""
-        numbers = [number for number, product in enumerate(self.products) if product[0] == kind]
-        copies = ((self.products[number][1], self.copy(number)) for number in numbers[:NUM_SAMPLES])
-        return [(linear, copy) for linear, copy in copies if copy is not None]
-
-    def forget(self, kind: str) -> None:
-        """Give the copies of a kind up."""
-        for number, (of_kind, linear, _) in enumerate(self.products):
-            if of_kind == kind and self._copies.pop(number, None) is not None:
-                self.num_bytes -= packed_bytes(linear.weight)
-
-    @torch.inference_mode()
-    def measure(self, kind: str, *, trials_s: float = TRIALS_S) -> dict[int, dict[LinearBackend, int]]:
-        """What a product of this kind takes, by number of rows: with either backend the best of some trials, in turns,
-        for about so long. Empty where no copy fits.
-        """
-        samples = self.samples(kind)
-        if not samples:
-            return {}
-        times_ns = {}
-        for num_rows in self.sizes[kind]:
-            x = torch.randn(num_rows, samples[0][0].weight.shape[1]).to(samples[0][0].weight.dtype)
-            best = dict.fromkeys(BOTH, 1 << 62)
-            end_s = time.perf_counter() + trials_s
-            for trial in range(-1, MAX_TRIALS):  # the first one is for waking threads and filling caches
-                linear, copy = samples[trial % len(samples)]
-                in_torch = partial(torch.nn.functional.linear, x, linear.weight, linear.bias)
-                for backend, compute in zip(BOTH, (in_torch, partial(copy, x, linear.bias)), strict=True):
-                    start_ns = time.perf_counter_ns()
-                    compute()
-                    if trial >= 0:
-                        best[backend] = min(best[backend], max(1, time.perf_counter_ns() - start_ns))
-                if trial + 1 >= MIN_TRIALS and time.perf_counter() > end_s:
-                    break
-            times_ns[num_rows] = best
-        return times_ns
 
 
 def prepack(
     decoder: Decoder,
     *,
     limit_bytes: int,
+    num_threads: int,
     reserved_bytes: int = 0,
     layers: Figures | None = None,
     kept: Callable[[], Figures] = dict,
     timeline: Timeline,
     ended: threading.Event,
+    exact: Libraries = EXACT,
+    rounding: Libraries = ROUNDING,
 ) -> None:
-    """Gives the decoder packed weights where these are faster and there is room; the timeline says what came of it.
+    """Gives the decoder copies of its weights where products over them are faster and there is room; the timeline says
+    what came of it, and which library was left out and why.
 
     Blocks for as long as it takes, which `ended` cuts short, and leaves this thread with a low priority. `layers` is
     what is known of the decoder's compiled kernels, if it has any: where they are the faster ones no copies are needed,
-    and they step back where these are faster. `kept` is what was measured before, asked for once.
+    and they step back where these are faster. `kept` is what was measured before, asked for once. What is made
+    computes in `num_threads` threads.
     """
     with timeline.span("process", "pack weights") as said:
-        _stand_back()
-        packing = Packing(decoder, limit_bytes=limit_bytes, reserved_bytes=reserved_bytes)
-        if not packing.products:
-            said["outcome"] = "there is nothing that could be packed here"
-            return
         try:
-            said["outcome"] = _prepack(decoder, packing, layers or {}, kept(), said, ended)
-        except CannotPackError as error:
-            said["outcome"] = str(error)
-        except Exception as error:  # of a torch that we may not know, which can do it all as it did before
+            packing = Packing(
+                decoder,
+                limit_bytes=limit_bytes,
+                num_threads=num_threads,
+                reserved_bytes=reserved_bytes,
+                free_bytes=available_bytes,
+                exact=exact,
+                rounding=rounding,
+            )
+            if not packing.candidates:
+                said["outcome"] = "there is nothing that could be packed here"
+                return
+            said["outcome"] = _Prepacking(decoder, packing, said, ended).run(layers or {}, kept())
+        except Exception as error:  # of libraries that we may not know, without which all goes on as before
             logger.exception("weights could not be packed; they are used as they lie")
             said["outcome"] = f"{type(error).__name__}: {error}"[:200]
 
 
-def _prepack(
-    decoder: Decoder,
-    packing: Packing,
-    layers: Figures,
-    kept: Figures,
-    said: dict[str, object],
-    ended: threading.Event,
-) -> str:
-    layer = kind_of_layer(decoder.layers[0])
-    parts = [kind_of(part) for each in projections_of(decoder.layers[0]) for part in linears_of(each)]
-    figures = dict(layers)
-    for kind, sizes in packing.sizes.items():
-        if ended.is_set():
+class _Prepacking:
+    """What is known while it is done, and told."""
+
+    def __init__(
+        self, decoder: Decoder, packing: Packing, said: dict[str, object], ended: threading.Event
+    ) -> None:
+        self._decoder = decoder
+        self._packing = packing
+        self._said = said
+        self._ended = ended
+        self._layer = kind_of_layer(decoder.layers[0])
+        self._parts = [product.kind for product in products_of_layer(decoder, decoder.layers[0])]
+
+    def run(self, layers: Figures, kept: Figures) -> str:
+        """Returns the outcome."""
+        packing, said = self._packing, self._said
+        figures = self._figures(layers, kept)
+        choices = self._choices(figures)
+        if self._ended.is_set():
             return CLOSED
-        if set(sizes) <= kernel_sizes(layers, layer):
-            said[kind] = "compiled kernels compute it"
-            continue
-        is_kept = covers(kept, kind, sizes, BOTH)
-        figures[kind] = kept[kind] if is_kept else packing.measure(kind)
-        said[kind] = f"{_told(figures[kind])} ({'kept beside the model' if is_kept else 'measured'})"
-    kernels_at = kernel_sizes(figures, layer, parts, packed_share=1.0)
-    tables = {}
-    for kind in packing.sizes:
-        sizes_here = packed_sizes(figures, kind)
-        if sizes_here - kernels_at and _agrees(packing, kind, sizes_here):
-            tables[kind] = table_of(sizes_here)
-        else:
-            packing.forget(kind)
-    wanted = [number for number, product in enumerate(packing.products) if product[0] in tables]
-    packed = list(_pack(decoder, packing, wanted, tables, ended))
-    said["packed"] = f"{len(packed)} of {len(packing.products)} products"
-    said["bytes"] = packing.num_bytes
-    if ended.is_set():
-        return CLOSED
-    if decoder.kernels is not None and packed:
-        own = [kind for kind in parts if kind in tables]
-        decoder.kernels.keep_to(kernel_sizes(figures, layer, own, packed_share=len(packed) / len(wanted)))
-    if len(packed) < len(wanted):
-        return "used where they are faster, as far as there is room"
-    return "used where they are faster" if packed else "they would gain nothing here, or do not fit"
+        wanted = [number for number, product in enumerate(packing.products) if product.kind in choices]
+        # Threads that a library starts with a copy have the priority of who makes it, and keep it: those copies come
+        # first, at a thread's usual priority.
+        by_pausing = [
+            number
+            for number in wanted
+            if packing.starts_threads(choices[packing.products[number].kind].backend)
+        ]
+        copied = list(self._copy(by_pausing, choices, pausing=True))
+        _stand_back()
+        copied += self._copy([number for number in wanted if number not in by_pausing], choices)
+        self._tell(choices)
+        said["packed"] = f"{len(copied)} of {len(packing.products)} products"
+        said["bytes"] = packing.num_bytes
+        if self._ended.is_set():
+            return CLOSED
+        if self._decoder.kernels is not None and copied:
+            share = len(copied) / len(wanted)
+            left = kernel_sizes(figures, self._layer, self._parts, choices, copied_share=share)
+            self._decoder.kernels.keep_to(left)
+        if len(copied) < len(wanted):
+            return "used where they are faster, as far as there is room"
+        return "used where they are faster" if copied else "they would gain nothing here, or do not fit"
+
+    def _figures(self, layers: Figures, kept: Figures) -> Figures:
+        """What there is to choose by: `layers`, and of all products what is kept or else is measured now."""
+        packing = self._packing
+        figures = dict(layers)
+        for kind, backends in packing.candidates.items():
+            if self._ended.is_set():
+                break
+            sizes = packing.sizes[kind]
+            if set(sizes) <= kernel_sizes(layers, self._layer):
+                self._said[kind] = BY_KERNELS
+                continue
+            is_kept = any(covers(kept, kind, sizes, (LinearBackend.TORCH, backend)) for backend in backends)
+            figures[kind] = kept[kind] if is_kept else packing.measure(kind)
+            how = "kept beside the model" if is_kept else "measured"
+            self._said[kind] = f"{_told(figures[kind])} ({how})"
+        return figures
+
+    def _choices(self, figures: Figures) -> dict[str, CopyChoice]:
+        """The copies that gain most, of those whose products are what they must be."""
+        packing = self._packing
+        candidates = {
+            kind: list(backends) for kind, backends in packing.candidates.items() if kind in figures
+        }
+        choices: dict[str, CopyChoice] = {}
+        accepted: dict[str, CopyChoice] = {}
+        while not self._ended.is_set():
+            choices = choose_copies(figures, self._layer, self._parts, candidates)
+            unknown = [kind for kind, choice in choices.items() if accepted.get(kind) != choice]
+            if not unknown:
+                break
+            for kind in unknown:
+                choice = choices[kind]
+                packing.forget(kind, but=choice.backend)
+                if packing.accepts(kind, choice.backend, choice.sizes):
+                    accepted[kind] = choice
+                else:
+                    candidates[kind].remove(choice.backend)
+        for kind in packing.candidates:
+            packing.forget(kind, but=choices[kind].backend if kind in choices else None)
+        return choices
+
+    def _copy(
+        self, numbers: list[int], choices: Mapping[str, CopyChoice], *, pausing: bool = False
+    ) -> Iterator[int]:
+        """Make copies of these products and hand them over, and with `pausing` rest after each for as long as it took;
+        the numbers of those that fit.
+        """
+        tables = {kind: table_of(choice.sizes) for kind, choice in choices.items()}
+        for number in numbers:
+            if self._ended.is_set():
+                return
+            kind, linear = self._packing.products[number][:2]
+            start_s = time.monotonic()
+            compute = self._packing.make(number, choices[kind].backend)
+            if compute is not None:
+                copy = Copy(compute, tables[kind])
+                self._decoder.between_steps(partial(setattr, linear, "packed", copy))
+                yield number
+            if pausing:
+                self._ended.wait(time.monotonic() - start_s)
+
+    def _tell(self, choices: Mapping[str, CopyChoice]) -> None:
+        """Of what was chosen, and of who was left out."""
+        for kind, choice in choices.items():
+            sizes = ", ".join(map(str, sorted(choice.sizes)))
+            self._said[f"{kind}: chosen"] = f"{choice.backend} for {sizes} rows"
+        for (kind, backend), why in self._packing.left_out.items():
+            self._said[f"{kind}: {backend}"] = f"left out: {why}"
 
 
-def _pack(
-    decoder: Decoder,
-    packing: Packing,
-    numbers: Sequence[int],
-    tables: Mapping[str, bytes],
-    ended: threading.Event,
-) -> Iterator[int]:
-    """Make copies of these products and hand them over; the numbers of those that fit."""
-    for number in numbers:
-        if ended.is_set():
-            return
-        kind, linear, _ = packing.products[number]
-        copy = packing.copy(number)
-        if copy is not None:
-            copy.use_for(tables[kind])
-            decoder.between_steps(partial(setattr, linear, "packed", copy))
-            yield number
-
-
-def _agrees(packing: Packing, kind: str, sizes: Iterable[int]) -> bool:
-    """Whether the first product of this kind says with its copy what it says without, at these numbers of rows."""
-    samples = packing.samples(kind)
-    if not samples:
-        return False
-    linear, copy = samples[0]
-    return copy.agrees(linear.weight, linear.bias, sorted(sizes))
-
-
-def _told(times: Mapping[int, Times]) -> str:
-    if not times:
-        return "no room for a copy"
-    gains = {size: by[LinearBackend.TORCH] / by[LinearBackend.ONEDNN] for size, by in times.items()}
-    return ", ".join(f"{size} rows {gain:.2f}x" for size, gain in gains.items())
+def _told(by_size: Mapping[int, Times]) -> str:
+    """The gains of each copy."""
+    gains: dict[LinearBackend, list[str]] = {}
+    for size, times in by_size.items():
+        for backend, time_ns in times.items():
+            if backend is not LinearBackend.TORCH:
+                gain = times[LinearBackend.TORCH] / time_ns
+                gains.setdefault(backend, []).append(f"{size} rows {gain:.2f}x")
+    return (
+        "; ".join(f"{backend} {', '.join(each)}" for backend, each in gains.items())
+        or "no copy fits, or computes"
+    )
 
 
 def _stand_back() -> None:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from ...loader.host import available_cores
 from ...loader.timeline import Timeline
+from ..models.quantized import QuantizedLinear
 from .choice import SIZES, Figures, LinearBackend, covers, kernel_sizes
-from .kinds import kind_of_layer
+from .kinds import kind_of_layer, products_of
 
 if TYPE_CHECKING:
     from ...loader.sources.base import Source
@@ -48,10 +49,10 @@ def prepare_backends(
     timeline: Timeline,
     ended: threading.Event,
 ) -> None:
-    """Whatever makes this decoder faster than plain torch, as `config` has it: compiled kernels, and packed weights
-    (`prepack.py`) beside a KV pool of `pool_bytes`, whose memory may be promised more than taken. What `source` keeps
-    of measurements is read when the first of them is due. Nothing begins while a first token `is_awaited`: those who
-    woke this container are to have theirs before. Blocks; the weights must be exact.
+    """Whatever makes this decoder faster than plain torch, as `config` has it: compiled kernels, and second copies of
+    its weights (`prepack.py`) beside a KV pool of `pool_bytes`, whose memory may be promised more than taken. What
+    `source` keeps of measurements is read when the first of them is due. Nothing begins while a first token
+    `is_awaited`: those who woke this container are to have theirs before. Blocks; the weights must be exact.
     """
     _wait_until_quiet(is_awaited, ended)
     num_threads = config.threads or available_cores()
@@ -65,6 +66,7 @@ def prepare_backends(
         prepack(
             decoder,
             limit_bytes=config.prepack_bytes,
+            num_threads=num_threads,
             reserved_bytes=pool_bytes + (config.kv_host_bytes or 0),
             layers=layers,
             kept=kept,
@@ -118,6 +120,10 @@ def prepare_kernels(
             if ended.is_set():
                 said["outcome"] = "the model was closed before"
                 return None
+            _try_expanding(decoder)
+            # No step is computed with them yet, but from here on torch's products of integers are those that it will be
+            # left with, so these are what is measured.
+            kernels.install()
             layer = kind_of_layer(decoder.layers[0])
             figures = kept()
             is_kept = covers(figures, layer, SIZES, (LinearBackend.TORCH, LinearBackend.KERNELS))
@@ -133,16 +139,30 @@ def prepare_kernels(
                 )
                 said[f"{num_rows} rows, ms a layer"] = f"{kernels_ms:.2f}, torch {torch_ms:.2f}"
         except NotCompiledError as error:
+            decoder.kernels = None
             said["outcome"] = str(error)
             return None
         except Exception as error:  # of a compiler, on a processor that we may not know: torch can do it all
             logger.exception("the kernels could not be made; torch computes everything")
+            decoder.kernels = None
             said["outcome"] = f"{type(error).__name__}: {error}"[:200]
             return None
         said["outcome"] = "used where they are faster"
         kernels.use_at(kernel_sizes(figures, layer))
-        kernels.install()
         return {layer: figures[layer]}
+
+
+def _try_expanding(decoder: Decoder) -> None:
+    """Have what expands integers for torch's products compiled, or read from where it was kept, and fail here if it
+    must: in a server's steps it is to do neither.
+    """
+    from .projection import Scratch, expander  # imports numba, which is there
+
+    scratch = Scratch()
+    linears = [each.linear for each in products_of(decoder)]
+    integers = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    for linear in {(each.bits, each.scale.dtype, each.zero is None): each for each in integers}.values():
+        expander(linear, scratch)(0, 1)
 
 
 def measure_layer(kernels: DecoderKernels) -> dict[int, dict[LinearBackend, int]]:
@@ -171,9 +191,11 @@ def compile_elsewhere(kinds: list[str], ended: threading.Event) -> None:
 
 def keep_somewhere() -> None:
     """Give numba a folder that it may write to: without one it compiles nothing, and reads nothing that it once kept.
+    And have it start OpenMP's threads, if there are any (`_prefer_openmp`).
 
     What an image brings along (`NUMBA_CACHE_DIR`) is copied if it cannot be written to: some MiB.
     """
+    _prefer_openmp()
     brought = os.environ.get("NUMBA_CACHE_DIR")
     here = Path(__file__).parent
     beside_the_source = here / "__pycache__"
@@ -186,3 +208,13 @@ def keep_somewhere() -> None:
         for folder in (Path(own), *(each for each in Path(own).rglob("*") if each.is_dir())):
             folder.chmod(0o700)  # copied, too: that it could not be written to
     os.environ["NUMBA_CACHE_DIR"] = own
+
+
+def _prefer_openmp() -> None:
+    """Else numba takes TBB's threads where it finds some, as OpenVINO brings them along: of those a kernel's team does
+    not come together.
+    """
+    order = os.environ.setdefault("NUMBA_THREADING_LAYER_PRIORITY", "omp tbb workqueue").split()
+    config = getattr(sys.modules.get("numba"), "config", None)
+    if config is not None:  # it has read the environment already
+        config.THREADING_LAYER_PRIORITY = order

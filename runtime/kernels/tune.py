@@ -27,13 +27,12 @@ from ..files import ModelFiles
 from ..models.build import build_model
 from ..models.compute_dtype import ComputePolicy
 from ..models.decoder import Decoder
-from ..models.packed import CannotPackError
 from ..weights import StreamedWeights
 from .choice import Figures, LinearBackend, Times
 from .kinds import kind_of_layer
-from .prepack import Packing
+from .packing import Packing
 from .prepare import compile_elsewhere, keep_somewhere, measure_layer
-from .tuning import FILE_NAME, MAX_THREADS, Entry, Machine, keep_figures, read_entries
+from .tuning import FILE_NAME, MAX_THREADS, NONE, Entry, Machine, keep_figures, read_entries
 
 TRIALS_S = 0.5  # for a number of rows; nobody waits
 
@@ -63,9 +62,10 @@ class TuningReport:
             lines.append(kind)
             lines += [f"  {size:>4} rows  {_row(times)}" for size, times in by_size.items()]
         machine = self.entry.machine
+        libraries = "" if machine.libraries == NONE else f", {machine.libraries}"
         lines.append(
             f"kept in {self.url.rstrip('/')}/{FILE_NAME} for {machine.cpu}, {machine.threads} threads, "
-            f"torch {machine.torch}; entries in all: {self.num_entries}"
+            f"torch {machine.torch}{libraries}; entries in all: {self.num_entries}"
         )
         return "\n".join(lines)
 
@@ -103,7 +103,8 @@ def tune(
     if not figures:
         raise ModelError(
             f"there is no choice for {store.url} here: only torch computes it",
-            hint="Compiled kernels need pip install 'teneral[cpu]'; both they and packed weights compute in bf16.",
+            hint="Compiled kernels need pip install 'teneral[cpu]'; they and oneDNN's packed weights compute in bf16. "
+            "Integers have libraries, too: pip install 'teneral[onnxruntime]' or 'teneral[openvino]'.",
         )
     entry = Entry(Machine.here(threads), figures)
     return TuningReport(store.url, entry, keep_figures(store, entry))
@@ -123,22 +124,20 @@ def _measure(model: Decoder, threads: int) -> Figures:
     layer_times = _measure_kernels(model, threads)
     if layer_times:
         figures[kind_of_layer(model.layers[0])] = layer_times
-    packing = Packing(model, limit_bytes=1 << 50)  # what is free bounds it
-    for kind in packing.sizes:
-        try:
-            times = packing.measure(kind, trials_s=TRIALS_S)
-        except CannotPackError as error:
-            logger.warning("%s: %s", kind, error)
-            continue
-        finally:
-            packing.forget(kind)
-        if times:
+    packing = Packing(model, limit_bytes=1 << 50, num_threads=threads)  # what is free bounds it
+    for kind in packing.candidates:
+        if times := packing.measure(kind, trials_s=TRIALS_S):
             figures[kind] = times
+        packing.forget(kind)
+    for (kind, backend), why in packing.left_out.items():
+        logger.warning("%s is left out for %s: %s", backend, kind, why)
     return figures
 
 
 def _measure_kernels(model: Decoder, threads: int) -> Mapping[int, Times]:
-    """Empty where there are none for such a model, or no numba."""
+    """Empty where there are none for such a model, or no numba. Otherwise the model has them, as a server's has when it
+    measures: torch's products of integers are faster with them.
+    """
     keep_somewhere()
     try:
         from .compile import missing  # an extra
@@ -148,6 +147,7 @@ def _measure_kernels(model: Decoder, threads: int) -> Mapping[int, Times]:
     try:
         kernels = DecoderKernels(model, num_threads=threads)
         compile_elsewhere(missing(kernels.kinds), threading.Event())
+        kernels.install()
         return measure_layer(kernels)
     except NotCompiledError as error:
         logger.warning("%s", error)

@@ -1,15 +1,20 @@
 """`tuning.json`: what was measured of a model's products, kept beside its artifact, for machines like those it was
 measured on (docs/cli.md).
 
+A machine's `libraries` came later than the rest: where it has none they are not written, and files are what they were
+before. Versions that do not know them refuse a file that names some, and the backends in it, as a newer one's.
+
 It is not covered by the artifact's digest, and is read with distrust: whatever it says, the most that follows is which
-one of the ways to compute a product is taken that this process has anyway, and all of them compute the same. Time and
+one of the ways to compute a product is taken that this process has anyway, and would check before it takes it. Time and
 memory are bounded by constants. Whoever writes it loses nothing of others: entries are exchanged one by one, by
 conditional writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.util
 import json
 import logging
 import platform
@@ -58,6 +63,9 @@ TUNING = Document(
 _TOP_KEYS = frozenset(("format", "version", "entries"))
 _ENTRY_KEYS = frozenset(("machine", "times_ns"))
 _MACHINE_KEYS = frozenset(("cpu", "instructions", "threads", "torch", "kernels"))
+_LIBRARIES_KEY = "libraries"
+NONE = "none"  # where there is no numba, or no library
+LIBRARIES = ("onnxruntime", "openvino")  # as packages and as modules
 _BACKENDS = {backend.value: backend for backend in LinearBackend}
 _SIZES = {str(size): size for size in PRODUCT_SIZES}
 
@@ -72,7 +80,10 @@ class Machine:
     instructions: str  # of those that it has, a digest, behind what torch makes of them
     threads: int
     torch: str  # its version
-    kernels: str  # the version of numba, and a digest of our kernels' source; "none" without numba
+    kernels: str  # the version of numba, and a digest of our kernels' source; NONE without numba
+    libraries: str = (
+        NONE  # those with products over copies and their versions, and a digest of our source for them
+    )
 
     @classmethod
     def here(cls, num_threads: int) -> Machine:
@@ -86,7 +97,15 @@ class Machine:
             num_threads,
             str(torch.__version__),
             _kernels_version(),
+            _libraries_version(),
         )
+
+    def as_json(self) -> dict[str, str | int]:
+        """Without what an older version would not know, where it says nothing."""
+        told: dict[str, str | int] = asdict(self)
+        if self.libraries == NONE:
+            del told[_LIBRARIES_KEY]
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +136,7 @@ def render_tuning(entries: Sequence[Entry]) -> bytes:
         document = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
-            "entries": [{"machine": asdict(entry.machine), "times_ns": entry.figures} for entry in kept],
+            "entries": [{"machine": entry.machine.as_json(), "times_ns": entry.figures} for entry in kept],
         }
         data = json.dumps(document, indent=1).encode()
         if len(data) <= MAX_FILE_BYTES or len(kept) <= 1:
@@ -178,8 +197,12 @@ def keep_figures(store: Store, entry: Entry) -> int:
 
 def _entry(value: Any, where: str) -> Entry:
     JsonObject(value, where, _ENTRY_KEYS, document=TUNING)  # it has these keys, and no others
-    machine = JsonObject(value["machine"], f"{where}.machine", _MACHINE_KEYS, document=TUNING)
-    texts = {key: machine.text(key) for key in ("cpu", "instructions", "torch", "kernels")}
+    told = value["machine"]
+    keys = _MACHINE_KEYS
+    if type(told) is dict and _LIBRARIES_KEY in told:
+        keys |= {_LIBRARIES_KEY}
+    machine = JsonObject(told, f"{where}.machine", keys, document=TUNING)
+    texts = {key: machine.text(key) for key in keys - {"threads"}}
     return Entry(
         Machine(threads=machine.integer("threads", MAX_THREADS), **texts),
         _figures(value["times_ns"], f"{where}.times_ns"),
@@ -232,9 +255,29 @@ def _kernels_version() -> str:
     try:
         numba = metadata.version("numba")
     except metadata.PackageNotFoundError:
-        return "none"
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return f"numba {numba} {_digest(b''.join(source.read_bytes() for source in sources))}"
+        return NONE
+    return f"numba {numba} {_digest_of_sources(Path(__file__).parent)}"
+
+
+def _libraries_version() -> str:
+    versions = [
+        f"{name} {_version_of(name)}" for name in LIBRARIES if importlib.util.find_spec(name) is not None
+    ]
+    if not versions:
+        return NONE
+    return f"{', '.join(versions)} {_digest_of_sources(Path(__file__).parent / 'libraries')}"
+
+
+def _version_of(name: str) -> str:
+    """Of a library that is there; under another name where a package for special devices brought it."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    others = metadata.packages_distributions().get(name, [])
+    return ", ".join(f"of {other} {metadata.version(other)}" for other in others) or "of an unknown version"
+
+
+def _digest_of_sources(folder: Path) -> str:
+    return _digest(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py"))))
 
 
 def _digest(data: bytes) -> str:

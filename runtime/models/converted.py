@@ -46,6 +46,12 @@ class ConvertedLinear:
             return None
         return tuple(product.linear for product in products)
 
+    def linears(self, dtype: torch.dtype) -> tuple[QuantizedLinear, ...]:
+        """The products that it makes for inputs of this dtype, whatever order their columns are in. The weights must be
+        exact.
+        """
+        return tuple(product.linear for product in self._products(dtype))
+
     def _products(self, dtype: torch.dtype) -> tuple[_Ordered, ...]:
         if self._kept is not None:
             return self._kept

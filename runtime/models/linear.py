@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from ..errors import ModelError
 from .converted import take_converted
 from .expanded import ExpandedLinear
-from .packed import PackedWeight
+from .packed import Copy
 from .parameters import Parameters
 from .quantized import RUN, QuantizedLinear
 
@@ -31,8 +31,8 @@ Projection = Callable[[torch.Tensor], torch.Tensor]  # (T, in) → (T, out)
 class Linear:
     """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None.
 
-    `packed` is a copy of the weights that is faster for some numbers of rows, once somebody has made it. To be
-    exchanged between steps (`Decoder.between_steps`).
+    `packed` computes over a copy of the weights for some numbers of rows, once somebody has made it. To be exchanged
+    between steps (`Decoder.between_steps`).
     """
 
     __slots__ = ("bias", "packed", "weight")
@@ -40,12 +40,19 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self.packed: PackedWeight | None = None
+        self.packed: Copy | None = None
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self.packed
-        if packed is not None and packed.takes(len(x)):
-            return packed(x, self.bias)
+        if self.packed is not None and (product := self.packed(x, self.bias)) is not None:
+            return product
+        return self.in_torch(x)
+
+    def in_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """The same without a copy."""
         return F.linear(x, self.weight, self.bias)
 
 

@@ -1,22 +1,30 @@
 """Matrices of 8- or 4-bit integers with scales: their products, and what the integers mean.
 
 `docs/quantize.md`, "The layout", is the norm. This is the reference: each product is made with the weights that the
-integers stand for, a stretch of rows at a time, and with the input as it is. Faster kernels may stand in for it; the
-attributes are what they need. Built over tensors that may still be without content.
+integers stand for, a stretch of rows at a time, and with the input as it is. Faster kernels may stand in for it, or a
+library's with a copy of its own (`packed.py`); the attributes are what they need. Built over tensors that may still be
+without content.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+from .packed import Copy
 
 RUN = 64  # elements whose nibbles lie in the same 32 bytes
 _SCRATCH_ELEMENTS = 1 << 20  # weights that exist as floats at a time
 _MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own
 _ALIGNMENT = 64  # bytes
 _MAX_PACKED_ROWS = 16  # up to so many rows of input it is faster not to make the weights at all
+
+# Whoever expands rows has one place for them: they must be used before another thread has some expanded, too, as one
+# that measures beside the serving.
+_expanding = threading.Lock()
 
 
 class QuantizedLinear:
@@ -28,9 +36,22 @@ class QuantizedLinear:
       some GPTQ checkpoints have it
     - `bias`: (N,) of any float dtype, or None
     - `expand`: rows [begin, end) of w as bf16, valid until the next call, from who makes them faster
+    - `packed`: computes over a copy for some numbers of rows, once somebody has made it; it may round inputs to 8 bits.
+      To be exchanged between steps (`Decoder.between_steps`)
     """
 
-    __slots__ = ("bias", "bits", "expand", "group_size", "num_in", "num_out", "scale", "weight", "zero")
+    __slots__ = (
+        "bias",
+        "bits",
+        "expand",
+        "group_size",
+        "num_in",
+        "num_out",
+        "packed",
+        "scale",
+        "weight",
+        "zero",
+    )
 
     def __init__(
         self,
@@ -48,9 +69,16 @@ class QuantizedLinear:
         self.num_in = weight.shape[1] * 8 // self.bits
         self.group_size = self.num_in // scale.shape[1]
         self.expand: Callable[[int, int], torch.Tensor] | None = None
+        self.packed: Copy | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """(T, K) bf16, fp16 or fp32 → (T, N) of the same dtype."""
+        if self.packed is not None and (product := self.packed(x, self.bias)) is not None:
+            return product
+        return self.in_torch(x)
+
+    def in_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """The same without a copy, and so with inputs as they are."""
         if self._takes_integers(x):
             scale = self.scale.view(-1).to(x.dtype)
             product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, scale)
@@ -62,10 +90,10 @@ class QuantizedLinear:
         for begin in range(0, self.num_out, step):
             end = min(begin + step, self.num_out)
             if self.expand is not None and own.dtype is torch.bfloat16:
-                weight = self.expand(begin, end)
+                with _expanding:
+                    out[:, begin:end] = F.linear(own, self.expand(begin, end))
             else:
-                weight = self.rows(begin, end).to(own.dtype)
-            out[:, begin:end] = F.linear(own, weight)
+                out[:, begin:end] = F.linear(own, self.rows(begin, end).to(own.dtype))
         return out if self.bias is None else out.add_(self.bias)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress, format_bytes
 from ..errors import ModelError
 from ..files import ModelFiles
+from ..kernels.choice import LinearBackend
 from ..kv.kinds import KVKind
 from ..models.build import build_model
 from ..models.compute_dtype import ComputePolicy
@@ -31,7 +32,7 @@ from .evaluate import WORK_BYTES, OnProgress, check_max_tokens
 from .inputs import InputReader
 from .report import aligned, decoder_rows, describe_text, quality_json
 from .sequences import Steps
-from .served import Computing, check_kernels_can_be_made, install_kernels
+from .served import Computing, check_kernels_can_be_made, install_copies, install_kernels
 from .text import EvaluationText
 from .tiers import TieredWeights, usable_tiers
 
@@ -101,6 +102,7 @@ def evaluate_against(
     *,
     max_tokens: int = 2048,
     as_served: bool = False,
+    copies: LinearBackend | None = None,
     kv: KVKind = KVKind.MODEL,
     threads: int | None = None,
     progress: OnProgress | None = None,
@@ -108,12 +110,19 @@ def evaluate_against(
     """Compare what `artifact` and `original`, both with all their bits, make of the text's first `max_tokens` tokens.
 
     Either is a packed artifact or a directory of safetensors. With `as_served` the artifact is computed as a server
-    computes what it generates, by compiled kernels (`served.py`); `kv` is how its keys and values lie. Blocks;
-    `progress` is called from this thread. torch computes with all cores at hand from then on. Raises `UsageError` for
-    an encoder and where there are no kernels, `InsufficientMemoryError` where the two do not fit, `ModelError` for what
+    computes what it generates, by compiled kernels, and with `copies` by that library over copies of the weights, as
+    prompts may be (`served.py`); `kv` is how its keys and values lie. Blocks; `progress` is called from this thread.
+    torch computes with all cores at hand from then on. Raises `UsageError` for an encoder, for both ways at once and
+    where there are no kernels or copies, `InsufficientMemoryError` where all of it does not fit, `ModelError` for what
     cannot be run or is of another vocabulary, and the sources' errors.
     """
     check_max_tokens(max_tokens)
+    if as_served and copies is not None:
+        raise UsageError(
+            "either compiled kernels compute all of the text, or a library over copies",
+            key="copies",
+            hint="Leave --as-served out, or --copies; a server has kernels generate, and copies for prompts.",
+        )
     if as_served:
         check_kernels_can_be_made()
     torch.set_num_threads(available_cores())
@@ -129,6 +138,9 @@ def evaluate_against(
     ours = _Model(artifact.source, manifests[0], threads, count)
     steps = install_kernels(ours.decoder, ours.size.url) if as_served else Steps()
     steps.kv = kv
+    if copies is not None:
+        reserved_bytes = manifests[1].weight_bytes + WORK_BYTES
+        install_copies(ours.decoder, copies, ours.size.url, reserved_bytes=reserved_bytes)
     theirs = _Model(original.source, manifests[1], threads, count)
     _check_comparable(ours.decoder, theirs.decoder)
     read = InputReader(theirs.files).for_decoder(text, max_tokens)
@@ -138,7 +150,7 @@ def evaluate_against(
         original=theirs.size,
         text=text,
         num_tokens=len(read.tokens),
-        computing=Computing.of(ours.decoder, steps),
+        computing=Computing.of(ours.decoder, steps, copies),
         quality=quality,
     )
 

@@ -256,6 +256,7 @@ def _eval(options: argparse.Namespace) -> int:
     from .runtime.quality.text import read_text
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.kernels.choice import LinearBackend
     from .runtime.kv.kinds import KVKind
     from .runtime.quality.against import Candidate, evaluate_against
 
@@ -272,6 +273,7 @@ def _eval(options: argparse.Namespace) -> int:
             text,
             max_tokens=options.max_tokens,
             as_served=options.as_served,
+            copies=LinearBackend(options.copies) if options.copies else None,
             kv=KVKind(options.kv_dtype),
             threads=options.threads,
             progress=bar.update,

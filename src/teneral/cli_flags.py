@@ -150,6 +150,11 @@ def _eval(command: argparse.ArgumentParser) -> None:
         help="compute ARTIFACT as a server computes what it generates: by compiled kernels, up to 32 tokens a step",
     )
     command.add_argument(
+        "--copies",
+        choices=("onednn", "onnxruntime", "openvino"),
+        help="have this library compute all of ARTIFACT, over a second copy of its weights",
+    )
+    command.add_argument(
         "--kv-dtype", choices=("model", "int8"), default="model", help="of ARTIFACT's keys and values"
     )
     _add_text_flags(command)

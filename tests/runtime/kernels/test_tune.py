@@ -22,19 +22,23 @@ from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.files import ModelFiles
 from teneral.runtime.instance import Instance
+from teneral.runtime.kernels import onednn
 from teneral.runtime.kernels import tune as module
+from teneral.runtime.kernels.copies import ROUNDING
 from teneral.runtime.kernels.prepare import prepare_backends
 from teneral.runtime.kernels.tuning import FILE_NAME, Machine, parse_tuning, read_figures
 from teneral.runtime.loading import wait_exact
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.packed import can_pack
+from teneral.runtime.models.linear import Linear
+from teneral.runtime.models.quantized import QuantizedLinear
 from teneral.runtime.weights import StreamedWeights
 
 WAIT_S = 120.0
 
 pytestmark = pytest.mark.skipif(
-    not can_pack(torch.zeros(64, 64, dtype=torch.bfloat16)), reason="torch packs no bf16 on this processor"
+    not onednn.can_pack(Linear(torch.zeros(64, 64, dtype=torch.bfloat16))),
+    reason="torch packs no bf16 on this processor",
 )
 
 
@@ -50,6 +54,17 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def artifact(packed: Path) -> Path:
     (packed / FILE_NAME).unlink(missing_ok=True)
     return packed
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without numba's kernels, so that all that is measured is products."""
+    folder = tmp_path_factory.mktemp("quantised")
+    shape = {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1}
+    save_tiny("qwen2", folder / "plain", dtype=torch.bfloat16, **shape)
+    command = ["pack", str(folder / "plain"), str(folder / "artifact"), "--quantize", "int8", "--quiet"]
+    assert cli.run(command) == 0
+    return folder / "artifact"
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +100,7 @@ def test_a_server_uses_what_was_kept_and_does_not_measure(artifact, capsys):
 
     (said,) = prepared(artifact, "pack weights", kernels=False, prepack_bytes=1 << 30).values()
 
-    kinds = [value for key, value in said.items() if key.startswith(("bfloat16", "head"))]
+    kinds = [value for key, value in said.items() if key.startswith(("bfloat16", "head")) and ": " not in key]
     assert len(kinds) == 5
     assert all(value.endswith("(kept beside the model)") for value in kinds)
 
@@ -103,6 +118,33 @@ def test_compiled_kernels_are_chosen_by_what_was_kept(artifact):
     (layer,) = [by_size for kind, by_size in figures.items() if kind.startswith("layer: ")]
     kernels_ms, torch_ms = layer[8]["kernels"] / 1e6, layer[8]["torch"] / 1e6
     assert said["8 rows, ms a layer"] == f"{kernels_ms:.2f}, torch {torch_ms:.2f}"
+
+
+def test_every_library_that_is_here_is_measured_and_a_server_chooses_among_them(quantised, capsys):
+    weight = torch.zeros(96, 96, dtype=torch.int8)
+    here = [
+        backend
+        for backend, library in ROUNDING.items()
+        if library.can_pack(QuantizedLinear(weight, torch.ones(96, 1)))
+    ]
+    if not here:
+        pytest.skip("neither onnxruntime nor openvino is installed")
+    assert tune(quantised) == 0
+    printed = capsys.readouterr().out
+    figures = read_figures(FileStore(quantised), Machine.here(1))
+    for backend in here:
+        assert f"{backend} " in printed
+        assert f", {Machine.here(1).libraries}; entries" in printed
+    products = {kind: by_size for kind, by_size in figures.items() if not kind.startswith("layer")}
+    assert len(products) == 5
+    for by_size in products.values():
+        assert all(set(times) == {"torch", *here} for times in by_size.values())
+
+    (said,) = prepared(quantised, "pack weights", kernels=False, prepack_bytes=1 << 30).values()
+
+    for kind in products:
+        assert said[kind].endswith("(kept beside the model)")
+        assert not [said[f"{kind}: {backend}"] for backend in here if f"{kind}: {backend}" in said]
 
 
 def test_what_another_machine_measured_is_kept_and_not_used(artifact):

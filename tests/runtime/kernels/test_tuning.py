@@ -35,7 +35,7 @@ from teneral.runtime.kernels.tuning import (
     render_tuning,
 )
 
-HERE = Machine("a processor", "AVX512 0123", 2, "2.13.0+cpu", "numba 0.62 abcd")
+HERE = Machine("a processor", "AVX512 0123", 2, "2.13.0+cpu", "numba 0.62 abcd", "onnxruntime 1.23.0 ef01")
 NUM_WRITERS = 6
 
 
@@ -45,7 +45,12 @@ def machine(number: int) -> Machine:
 
 def figures(time_ns: int = 5) -> Figures:
     times = {LinearBackend.TORCH: time_ns, LinearBackend.ONEDNN: time_ns + 1}
-    return {"bfloat16 96x64": {1: times, 128: times}, "layer: x": {1: {LinearBackend.KERNELS: 3}}}
+    copies = {LinearBackend.ONNX_RUNTIME: time_ns + 2, LinearBackend.OPENVINO: time_ns + 3}
+    return {
+        "bfloat16 96x64": {1: times, 128: times},
+        "int4/64 96x64": {64: {LinearBackend.TORCH: time_ns, **copies}},
+        "layer: x": {1: {LinearBackend.KERNELS: 3}},
+    }
 
 
 @pytest.fixture(params=["memory", "file", "s3"])
@@ -88,6 +93,39 @@ def test_every_part_of_a_machine_tells_it_from_others(field):
     keep_figures(store, Entry(other, figures()))
     assert read_figures(store, HERE) == {}
     assert read_figures(store, other) == figures()
+
+
+# As version 1 was written before there were libraries.
+OLD = b"""{"format": "teneral-tuning", "version": 1, "entries": [{
+ "machine": {"cpu": "a processor", "instructions": "AVX512 0123", "threads": 2, "torch": "2.13.0+cpu",
+  "kernels": "numba 0.62 abcd"},
+ "times_ns": {"bfloat16 96x64": {"1": {"torch": 6, "onednn": 5}}}}]}"""
+
+
+def test_a_file_from_before_there_were_libraries_is_that_of_a_machine_without_any():
+    store = MemoryStore({FILE_NAME: OLD})
+    bare = dataclasses.replace(HERE, libraries="none")
+    assert read_figures(store, bare) == {
+        "bfloat16 96x64": {1: {LinearBackend.TORCH: 6, LinearBackend.ONEDNN: 5}}
+    }
+    assert read_figures(store, HERE) == {}
+
+    assert keep_figures(store, Entry(HERE, figures())) == 2
+    assert len(read_figures(store, bare)) == 1
+    assert read_figures(store, HERE) == figures()
+
+
+def test_where_no_library_is_the_file_is_one_that_older_versions_read():
+    bare = dataclasses.replace(HERE, libraries="none")
+    (entry,) = json.loads(render_tuning([Entry(bare, figures())]))["entries"]
+    assert entry["machine"].keys() == json.loads(OLD)["entries"][0]["machine"].keys()
+
+
+def test_libraries_that_are_another_version_measure_anew():
+    store = MemoryStore()
+    keep_figures(store, Entry(HERE, figures()))
+    for other in ("onnxruntime 1.24.0 ef01", "onnxruntime 1.23.0, openvino 2025.1 ef01", "none"):
+        assert read_figures(store, dataclasses.replace(HERE, libraries=other)) == {}
 
 
 def test_the_oldest_entries_go():
@@ -181,6 +219,10 @@ HOSTILE = {
     "a machine without a processor": changed(lambda made: made["entries"][0]["machine"].pop("cpu")),
     "threads that are a text": changed(lambda made: made["entries"][0]["machine"].update(threads="2")),
     "threads that are true": changed(lambda made: made["entries"][0]["machine"].update(threads=True)),
+    "libraries that are a list": changed(lambda made: made["entries"][0]["machine"].update(libraries=["x"])),
+    "libraries without a name": changed(lambda made: made["entries"][0]["machine"].update(libraries="")),
+    "an unknown key of a machine": changed(lambda made: made["entries"][0]["machine"].update(bios="1")),
+    "a machine that is a list": changed(lambda made: made["entries"][0].update(machine=["libraries"])),
     "a processor with control characters": changed(
         lambda made: made["entries"][0]["machine"].update(cpu="\x1b[2J")
     ),
@@ -226,6 +268,41 @@ def test_a_file_that_is_none_is_not_replaced_unasked(name):
 def test_what_is_refused_is_named_by_its_place():
     with pytest.raises(TuningError, match=r"entries\[0\]\.times_ns\.bfloat16 96x64\.1.*'os_system'"):
         parse_tuning(HOSTILE["an unknown backend"])
+
+
+def test_a_backend_of_a_newer_version_is_refused_as_such():
+    with pytest.raises(TuningError) as caught:
+        parse_tuning(HOSTILE["an unknown backend"])
+    assert "newer" in str(caught.value.hint)
+
+
+def test_libraries_are_told_apart_by_version_and_by_our_source(monkeypatch, tmp_path):
+    versions = {"onnxruntime": "1.23.0", "openvino": "2025.1"}
+    there = set(versions)
+    monkeypatch.setattr(tuning.importlib.util, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(tuning.metadata, "version", lambda name: versions[name])
+    both = tuning._libraries_version()
+    assert both.startswith("onnxruntime 1.23.0, openvino 2025.1 ")
+
+    versions["openvino"] = "2025.2"
+    assert tuning._libraries_version() not in (both, "none")
+    there.clear()
+    assert tuning._libraries_version() == "none"
+
+
+def test_a_library_under_another_packages_name_is_told_by_that(monkeypatch):
+    def version(name: str) -> str:
+        if name == "onnxruntime-gpu":
+            return "1.22"
+        raise tuning.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(tuning.importlib.util, "find_spec", lambda name: "there")
+    monkeypatch.setattr(tuning.metadata, "version", version)
+    monkeypatch.setattr(
+        tuning.metadata, "packages_distributions", lambda: {"onnxruntime": ["onnxruntime-gpu"]}
+    )
+    told = tuning._libraries_version()
+    assert told.startswith("onnxruntime of onnxruntime-gpu 1.22, openvino of an unknown version ")
 
 
 def test_this_machine_is_known_by_what_a_measurement_depends_on():

@@ -24,6 +24,8 @@ from teneral.loader.stream.load import WeightLoad
 from teneral.loader.tools.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.errors import ModelError
+from teneral.runtime.kernels.copies import ROUNDING
+from teneral.runtime.kernels.kinds import products_of
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.compute_dtype import ComputePolicy, CpuDtypes
 from teneral.runtime.models.converted import ConvertedLinear
@@ -32,6 +34,8 @@ from teneral.runtime.models.fields import Fields
 from teneral.runtime.models.linear import take_linear, take_stacked
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
+from teneral.runtime.models.quantized import QuantizedLinear
+from teneral.runtime.quality.served import install_copies
 from teneral.runtime.weights import DictWeights, StreamedWeights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -303,6 +307,27 @@ def test_a_checkpoint_computes_what_its_integers_mean(kind):
 
     expected = logits_of(build_model(plain, DictWeights(floats)))
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("backend", ROUNDING)
+def test_a_checkpoint_is_computed_over_copies_of_what_it_was_converted_to(kind, backend):
+    note, act_order = MODELS[kind]
+    config, checkpoint, _ = foreign_model(note, act_order=act_order)
+    decoder = build_model(config, DictWeights(checkpoint))
+    assert isinstance(decoder, Decoder)
+    linears = [product.linear for product in products_of(decoder)]
+    integers = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
+    if not ROUNDING[backend].can_pack(integers[0]):
+        pytest.skip(f"{backend} is not here")
+    before = logits_of(decoder)
+
+    install_copies(decoder, backend, "model", reserved_bytes=0)
+    over_copies = logits_of(decoder)
+
+    assert len(integers) >= 4 * len(decoder.layers)
+    assert all(linear.packed is not None for linear in integers)
+    assert 0 < float((over_copies - before).norm() / before.norm()) < 0.05
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq in its order of activation", "awq"])

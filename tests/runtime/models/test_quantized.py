@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from teneral.runtime.errors import ModelError
 from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.linear import Linear, SideBySide, take_linear, take_stacked
+from teneral.runtime.models.packed import Copy
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantized import QuantizedLinear, dequantize, pack_nibbles, unpack_nibbles
 from teneral.runtime.weights import DictWeights
@@ -303,3 +305,54 @@ def test_a_scale_of_another_shape_is_refused_by_name(tmp_path, name):
 
     with pytest.raises(ModelError, match=rf"{name}\.weight_scale has shape"):
         build_model(config, DictWeights(tensors))
+
+
+def test_two_threads_that_expand_in_the_same_memory_do_not_take_each_others_weights():
+    """As one that measures beside the serving, and the one that serves."""
+    memory = torch.empty(512, 256, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+
+    def linear() -> QuantizedLinear:
+        weight = torch.randint(-127, 128, (512, 256), generator=generator).to(torch.int8)
+        made = QuantizedLinear(weight, torch.rand(512, 4, generator=generator))
+
+        def expand(begin: int, end: int) -> torch.Tensor:
+            return memory[begin:end].copy_(made.rows(begin, end))
+
+        made.expand = expand
+        return made
+
+    linears = [linear(), linear()]
+    x = torch.randn(64, 256, generator=generator).to(torch.bfloat16)
+    expected = [each(x) for each in linears]
+    wrong: list[int] = []
+
+    def compute(number: int) -> None:
+        products = (linears[number](x) for _ in range(200))
+        wrong.extend(number for product in products if not torch.equal(product, expected[number]))
+
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_copy_computes_the_rows_that_it_is_for_and_gets_the_bias():
+    linear = QuantizedLinear(
+        torch.ones(2, 64, dtype=torch.int8), torch.ones(2, 1), None, torch.tensor([1.0, 2.0])
+    )
+    seen = []
+
+    def compute(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.append((len(x), bias))
+        return torch.full((len(x), 2), 7.0)
+
+    linear.packed = Copy(compute, bytes([0, 0, 1, 0]))
+    outputs = {rows: linear(torch.zeros(rows, 64)) for rows in (0, 1, 2, 3, 100)}
+
+    assert seen == [(2, linear.bias)]
+    assert torch.equal(outputs[2], torch.full((2, 2), 7.0))
+    for rows in (0, 1, 3, 100):
+        assert torch.equal(outputs[rows], torch.tensor([1.0, 2.0]).repeat(rows, 1))

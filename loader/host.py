@@ -35,5 +35,5 @@ def _quota(root: str | os.PathLike[str]) -> float | None:
 
 
 def _read(root: str | os.PathLike[str], *names: str) -> str:
-    with open(os.path.join(root, *names), encoding="ascii") as file:
-        return file.read()
+    with open(os.path.join(root, *names), "rb") as file:
+        return file.read().decode("ascii")

@@ -113,7 +113,7 @@ def _number(text: str) -> int | None:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read()
+        with open(path, "rb") as file:
+            return file.read().decode("ascii", "replace")
     except OSError:
         return ""

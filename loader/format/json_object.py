@@ -98,6 +98,11 @@ def is_text(value: Any) -> bool:
     return len(value.encode()) <= MAX_TEXT_BYTES and not _CONTROL.search(value)
 
 
+def is_digest(value: Any) -> bool:
+    """Whether it is 32 bytes, written as 64 lower-case hexadecimal digits."""
+    return type(value) is str and _DIGEST.fullmatch(value) is not None
+
+
 class JsonObject:
     """A JSON object with exactly the keys `keys`, whose values are read by their keys."""
 
@@ -169,7 +174,7 @@ class JsonObject:
     def digest(self, key: str) -> bytes:
         """32 bytes, written as 64 lower-case hexadecimal digits."""
         value = self._value[key]
-        if type(value) is not str or not _DIGEST.fullmatch(value):
+        if not is_digest(value):
             self._document.refuse("it is not 64 lower-case hexadecimal digits", self._place(key))
         return bytes.fromhex(value)
 

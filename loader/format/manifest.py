@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import math
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from .encoding import Encoding as Encoding  # noqa: PLC0414 - all values of a manifest are found here
@@ -232,6 +232,7 @@ def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[in
     return tuple(8 // bits for bits in encoding.plane_bits(tier, element_bytes))
 
 
+@lru_cache(maxsize=1024)  # most segments are as long as others
 def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
     """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
     if encoding.is_whole:

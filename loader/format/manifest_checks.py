@@ -174,20 +174,18 @@ def _check_planes(tensor: Tensor, tier: Tier, segment: Segment, end: int, where:
     sizes_bytes = decoded_plane_bytes(tensor.encoding, tier, tensor.element_bytes, segment.count)
     if len(segment.planes) != len(sizes_bytes):
         refuse(f"a segment has {len(segment.planes)} planes, not {len(sizes_bytes)}", where)
-    for plane, decoded_bytes in zip(segment.planes, sizes_bytes, strict=True):
-        if plane.offset_bytes != align(end, PLANE_ALIGNMENT_BYTES):
-            refuse(f"a plane starts at {plane.offset_bytes}, but what stands before it ends at {end}", where)
-        if plane.codec is Codec.RAW:
-            fits = plane.size_bytes == decoded_bytes
+    for (codec, offset_bytes, size_bytes), decoded_bytes in zip(segment.planes, sizes_bytes, strict=True):
+        if offset_bytes != align(end, PLANE_ALIGNMENT_BYTES):
+            refuse(f"a plane starts at {offset_bytes}, but what stands before it ends at {end}", where)
+        if codec is Codec.RAW:
+            fits = size_bytes == decoded_bytes
         else:  # coded planes are smaller than raw ones, or a writer would have left them raw
             fits = (
                 not tensor.encoding.is_whole
-                and 0 < plane.size_bytes < decoded_bytes
-                and plane.size_bytes % PLANE_ALIGNMENT_BYTES == 0
+                and 0 < size_bytes < decoded_bytes
+                and size_bytes % PLANE_ALIGNMENT_BYTES == 0
             )
         if not fits:
-            refuse(
-                f"{plane.size_bytes} bytes cannot be a {plane.codec.value} plane of {decoded_bytes}", where
-            )
-        end = plane.offset_bytes + plane.size_bytes
+            refuse(f"{size_bytes} bytes cannot be a {codec.value} plane of {decoded_bytes}", where)
+        end = offset_bytes + size_bytes
     return end

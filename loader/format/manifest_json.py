@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from ..errors import IntegrityError, ManifestError
-from .json_object import MANIFEST, MAX_INTEGER, NEWER, JsonObject, is_text, is_unicode, refuse
+from .json_object import MANIFEST, MAX_INTEGER, NEWER, JsonObject, is_digest, is_text, is_unicode, refuse
 from .limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .manifest import (
     DTYPE_BITS,
@@ -193,6 +193,23 @@ def _parse_tensor(value: Any, where: str) -> tuple[str, str, tuple[int, ...], En
 
 
 def _parse_part(index: int, value: Any, where: str) -> Part:
+    """As `_parse_segment` does it."""
+    if type(value) is dict and value.keys() == _PART_KEYS:
+        tier, digest, segments = value["tier"], value["blake3"], value["segments"]
+        group, blob, offset, size = value["group"], value["blob"], value["offset"], value["size"]
+        if (
+            type(tier) is str
+            and tier in _TIERS
+            and type(group) is type(blob) is type(offset) is type(size) is int
+            and min(group, blob, offset, size) >= 0
+            and max(group, blob, offset, size) <= MAX_INTEGER
+            and is_digest(digest)
+            and type(segments) is list
+            and len(segments) <= MAX_PART_SEGMENTS
+        ):
+            places = [f"{where}.segments[{number}]" for number in range(len(segments))]
+            parsed = tuple(map(_parse_segment, segments, places))
+            return Part(index, _TIERS[tier], group, blob, offset, size, bytes.fromhex(digest), parsed)
     part = JsonObject(value, where, _PART_KEYS)
     return Part(
         index=index,
@@ -207,8 +224,8 @@ def _parse_part(index: int, value: Any, where: str) -> Part:
 
 
 def _parse_segment(value: Any, where: str) -> Segment:
-    """Most of a manifest is segments and planes, so what is right is seen at a glance; only what is not is looked at
-    one by one, to say where it is wrong.
+    """Most of a manifest is parts, segments and planes, so what is right is seen at a glance; only what is not is
+    looked at one by one, to say where it is wrong.
     """
     if type(value) is dict and value.keys() == _SEGMENT_KEYS:
         tensor, start, count, planes = value["tensor"], value["start"], value["count"], value["planes"]
@@ -236,6 +253,9 @@ def _parse_plane(value: Any, where: str) -> Plane:
         refuse("a plane is a list of its codec, offset and size", where)
     name, offset, size = value
     codec = _CODECS.get(name) if type(name) is str else None
+    are_integers = type(offset) is type(size) is int
+    if codec is not None and are_integers and 0 <= offset <= MAX_INTEGER and 0 <= size <= MAX_INTEGER:
+        return Plane(codec, offset, size)
     if codec is None:
         refuse(f"the codec is not one of {', '.join(_CODECS)}", where, hint=NEWER)
     return Plane(codec, _integer(offset, where), _integer(size, where))

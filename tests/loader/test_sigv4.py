@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import hmac
+import subprocess
+import sys
 from urllib.parse import parse_qsl, urlsplit
 
 import botocore.auth
@@ -13,7 +16,14 @@ from botocore.credentials import Credentials as BotoCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.sources.sigv4 import Credentials, encode_path, encode_query, sign, signed_region
+from teneral.loader.sources.sigv4 import (
+    Credentials,
+    encode_path,
+    encode_query,
+    hmac_sha256,
+    sign,
+    signed_region,
+)
 
 NOW = datetime.datetime(2026, 3, 1, 4, 5, 6, tzinfo=datetime.UTC)
 KEYS = [
@@ -139,3 +149,15 @@ def test_secrets_are_not_shown() -> None:
     assert "ASIAEXAMPLE" in repr(SESSION)
     assert "secret" not in repr(SESSION).replace("secret_access_key", "")
     assert "token" not in repr(SESSION).replace("session_token", "")
+
+
+@pytest.mark.parametrize("key_bytes", [0, 1, 32, 63, 64, 65, 200])
+def test_our_hmac_is_the_standard_librarys(key_bytes: int) -> None:
+    key = bytes(range(200))[:key_bytes]
+    for message in (b"", b"x", bytes(1000)):
+        assert hmac_sha256(key, message) == hmac.digest(key, message, "sha256")
+
+
+def test_signing_brings_no_openssl_along() -> None:
+    code = "import sys; from teneral.loader.sources import sigv4; assert '_hashlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -81,7 +81,8 @@ def start_once(store: StoreServer, address: str) -> dict[str, float]:
     """Seconds from exec to the first request, and to the first for weights."""
     store.clear_log()
     before = store.num_connections  # what the last process had on its way is not this one's
-    command = [sys.executable, "-m", "teneral", "serve", address, "--host", "127.0.0.1", "--port", "0"]
+    program = Path(sys.executable).with_name("teneral")  # as an image starts it
+    command = [str(program), "serve", address, "--host", "127.0.0.1", "--port", "0"]
     started_s = time.monotonic()
     process = subprocess.Popen(
         command,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tests.support.decoding import oracle_greedy
@@ -19,6 +20,7 @@ from tests.support.toy_decoder import ToyTokenizer
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.stream import sizing
 from teneral.loader.stream.load import WeightLoad
 from teneral.loader.stream.options import LoadOptions, Order
 from teneral.loader.timeline import Timeline
@@ -82,9 +84,11 @@ class EarlyRig:
         self.draft_hold = self.source.hold(reads_of(manifest, *late))
         if not holds_draft:
             self.draft_hold.release()
-        self.load = WeightLoad(
-            self.source, manifest, options=LoadOptions(order=order, connections=64, decode_threads=2)
-        )
+        # All of them from the beginning: eight could all be held back, and then nothing that is asked for comes.
+        with patch.object(sizing, "FIRST_CONNECTIONS", 64):
+            self.load = WeightLoad(
+                self.source, manifest, options=LoadOptions(order=order, connections=64, decode_threads=2)
+            )
         self.arrival = SlowArrival(self.load)
         self.timeline = Timeline()
         config = json.loads(read_file(self.source, manifest, "config.json"))

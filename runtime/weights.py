@@ -31,8 +31,8 @@ class Gate(Protocol):
     def __call__(self) -> None:
         """Blocks until they are exact. Raises the load's error."""
 
-    def opens(self, timeout_s: float) -> bool:
-        """Whether they are exact, now or within this time. Raises the load's error."""
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        """Whether they hold `tier`, at least, now or within this time. Raises the load's error."""
 
     def using(self, tier: Tier) -> AbstractContextManager[None]:
         """Blocks until they hold `tier`, at least. While inside, nothing about them changes. One thread at a time."""
@@ -43,7 +43,7 @@ class RowGate(Protocol):
 
     def __call__(self, rows: torch.Tensor) -> None: ...
 
-    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool: ...
+    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool: ...
 
     def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]: ...
 
@@ -178,7 +178,7 @@ class _Open:
     def __call__(self) -> None:
         pass
 
-    def opens(self, timeout_s: float) -> bool:
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         return True
 
     def using(self, tier: Tier) -> AbstractContextManager[None]:
@@ -194,8 +194,8 @@ class _WholeTable:
     def __call__(self, rows: torch.Tensor) -> None:
         self._gate()
 
-    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool:
-        return self._gate.opens(timeout_s)
+    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+        return self._gate.opens(timeout_s, tier)
 
     def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]:
         return self._gate.using(tier)
@@ -216,15 +216,16 @@ class _GroupGate:
             self._load.wait(group)
         _order_after(self._load, self._groups)
 
-    def opens(self, timeout_s: float) -> bool:
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         deadline_s = time.monotonic() + timeout_s
         try:
             for group in self._groups:
-                if not self._load.is_ready(group):
-                    self._load.wait(group, timeout_s=max(0.0, deadline_s - time.monotonic()))
+                if not self._load.is_ready(group, tier):
+                    self._load.wait(group, tier, max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             return False
-        _order_after(self._load, self._groups)
+        if tier is Tier.REFINE:
+            _order_after(self._load, self._groups)
         return True
 
     @contextmanager
@@ -256,13 +257,14 @@ class _TableGate:
             self._load.wait_parts(self._parts(rows))
         _order_after(self._load, self._groups)
 
-    def opens(self, rows: torch.Tensor, timeout_s: float) -> bool:
+    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         if not self._is_open():
             try:
-                self._load.wait_parts(self._parts(rows), timeout_s)
+                self._load.wait_parts(self._parts(rows, tier), timeout_s)
             except TimeoutError:
                 return False
-        _order_after(self._load, self._groups)
+        if tier is Tier.REFINE:
+            _order_after(self._load, self._groups)
         return True
 
     @contextmanager

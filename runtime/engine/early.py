@@ -52,11 +52,9 @@ Events = list[tuple[TokenSequence, GenerationEvent]]
 class TieredDecoder(Protocol):
     """A model that can be computed with before its weights are exact."""
 
-    def forward(
-        self, batch: StepBatch, kv: Any, *, tier: Tier, on_layer: OnLayer | None = None
-    ) -> torch.Tensor: ...
-
-    def begin(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> PassLike: ...
+    def begin(
+        self, batch: StepBatch, kv: Any, *, tier: Tier = Tier.REFINE, on_layer: OnLayer | None = None
+    ) -> PassLike: ...
 
     def want(self, tokens: torch.Tensor, tier: Tier) -> None: ...
 
@@ -119,6 +117,7 @@ class EarlyPhase:
         self._acceptance = Acceptance()
         self._step_s = arrival.token_s()  # of a draft step, until one was measured
         self._num_draft_steps = 0
+        self._num_waiting = 0  # those without a place, when that was looked at
         self._is_through = False  # the layers and the head are exact
         self._exact_is_next = True
 
@@ -163,6 +162,7 @@ class EarlyPhase:
             if self._is_through or order is Order.EXACT or self._arrival.is_exact():
                 return bool(self._members)
             new = self._admit() if order is Order.DRAFT_FIRST else []
+            self._num_waiting = len(roster.waiting)
             if not self._members:
                 roster.changed.wait(WAIT_S if roster.waiting else IDLE_WAIT_S)
         for member in new:
@@ -315,7 +315,7 @@ class EarlyPhase:
 
     def _draft(self, members: Sequence[_Member]) -> None:
         """One pass over what the draft lanes of these have not computed, and a token for each that has then computed
-        all.
+        all. Nothing, where it would wait for weights while there is somebody new.
         """
         parts: list[Rows] = []
         takers: list[_Member] = []
@@ -331,13 +331,15 @@ class EarlyPhase:
             num_rows += end - lane.num_computed
         start_s = time.monotonic()
         batch = self._backend.build(parts)
-        logits = self._model.forward(
+        under_way = self._model.begin(
             batch,
             self._kv,
             tier=max(member.tier for member in members),
             on_layer=self._timeline.on_draft_layer(),
         )
-        choices = self._backend.choose(logits, [_lane_of(member).sampling for member in takers])
+        if not self._complete(under_way):
+            return
+        choices = self._backend.choose(under_way.logits, [_lane_of(member).sampling for member in takers])
         end_s = time.monotonic()
         for part in parts:
             part.lane.num_computed = part.end
@@ -346,6 +348,23 @@ class EarlyPhase:
         self._num_draft_steps += 1
         self._timeline.add_draft(batch, start_s, end_s)
         self._take_drafted(takers, choices, num_rows, end_s - start_s)
+
+    def _complete(self, under_way: PassLike) -> bool:
+        """Take this pass through all layers, as they come. False: it is given up, for somebody came or went while it
+        waited for one. What it did is done again, with all who are there then; the wire is the slower anyway.
+        """
+        while not under_way.is_done:
+            while not under_way.can_advance(WAIT_S):
+                if self._is_other_company():
+                    return False
+            under_way.advance()
+        return True
+
+    def _is_other_company(self) -> bool:
+        roster = self._roster
+        with roster.changed:
+            is_new = len(roster.waiting) > self._num_waiting
+            return is_new or roster.some_ended_early or roster.is_stopping
 
     def _take_drafted(
         self, members: Sequence[_Member], choices: Sequence[Choice | ModelError], num_rows: int, took_s: float

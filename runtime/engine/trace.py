@@ -65,16 +65,15 @@ class EngineTimeline:
         return self._on_layer("execute") if is_first else None
 
     def on_draft_layer(self) -> OnLayer | None:
-        """The same for the first pass over the draft."""
-        self._num_drafts += 1
-        return self._on_layer("draft") if self._num_drafts == 1 else None
+        """The same for the first pass over the draft, and those that were given up before it."""
+        return self._on_layer("draft") if self._num_drafts == 0 else None
 
     def add_draft(self, batch: StepBatch, start_s: float, end_s: float) -> None:
-        """A pass over the draft, which `on_draft_layer` was asked about."""
-        if self._num_drafts <= NUM_DRAFT_STEPS:
+        """A pass over the draft, which is through."""
+        number, self._num_drafts = self._num_drafts, self._num_drafts + 1
+        if number < NUM_DRAFT_STEPS:
             tokens, sequences = batch.tokens.numel(), len(batch.spans)
-            name = f"draft step {self._num_drafts - 1}"
-            self._add("draft", name, start_s, end_s, tokens=tokens, sequences=sequences)
+            self._add("draft", f"draft step {number}", start_s, end_s, tokens=tokens, sequences=sequences)
 
     def add_outcome(self, **figures: object) -> None:
         """What came of drafting ahead, beside what the loader had predicted."""

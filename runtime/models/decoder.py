@@ -157,14 +157,21 @@ class Decoder:
         vocab_size. `tier` is the least that the weights must hold: below REFINE each layer is used as it is by then,
         between two refinements.
         """
-        under_way = ForwardPass(self, batch, kv, tier=tier, on_layer=on_layer)
+        under_way = self.begin(batch, kv, tier=tier, on_layer=on_layer)
         while not under_way.is_done:
             under_way.advance()
         return under_way.logits
 
-    def begin(self, batch: StepBatch, kv: KVPool, *, on_layer: OnLayer | None = None) -> ForwardPass:
-        """The same step with exact weights, to be taken layer by layer as they come."""
-        return ForwardPass(self, batch, kv, on_layer=on_layer)
+    def begin(
+        self,
+        batch: StepBatch,
+        kv: KVPool,
+        *,
+        tier: Tier = Tier.REFINE,
+        on_layer: OnLayer | None = None,
+    ) -> ForwardPass:
+        """The same step, to be taken layer by layer as the weights come."""
+        return ForwardPass(self, batch, kv, tier=tier, on_layer=on_layer)
 
     def between_steps(self, change: Callable[[], None]) -> None:
         """Have this done before the next step begins, by the thread that computes it: a layer is not to be exchanged

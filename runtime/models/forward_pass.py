@@ -65,11 +65,11 @@ class ForwardPass:
         return self._x
 
     def can_advance(self, timeout_s: float = 0.0) -> bool:
-        """Whether the weights of the next stage are exact, now or within this time. Raises the load's error."""
+        """Whether the next stage's weights hold the tier, now or within this time. Raises the load's error."""
         decoder = self._decoder
         if self.stage == 0:
-            return decoder.entry_gate.opens(self.batch.tokens, timeout_s)
-        return self._gate().opens(timeout_s)
+            return decoder.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
+        return self._gate().opens(timeout_s, self._tier)
 
     def advance(self) -> None:
         """Run the next stage; blocks until its weights are there."""

@@ -40,6 +40,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _session(pid: int) -> int | None:
+    """The session that a process is in; None when it has ended."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
 class Pool:
     """`teneral standby` with two processes."""
 
@@ -53,7 +61,7 @@ class Pool:
     def waiting(self) -> list[int]:
         """The pool's processes that have no order: its children in its own session."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(child) for child in children if os.getsid(int(child)) == os.getsid(self.process.pid)]
+        return [int(child) for child in children if _session(int(child)) == _session(self.process.pid)]
 
     def wait_full(self) -> list[int]:
         """Once there are two of them again."""

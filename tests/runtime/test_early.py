@@ -275,6 +275,53 @@ def test_a_sketch_answers_whom_it_will_do_before_the_draft_is_there(sketched, ex
         assert sketch.result(TIMEOUT_S).num_drafted >= 6
 
 
+def waits_for_the_draft(rig):
+    """Once its first pass over the draft has come to weights that are held back."""
+    wait_until(lambda: rig.engine.statistics().running and rig.draft_hold.num_reached)
+    time.sleep(0.1)
+
+
+def test_who_waits_for_the_draft_is_in_nobodys_way(sketched, expected):
+    with EarlyRig(sketched, holds_draft=True) as rig:
+        rig.start()
+        draft = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT)
+        waits_for_the_draft(rig)
+        sketch = rig.submit(PROMPTS[2], first_token=FirstToken.SKETCH, max_tokens=6)
+        assert sketch.result(TIMEOUT_S).num_drafted == 6
+        assert not draft._events
+        rig.draft_hold.release()
+        assert next(draft.events(TIMEOUT_S)).num_drafted == 1
+        spans = [span.name for span in rig.timeline.spans() if span.lane == "draft"]
+        assert [name for name in spans if name.startswith("draft step")][:6] == [
+            f"draft step {number}" for number in range(6)
+        ]
+        rig.refine()
+        assert draft.result(TIMEOUT_S).num_drafted > 0
+
+
+@pytest.mark.parametrize("first_token", [FirstToken.EXACT, FirstToken.DRAFT])
+def test_who_waits_for_the_draft_can_be_cancelled(artifact, expected, first_token):
+    with EarlyRig(artifact, holds_draft=True) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1], first_token=first_token)
+        waits_for_the_draft(rig)
+        generation.cancel()
+        wait_until(lambda: rig.engine.statistics().running == 0)
+        other = rig.submit(PROMPTS[2])
+        rig.draft_hold.release()
+        rig.refine()
+        assert other.result(TIMEOUT_S).tokens == expected[PROMPTS[2], GREEDY]
+
+
+def test_stopping_does_not_wait_for_the_draft(artifact):
+    with EarlyRig(artifact, holds_draft=True) as rig:
+        rig.start()
+        generation = rig.submit(PROMPTS[1])
+        waits_for_the_draft(rig)
+        assert rig.engine.stop(TIMEOUT_S)
+        assert generation.finish_reason is FinishReason.ERROR
+
+
 def test_without_a_sketch_the_draft_takes_its_place(artifact):
     with EarlyRig(artifact) as rig:
         rig.start()

@@ -26,7 +26,7 @@ class ArrivingGate:
     def __call__(self) -> None:
         self._wait()
 
-    def opens(self, timeout_s: float) -> bool:
+    def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         self._wait()
         return True
 

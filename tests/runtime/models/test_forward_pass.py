@@ -211,7 +211,7 @@ class TieredGate:
         self._weights.log.append((self._what, "exact"))
 
     def opens(self, *arguments: Any) -> bool:
-        self._weights.log.append((self._what, arguments[-1]))
+        self._weights.log.append((self._what, arguments[-2:]))
         return self._weights.is_open
 
     @contextmanager
@@ -261,16 +261,17 @@ def test_a_pass_over_exact_weights_waits_for_them_and_holds_nothing(
     assert weights.log == [("rows", "exact"), ("layer", "exact"), ("layer", "exact"), ("head", "exact")]
 
 
+@pytest.mark.parametrize("tier", [Tier.DRAFT, Tier.REFINE])
 def test_whether_it_can_go_on_is_what_the_next_stages_gate_says(
-    tiered: tuple[Decoder, TieredWeights],
+    tiered: tuple[Decoder, TieredWeights], tier: Tier
 ) -> None:
     decoder, weights = tiered
     stepper = Stepper(decoder)
-    under_way = decoder.begin(stepper.batch(ONE), stepper.kv)
+    under_way = decoder.begin(stepper.batch(ONE), stepper.kv, tier=tier)
     for what in ("rows", "layer", "layer", "head"):
         weights.is_open = False
         assert not under_way.can_advance(0.5)
-        assert weights.log.pop() == (what, 0.5)
+        assert weights.log.pop() == (what, (0.5, tier))
         weights.is_open = True
         assert under_way.can_advance()
         under_way.advance()

@@ -1,6 +1,8 @@
-"""Integer weights as other libraries lay them out: numbers of 4 bits in the order of their columns."""
+"""Integer weights as other libraries lay them out: which they take, and 4-bit numbers in the order of their columns."""
 
 from __future__ import annotations
+
+import importlib.util
 
 import numpy as np
 import torch
@@ -38,8 +40,15 @@ def largest_block(weight: QuantizedLinear, sizes: tuple[int, ...]) -> int | None
     return next((size for size in sorted(sizes, reverse=True) if weight.group_size % size == 0), None)
 
 
-def has_plain_levels(weight: QuantizedLinear) -> bool:
-    """Whether its numbers are those of docs/quantize.md, on the CPU: of 8 bits without zeros, or of 4 bits."""
+def is_for(weight: QuantizedLinear, block_sizes: tuple[int, ...], *, package: str) -> bool:
+    """Whether a library that takes these blocks might compute with it, and its package is here; imports nothing. Its
+    numbers must be those of docs/quantize.md, on the CPU: of 8 bits without zeros, or of 4 bits.
+    """
     if weight.weight.device.type != "cpu":
         return False
-    return weight.zero is None or (weight.bits == 4 and weight.zero.dtype is torch.uint8)
+    is_plain = weight.zero is None or (weight.bits == 4 and weight.zero.dtype is torch.uint8)
+    return (
+        is_plain
+        and largest_block(weight, block_sizes) is not None
+        and importlib.util.find_spec(package) is not None
+    )

@@ -9,7 +9,6 @@ environment, which is the only way that they heed in full.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from ...models.packed import CannotPackError
 from ...models.quantized import QuantizedLinear
-from .layout import has_plain_levels, in_column_order, largest_block, pairs
+from .layout import in_column_order, is_for, largest_block, pairs
 from .onnx_model import INPUT, OUTPUT, matmul_n_bits
 
 BLOCKS = (32, 64, 128)  # columns whose inputs share a scale
@@ -31,11 +30,7 @@ _OPTIONS = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spin
 
 def can_pack(weight: QuantizedLinear) -> bool:
     """Whether there is any use in trying: without looking at what is in the weights, or importing the library."""
-    return (
-        has_plain_levels(weight)
-        and largest_block(weight, BLOCKS) is not None
-        and importlib.util.find_spec("onnxruntime") is not None
-    )
+    return is_for(weight, BLOCKS, package="onnxruntime")
 
 
 def packed_bytes(weight: QuantizedLinear) -> int:

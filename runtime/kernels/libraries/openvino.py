@@ -7,7 +7,6 @@ where they lie; with 4, whose order is another, it is a second copy.
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from ...models.packed import CannotPackError
 from ...models.quantized import QuantizedLinear
-from .layout import has_plain_levels, in_column_order, largest_block, pairs
+from .layout import in_column_order, is_for, largest_block, pairs
 
 BLOCKS = (32, 64)  # columns whose inputs share a scale
 MAX_ROWS = 64  # at a time: more are no faster, and each product keeps room for as many as it ever had
@@ -28,11 +27,7 @@ _MODEL_BYTES = 1 << 20  # of a model, its code, and its threads
 
 def can_pack(weight: QuantizedLinear) -> bool:
     """Whether there is any use in trying: without looking at what is in the weights, or importing the library."""
-    return (
-        has_plain_levels(weight)
-        and largest_block(weight, BLOCKS) is not None
-        and importlib.util.find_spec("openvino") is not None
-    )
+    return is_for(weight, BLOCKS, package="openvino")
 
 
 def packed_bytes(weight: QuantizedLinear) -> int:

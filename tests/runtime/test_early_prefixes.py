@@ -17,6 +17,7 @@ from tests.support.early_rig import (
     packed_tiny,
 )
 
+from teneral.loader.format.manifest import Tier
 from teneral.runtime.engine.requests import FirstToken, GenerationRequest
 
 SEED = bytes(range(32))
@@ -72,9 +73,10 @@ def test_only_the_rest_goes_through_the_exact_layers(artifact, computed, expecte
         batches = []
         begin = rig.model.begin
 
-        def noting(batch, kv, **options):
-            batches.append(batch)
-            return begin(batch, kv, **options)
+        def noting(batch, kv, *, tier=Tier.REFINE, **options):
+            if tier is Tier.REFINE:
+                batches.append(batch)
+            return begin(batch, kv, tier=tier, **options)
 
         rig.model.begin = noting
         rig.start()

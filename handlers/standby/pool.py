@@ -93,7 +93,7 @@ def import_everything() -> None:
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
-    from ...runtime.text import backend, remote, settings, tokenizer_child  # noqa: F401
+    from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
     with suppress(ImportError):  # the extra [cpu]
         from ...runtime.kernels.prepare import keep_somewhere

@@ -64,6 +64,12 @@ class LocalBackend:
             raise
         return cls(tokenizer, special_tokens)
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """All pieces, and the added tokens; made anew, which holds the GIL for 0.1 s."""
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, it lets other threads run meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

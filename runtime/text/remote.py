@@ -68,7 +68,7 @@ class TokenizerProcess:
             raise
         for span in spans:
             self._timeline.add(span.lane, span.name, span.start_s, span.end_s, **span.attributes)
-        threading.Thread(target=self._take_table, name="teneral-pieces", daemon=True).start()
+        self._expect_table(self._child)
         return TextTokenizer(self, settings, chat_template=chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -124,11 +124,15 @@ class TokenizerProcess:
                 self._child = _Child(PreparedTokenizer().launch(dead.task))
                 self._child.settings(self._manifest)
                 self._child.receive()
+                self._expect_table(self._child)
             return self._child
 
-    def _take_table(self) -> None:
-        with suppress(TeneralError):  # the child has ended: texts are decoded by the next one
-            self._table = self._child.receive()
+    def _expect_table(self, child: _Child) -> None:
+        def take() -> None:
+            with suppress(TeneralError):  # the child has ended: texts are decoded by the next one
+                self._table = child.receive()
+
+        threading.Thread(target=take, name="teneral-pieces", daemon=True).start()
 
 
 class _Child:

@@ -7,7 +7,8 @@ FILES_FD; it answers with the settings, with word that it is ready, and with the
 a thread of its own: a request is the name of a `Backend`'s method with its arguments, the answer what the method
 returned or raised. It ends with its parent.
 
-It imports nothing before it has the manifest: until then the loader has better use for the cores.
+It imports nothing before it has the manifest, and parses no large vocabulary before somebody has had a first text:
+until then others have better use for the cores.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
     from ...loader.timeline import Timeline
     from .backend import LocalBackend
+    from .growing import GrowingBackend
     from .launch import TokenizerTask
     from .pieces import PieceTable
+    from .subset import SubsetTokenizer
 
-TABLE_DELAY_S = (
-    1.0  # taking the vocabulary out of the tokenizer holds the GIL for 0.1 s: not while the first text comes
-)
+# Taking the vocabulary out of the tokenizer holds the GIL for 0.1 s, and parsing it the core for 0.3 s: not while the
+# first text is computed or comes. Who never has texts made, but embeddings, say, waits for it no longer than this.
+TABLE_DELAY_S = 1.0
+MAX_GROWING_S = 10.0
 SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
 METHODS = frozenset(("encode", "offsets", "decode", "id_to_piece", "piece_to_id"))
 
@@ -66,8 +70,12 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
     _send(stream, (backend.vocab_size, special_ids, timeline.spans()))
+    if not backend.is_whole:
+        backend.has_decoded.wait(MAX_GROWING_S)
     time.sleep(TABLE_DELAY_S)
-    _send(stream, _table(backend))
+    with suppress(TeneralError):  # of the vocabulary: whoever asks for something is told
+        _send(stream, _table(backend.current))
+        backend.complete()
     while control.recv(1 << 16):
         pass  # the manifest, which was known already: then the parent says nothing, and this ends when it is gone
     os._exit(0)
@@ -86,14 +94,14 @@ def _first_manifest(control: socket.socket, stream: BufferedRWPair, files_fd: in
 
 def _load(
     task: TokenizerTask, manifest: Manifest, timeline: Timeline, stream: BufferedRWPair
-) -> tuple[LocalBackend, dict[str, str]]:
+) -> tuple[GrowingBackend, dict[str, str]]:
     """The tokenizer, and the special tokens by their names; the settings are told on the way."""
     with timeline.span("tokenizer", "import"):
         import tokenizers  # noqa: F401
 
         from ...loader.sources.open import open_source
         from ..files import ModelFiles
-        from .backend import LocalBackend
+        from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file
     source = open_source(task.url, task.source_options)
     files = ModelFiles(source, manifest, task.load_options).read
@@ -102,14 +110,16 @@ def _load(
             settings = TextSettings.read(files)
             _send(stream, settings)
             data = read_tokenizer_file(files)
-        with timeline.span("tokenizer", "load"):
-            backend = LocalBackend.from_file(data, settings.special_tokens)
-        return backend, settings.special_tokens
+        special_tokens = settings.special_tokens
+        with timeline.span("tokenizer", "load") as said:
+            backend = GrowingBackend(data, special_tokens)
+            said["vocabulary"] = "whole" if backend.is_whole else "as texts need it"
+        return backend, special_tokens
     finally:
         source.close()
 
 
-def _table(backend: LocalBackend) -> PieceTable | None:
+def _table(backend: LocalBackend | SubsetTokenizer) -> PieceTable | None:
     import json
 
     from .pieces import make_piece_table
@@ -120,12 +130,12 @@ def _table(backend: LocalBackend) -> PieceTable | None:
     added = tokenizer.get_added_tokens_decoder()
     return make_piece_table(
         json.loads(tokenizer.decoder.__getstate__()),
-        tokenizer.get_vocab(with_added_tokens=True),
+        backend.vocabulary,
         frozenset(token for token, entry in added.items() if entry.special),
     )
 
 
-def _serve(fd: int, backend: LocalBackend) -> None:
+def _serve(fd: int, backend: GrowingBackend) -> None:
     from ...loader.errors import TeneralError
     from ..errors import ModelError
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,8 @@ from teneral.loader.sources.file import FileStore
 from teneral.loader.stream.options import LoadOptions
 from teneral.loader.timeline import Timeline
 from teneral.runtime.errors import ModelError, RequestError
+from teneral.runtime.synth_tokenizer import tokenizer_files
+from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 from teneral.runtime.text.tokenizer import TextTokenizer
@@ -84,6 +88,44 @@ def test_what_cannot_be_meant_is_refused_as_here(remote: TextTokenizer) -> None:
         remote.encode("\ud83d")
     with pytest.raises(RequestError, match="characters"):
         remote.encode("x" * (1 << 20) + "x")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose vocabulary is parsed while texts are tokenised already."""
+    path = tmp_path_factory.mktemp("large")
+    save_tiny("llama", path)
+    files = tokenizer_files(32_000, encoder=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text(json.dumps(files[name]))
+    return path
+
+
+def test_a_large_vocabulary_is_parsed_once_a_text_was_generated(large: Path) -> None:
+    timeline = Timeline()
+    process = process_for(large, timeline)
+    tokenizer = process.load(manifest_of(large))
+    whole = LocalBackend.from_file((large / "tokenizer.json").read_bytes(), {})
+    (loaded,) = [span for span in timeline.spans() if span.name == "load"]
+    assert loaded.attributes["vocabulary"] == "as texts need it"
+    long_text = "a long text " * 20_000  # which needs all of it at once
+
+    def says_the_same(text: str) -> bool:
+        tokens = whole.encode(text, add_special_tokens=True)
+        return tokenizer.encode(text) == tokens and tokenizer.decode(tokens[:50]) == whole.decode(
+            tokens[:50], skip_special_tokens=True
+        )
+
+    assert all(says_the_same(text) for text in TEXTS)
+    assert tokenizer.vocab_size == whole.vocab_size
+    until_s = time.monotonic() + 60
+    while process._table is None:  # the first text was decoded
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    assert all(says_the_same(text) for text in (*TEXTS, long_text))
+    os.kill(process.pid, signal.SIGKILL)
+    assert all(says_the_same(text) for text in (long_text, *TEXTS))
+    tokenizer.close()
 
 
 def test_many_threads_may_ask_at_once(remote: TextTokenizer, local: TextTokenizer) -> None:

@@ -29,6 +29,7 @@ from teneral.runtime.weights import DictWeights
 from .tiny_models import config_json, save_tiny, tiny_model
 
 MODEL_NAME = "tiny/model"
+HELD_S = 40.0  # a test that holds a model longer has failed
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class SteeredModel:
         self._open.set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._open.wait()
+        if not self._open.wait(HELD_S):
+            raise TimeoutError("the model was held and not released: did the test fail before?")
         time.sleep(self.step_s)
         if self.failure is not None:
             raise self.failure

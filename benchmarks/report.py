@@ -90,13 +90,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def finish(report: Mapping[str, Any], rendered: str, *, save: bool) -> None:
-    """Print the table; with `save`, keep the JSON under `results/`, by benchmark, model, day and machine."""
+    """Print the table; with `save`, keep the JSON under `results/`, by benchmark, model, day, machine and processor."""
     print(rendered)
     if not save:
         return
     RESULTS.mkdir(exist_ok=True)
     labels = [report["benchmark"].replace("_", "-"), report.get("model"), report["date"][:10]]
-    stem = "-".join([*filter(None, labels), report["machine"]["name"]])
+    processor = re.sub(r"[^a-z0-9]+", "-", report["machine"]["cpu"].lower()).strip("-")[:40]
+    stem = "-".join(filter(None, [*labels, report["machine"]["name"], processor]))
     path = RESULTS / f"{stem}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"\nkept in {path}", file=sys.stderr)

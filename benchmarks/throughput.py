@@ -174,7 +174,7 @@ def render(report: dict[str, Any]) -> str:
         rows = [_row(name, row, base) for name, row in results.items() if not name.startswith(ALONE)]
         columns = [OVER[over], "GB/s", "CPU-s a GB", f"speed beside {BASE}", "CPU time", "peak MB"]
         parts += [table(columns, rows), ""]
-    beside = [row for over, results in report["results"].items() for row in _beside(over, results)]
+    beside = [row for over, results in report["results"].items() for row in import_beside(over, results)]
     if beside:
         columns = [
             "beside each other",
@@ -196,7 +196,8 @@ def _row(name: str, row: dict[str, Any], base: dict[str, Any] | None) -> list[st
     return [name, f"{row['gb_s']:.2f}", f"{row['cpu_s_a_gb']:.2f}", *ratios, peak]
 
 
-def _beside(over: str, results: dict[str, dict[str, Any]]) -> Iterable[list[str]]:
+def import_beside(over: str, results: dict[str, dict[str, Any]]) -> Iterable[list[str]]:
+    """One row a way to load: what it and an `import torch` cost each other."""
     alone = results.get(ALONE)
     for name, row in results.items():
         if alone is None or not name.startswith(f"{ALONE} beside "):

@@ -1,4 +1,5 @@
-"""Where S3 credentials come from: the environment at once, else boto3's whole chain, which takes its time.
+"""Where S3 credentials come from: the environment at once, or a container's platform; else boto3's whole chain, which
+takes its time.
 
 The chain covers profiles, SSO, assumed roles, web identities, container and instance roles; it renews what
 expires.
@@ -8,11 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AccessDeniedError
 from .sigv4 import Credentials
 
+if TYPE_CHECKING:
+    from .container_credentials import ContainerCredentials
+
+CONTAINER_VARIABLES = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 WAYS_TO_GIVE = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, name a profile (--profile or AWS_PROFILE), "
     "run under a role, or read a public bucket with --anonymous."
@@ -26,6 +31,11 @@ class CredentialChain:
         """A `profile` that was asked for by name goes before credentials in the environment, as in boto3."""
         self._environment = environment
         self._profile = profile
+        self._container: ContainerCredentials | None = None
+        if not profile and any(environment.get(name) for name in CONTAINER_VARIABLES):
+            from .container_credentials import ContainerCredentials  # 2 ms for those whom it may concern
+
+            self._container = ContainerCredentials(environment)
         self._found: Credentials | None = None  # from the environment: these are never renewed by themselves
         self._provider: Any = None  # botocore.credentials.Credentials, which may renew themselves
         self._lock = threading.Lock()
@@ -39,19 +49,26 @@ class CredentialChain:
         """Look again, after a store refused this session token. Whether there is another one now."""
         with self._lock:
             if self._get().session_token == expired_token:
-                self._found = self._provider = None
+                self._forget()
             return self._get().session_token != expired_token
 
     def forget(self) -> None:
         """Look everywhere again when they are next needed."""
         with self._lock:
-            self._found = self._provider = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self._found = self._provider = None
+        if self._container is not None:
+            self._container.forget()
 
     def _get(self) -> Credentials:
         if self._found is None and self._provider is None:
             self._found = self._from_environment()
         if self._found is not None:
             return self._found
+        if self._container is not None and (found := self._container.get()) is not None:
+            return found
         return self._from_boto()
 
     def _from_environment(self) -> Credentials | None:
@@ -64,7 +81,7 @@ class CredentialChain:
         )
 
     def _from_boto(self) -> Credentials:
-        # 0.3 s of importing, which a container with credentials in its environment need not pay.
+        # 0.3 s of importing, which a container with credentials of its own need not pay.
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
 

@@ -4,21 +4,30 @@
 
 `teneral serve` is started and, when the store has seen a request for weights, killed. The store's own clock is the one
 that the process was started by. The first request is for the manifest, or of a plain checkpoint for a header or a list;
-requests for weights are ranges of a blob, or of a plain checkpoint's file behind its header. The goal is 100 ms.
+requests for weights are ranges of a blob, or of a plain checkpoint's file behind its header, which is the first range
+there. Credentials are in the environment, but for one row where a service on this machine hands them out, as container
+platforms do. The goal is 100 ms.
 """
 
 from __future__ import annotations
 
+import json
+import ssl
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.processes import environment
 from benchmarks.report import begin, finish, median, new_parser, note, table, title
 from benchmarks.rounds import selected
-from benchmarks.store import prepare, store_variables
+from benchmarks.store import prepare, store_variables, without_key
+from tests.support.store_certificate import write_certificate
 from tests.support.store_conversation import LogEntry
 from tests.support.store_server import StoreServer
 
@@ -51,24 +60,36 @@ def measure(
     root: Path, rate_mb_s: float, latency_ms: float, rounds: int, only: str | None
 ) -> dict[str, dict[str, Any]]:
     """Medians over the rounds, in turns."""
-    with StoreServer(root, rate_mb_s=rate_mb_s, latency_ms=latency_ms) as store:
-        addresses = selected(
-            {
-                f"{model}, {scheme}": f"{base}/{model}"
-                for model in ("packed", "plain")
-                for scheme, base in (("s3://", "s3://models"), ("http://", f"{store.url}/models"))
-            },
-            only,
-        )
-        samples: dict[str, list[dict[str, float]]] = {name: [] for name in addresses}
+    secret = write_certificate(root.parent / "store.pem")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(secret)
+    with (
+        StoreServer(root, rate_mb_s=rate_mb_s, latency_ms=latency_ms) as store,
+        StoreServer(root, rate_mb_s=rate_mb_s, latency_ms=latency_ms, tls=context) as secure,
+        role_service() as role,
+    ):
+        variables = store_variables(store.url)
+        trust = dict.fromkeys(("SSL_CERT_FILE", "AWS_CA_BUNDLE"), str(without_key(secret)))
+        # Empty is as good as none.
+        nameless = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "")
+        under_role = {**variables, **nameless, "AWS_CONTAINER_CREDENTIALS_FULL_URI": role}
+        ways = {
+            "packed, s3://": Way("s3://models/packed", store, variables),
+            "packed, s3://, a container's role": Way("s3://models/packed", store, under_role),
+            "packed, s3://, TLS": Way("s3://models/packed", secure, store_variables(secure.url) | trust),
+            "packed, http://": Way(f"{store.url}/models/packed", store, variables),
+            "plain, s3://": Way("s3://models/plain", store, variables),
+            "plain, http://": Way(f"{store.url}/models/plain", store, variables),
+        }
+        samples: dict[str, list[dict[str, float]]] = {name: [] for name in selected(ways, only)}
         for number in range(rounds):
-            for name, address in addresses.items():
-                sample = start_once(store, address)
-                samples[name].append(sample)
-                note(f"round {number + 1}: {name:16} {1000 * sample['weights_s']:.0f} ms")
+            for name, rows in samples.items():
+                rows.append(start_once(ways[name]))
+                note(f"round {number + 1}: {name:34} {1000 * rows[-1]['weights_s']:.0f} ms")
     return {
         name: {
             "first_s": median(rows, "first_s"),
+            "range_s": median(rows, "range_s"),
             "weights_s": median(rows, "weights_s"),
             "worst_weights_s": max(row["weights_s"] for row in rows),
             "all_weights_s": [round(row["weights_s"], 4) for row in rows],
@@ -77,16 +98,51 @@ def measure(
     }
 
 
-def start_once(store: StoreServer, address: str) -> dict[str, float]:
-    """Seconds from exec to the first request, and to the first for weights."""
+class Way(NamedTuple):
+    """What is served, from which store, and what the process is told about it."""
+
+    address: str
+    store: StoreServer
+    variables: dict[str, str]
+
+
+@contextmanager
+def role_service() -> Iterator[str]:
+    """The address of a service that hands out a role's credentials, as a container's platform does."""
+    said = {"AccessKeyId": "benchmark", "SecretAccessKey": "benchmark", "Token": "role"}
+    said["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 6 * 3600))
+    body = json.dumps(said).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/role"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def start_once(way: Way) -> dict[str, float]:
+    """Seconds from exec to the first request, to the first for a range, and to the first for weights."""
+    store = way.store
     store.clear_log()
     before = store.num_connections  # what the last process had on its way is not this one's
     program = Path(sys.executable).with_name("teneral")  # as an image starts it
-    command = [str(program), "serve", address, "--host", "127.0.0.1", "--port", "0"]
+    command = [str(program), "serve", way.address, "--host", "127.0.0.1", "--port", "0"]
     started_s = time.monotonic()
     process = subprocess.Popen(
         command,
-        env=environment(store_variables(store.url)),
+        env=environment(way.variables),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -94,10 +150,12 @@ def start_once(store: StoreServer, address: str) -> dict[str, float]:
         while time.monotonic() < started_s + LIMIT_S:
             own = [entry for entry in store.log() if entry.connection > before]
             entries = sorted(own, key=lambda entry: entry.received_s)
-            weights = next((entry for entry in entries if _is_for_weights(entry)), None)
+            ranges = [entry for entry in entries if entry.start is not None]
+            weights = next((entry for entry in ranges if _is_for_weights(entry)), None)
             if weights is not None:
                 return {
                     "first_s": entries[0].received_s - started_s,
+                    "range_s": ranges[0].received_s - started_s,
                     "weights_s": weights.received_s - started_s,
                 }
             time.sleep(POLL_S)
@@ -106,7 +164,7 @@ def start_once(store: StoreServer, address: str) -> dict[str, float]:
         process.wait()
         store.drop_connections()
         time.sleep(SETTLE_S)
-    raise SystemExit(f"{address}: no weights were asked for within {LIMIT_S:g} s")
+    raise SystemExit(f"{way.address}: no weights were asked for within {LIMIT_S:g} s")
 
 
 def _is_for_weights(entry: LogEntry) -> bool:
@@ -120,6 +178,7 @@ def render(report: dict[str, Any]) -> str:
     columns = [
         "exec → request, ms",
         "first of all",
+        "first range",
         "first for weights",
         "worst",
         "beside the goal of 100 ms",
@@ -128,6 +187,7 @@ def render(report: dict[str, Any]) -> str:
         [
             name,
             f"{1000 * row['first_s']:.0f}",
+            f"{1000 * row['range_s']:.0f}",
             f"{1000 * row['weights_s']:.0f}",
             f"{1000 * row['worst_weights_s']:.0f}",
             f"{row['weights_s'] / report['goal_s']:.2f}x",

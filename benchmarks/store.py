@@ -27,7 +27,7 @@ class StoreProcess:
             from tests.support.store_certificate import write_certificate  # its library is not everywhere
 
             secret = write_certificate(root.parent / "store.pem")
-        self.certificate = _without_key(secret) if secret else None
+        self.certificate = without_key(secret) if secret else None
         command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
         command += ["--latency-ms", str(latency_ms), "--tell-sent"]
         command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
@@ -146,7 +146,7 @@ def draft_bytes(root: Path) -> int:
     return stored_bytes(root)["packed"] - refine_bytes
 
 
-def _without_key(path: Path) -> Path:
+def without_key(path: Path) -> Path:
     """A file with the certificate alone: there are clients that crash when they are given the key as well."""
     certificate, _, _ = path.read_text().partition("-----BEGIN PRIVATE KEY-----")
     target = path.with_suffix(".certificate.pem")

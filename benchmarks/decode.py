@@ -34,13 +34,14 @@ StoredSegment = tuple[Segment, memoryview]
 
 def main() -> None:
     options = _options()
+    report = begin("decode", rounds=options.rounds)
     model = Model(max(1, int(options.weights_mb * 1e6) // (2 * SEGMENT_ELEMENTS)))
     kinds = [(name, threads) for threads in options.threads for name in WORK]
     samples: dict[tuple[str, int], list[dict[str, float]]] = {kind: [] for kind in kinds}
     for _ in range(options.rounds):
         for name, threads in random.sample(kinds, len(kinds)):
             samples[name, threads].append(model.measure(WORK[name], threads))
-    report = begin("decode", weight_bytes=model.weight_bytes, rounds=options.rounds)
+    report["weight_bytes"] = model.weight_bytes
     report["results"] = [
         {"work": name, "threads": threads, **{key: median(rows, key) for key in rows[0]}}
         for (name, threads), rows in samples.items()

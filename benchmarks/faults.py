@@ -2,10 +2,10 @@
 
     python -m benchmarks.faults [--like qwen2.5-0.5b] [--rate-mb-s 200] [--rounds 3] [--save]
 
-Every run is a process of its own that loads the packed artifact with `WeightLoad` over HTTP, from a store that
-is a process of its own with faults at random (a new seed each round). Runs take turns, the clean one among
-them. Requests and bytes are what the store counted, held against the clean run. The last column is one run
-without hedging: what time limits alone achieve.
+Every run is a process of its own that loads the packed artifact with `WeightLoad` over HTTP, from a store that is a
+process of its own with faults at random (a new seed each round); wrong bytes come regularly, so that every round has
+some and no part is wrong twice by chance. Runs take turns, the clean one among them. Requests and bytes are what the
+store counted, held against the clean run. The last column is one run without hedging: what time limits alone achieve.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS
+from benchmarks.report import begin, finish, median, table, title
 from benchmarks.store import prepare
 
 CLEAN = "none"
@@ -39,7 +36,8 @@ FAULTS: dict[str, list[str]] = {  # flags of the store server
     "every connection capped at 30 MB/s": ["--connection-rate-mb-s", "30"],
     "5 % of answers are 503": ["--busy-share", "0.05"],
     "nothing but 503 for 1 s": ["--storm-s", "1"],
-    "0.4 % of ranges with a flipped bit": ["--flip-share", "0.004"],
+    "one range in 80 with a flipped bit": ["--flip-every", "80"],
+    "one range in 80 with another's bytes": ["--swap-every", "80"],
     "stalls, late, cuts, trickles, 503: 1 % each": [
         "--stall-share", "0.01", "--late-share", "0.01", "--cut-share", "0.01", "--trickle-share", "0.01",
         "--busy-share", "0.01",
@@ -55,36 +53,24 @@ def main() -> None:
         return
     root = Path(options.work) / options.like / "store"
     prepare(options.like, root)
+    report = begin(
+        "faults",
+        model=options.like,
+        rate_mb_s=options.rate_mb_s,
+        latency_ms=options.latency_ms,
+        connections=options.connections,
+        rounds=options.rounds,
+    )
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in FAULTS}
     for number in range(options.rounds):
         for name, rows in samples.items():
             rows.append(_run(root, name, seed=number, hedges=True, options=options))
     unhedged = {name: _run(root, name, seed=0, hedges=False, options=options) for name in FAULTS}
-    report = {
-        "benchmark": "faults",
-        "command": " ".join(["python -m benchmarks.faults", *sys.argv[1:]]),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {
-            "name": f"{os.cpu_count()}-core-{platform.machine()}",
-            "python": platform.python_version(),
-            "kernel": platform.release(),
-        },
-        "load_average": os.getloadavg()[0],
-        "model": options.like,
-        "rate_mb_s": options.rate_mb_s,
-        "latency_ms": options.latency_ms,
-        "connections": options.connections,
-        "rounds": options.rounds,
-        "results": {
-            name: {"runs": samples[name], "without_hedging": unhedged[name], "flags": FAULTS[name]}
-            for name in FAULTS
-        },
+    report["results"] = {
+        name: {"runs": samples[name], "without_hedging": unhedged[name], "flags": FAULTS[name]}
+        for name in FAULTS
     }
-    print(render(report))
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = f"faults-{options.like}-{report['date'][:10]}-{os.cpu_count()}-core-{platform.machine()}"
-        (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+    finish(report, render(report), save=options.save)
 
 
 def render(report: dict[str, Any]) -> str:
@@ -92,39 +78,39 @@ def render(report: dict[str, Any]) -> str:
     link = f"{report['rate_mb_s']:g} MB/s, {report['latency_ms']:g} ms to the first byte"
     columns = ["fault", "s", "beside clean", "worst round", "requests", "bytes", "hedges (won)", "retries"]
     columns += ["throttled", "parts fetched again", "hedging off"]
-    lines = [
-        f"{report['model']}, {link}, {report['connections']} connections; medians of {report['rounds']} rounds",
-        f"{report['machine']['name']}, {report['date']}, load average {report['load_average']:.1f}",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|---|" + "---:|" * (len(columns) - 1),
-    ]
+    rows = []
     clean = report["results"][CLEAN]["runs"]
     clean_s, clean_requests, clean_bytes = (
-        _median(clean, key) for key in ("elapsed_s", "store_requests", "store_bytes")
+        median(clean, key) for key in ("elapsed_s", "store_requests", "store_bytes")
     )
     for name, result in report["results"].items():
         runs = [run for run in result["runs"] if "error" not in run]
         refused = len(result["runs"]) - len(runs)
         if not runs:
-            lines.append(f"| {name} | refused" + " | " * (len(columns) - 2) + " |")
+            rows.append([name, "refused", *[""] * (len(columns) - 2)])
             continue
         off = result["without_hedging"]
         cells = [
             name + (f" ({refused} refused)" if refused else ""),
-            f"{_median(runs, 'elapsed_s'):.2f}",
-            f"{_median(runs, 'elapsed_s') / clean_s:.2f}x",
+            f"{median(runs, 'elapsed_s'):.2f}",
+            f"{median(runs, 'elapsed_s') / clean_s:.2f}x",
             f"{max(run['elapsed_s'] for run in runs) / clean_s:.2f}x",
-            f"{_median(runs, 'store_requests') / clean_requests:.3f}x",
-            f"{_median(runs, 'store_bytes') / clean_bytes:.3f}x",
-            f"{_median(runs, 'hedges'):g} ({_median(runs, 'hedges_won'):g})",
-            f"{_median(runs, 'retries'):g}",
-            f"{_median(runs, 'throttled'):g}",
-            f"{_median(runs, 'num_refetched_parts'):g}",
+            f"{median(runs, 'store_requests') / clean_requests:.3f}x",
+            f"{median(runs, 'store_bytes') / clean_bytes:.3f}x",
+            f"{median(runs, 'hedges'):g} ({median(runs, 'hedges_won'):g})",
+            f"{median(runs, 'retries'):g}",
+            f"{median(runs, 'throttled'):g}",
+            f"{median(runs, 'num_refetched_parts'):g}",
             off["error"] if "error" in off else f"{off['elapsed_s'] / clean_s:.2f}x",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    words = [
+        report["model"],
+        link,
+        f"{report['connections']} connections",
+        f"medians of {report['rounds']} rounds",
+    ]
+    return "\n".join([title(report, *words), table(columns, rows)])
 
 
 def _options() -> argparse.Namespace:
@@ -142,10 +128,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-hedges", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def _median(runs: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(run[key] for run in runs)
 
 
 def _run(root: Path, name: str, *, seed: int, hedges: bool, options: argparse.Namespace) -> dict[str, Any]:

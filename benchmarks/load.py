@@ -24,7 +24,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, begin, plain
+from benchmarks.report import begin, finish, plain, table, title
 from benchmarks.store import prepare
 
 GB = 1e9
@@ -50,13 +50,9 @@ def main() -> None:
         rounds=options.rounds,
     )
     report["results"] = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
-    print(render(report))
+    finish(report, render(report), save=options.save)
     if options.json:
         print(json.dumps(report, indent=2))
-    if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        stem = f"load-{options.like}-{report['date'][:10]}-{report['machine']['name']}"
-        (RESULTS / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -75,13 +71,7 @@ def render(report: dict[str, Any]) -> str:
         "extra MB",
         "connections, ranges",
     ]
-    lines = [
-        f"{report['model']}, {how}; medians of {report['rounds']} rounds",
-        f"{report['machine']['name']}, {report['date']}, load average {report['load_average']:.1f}",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|---|---|" + "---:|" * (len(columns) - 2),
-    ]
+    rows = []
     for result in report["results"]:
         rate_mb_s = result["rate_mb_s"]
         for model in MODELS:
@@ -100,8 +90,9 @@ def render(report: dict[str, Any]) -> str:
                 f"{load['statistics']['link']['connections']}, {load['statistics']['num_reads']} of "
                 f"{load['statistics']['link']['mean_range_bytes'] / 1e6:.1f} MB",
             ]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    words = [report["model"], how, f"medians of {report['rounds']} rounds"]
+    return "\n".join([title(report, *words), table(columns, rows)])
 
 
 def _options() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """What the node cache costs the load that fills it, and what it gains the next one.
 
-    python -m benchmarks.node_cache [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 5]
+    python -m benchmarks.node_cache [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 5] [--save]
 
 Four loads of the packed artifact over HTTP take turns, each a process of its own: without a cache, with an empty one,
 with a full one whose files are in the page cache, and with a full one whose files have to come from the disk. The
@@ -21,10 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import plain
+from benchmarks.report import begin, finish, plain, table, title
 from benchmarks.store import prepare
 
 KINDS = ("without", "filling", "warm", "from disk")
+LATENCY_MS = 5.0  # to the first byte
 
 
 def main() -> None:
@@ -34,16 +35,46 @@ def main() -> None:
         return
     root = Path(options.work) / options.like / "store"
     prepare(options.like, root)
-    print(
-        "| store | cache | s | beside none | CPU-s | beside none | parts written | dropped | read from disk |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
-    for rate_mb_s in options.rates:
-        _measure(root, rate_mb_s, options)
+    report = begin("node_cache", model=options.like, latency_ms=LATENCY_MS, rounds=options.rounds)
+    report["results"] = [_measure(root, rate_mb_s, options) for rate_mb_s in options.rates]
+    finish(report, render(report), save=options.save)
 
 
-def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root), "--latency-ms", "5"]
+def render(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    rows = []
+    for result in report["results"]:
+        without, rate_mb_s = result["without"], result["rate_mb_s"]
+        for kind in KINDS:
+            row = result[kind]
+            did = row["cache"] or {}
+            rows.append(
+                [
+                    f"{rate_mb_s:g} MB/s" if rate_mb_s else "unthrottled",
+                    kind,
+                    f"{row['elapsed_s']:.2f}",
+                    f"{row['elapsed_s'] / without['elapsed_s']:.2f}x",
+                    f"{row['cpu_s']:.2f}",
+                    f"{row['cpu_s'] / without['cpu_s']:.2f}x",
+                    str(did.get("num_written", "")),
+                    str(did.get("num_dropped", "")),
+                    f"{did.get('read_bytes', 0) / row['stored_bytes']:.0%}",
+                ]
+            )
+    columns = ["store", "cache", "s", "beside none", "CPU-s", "beside none"]
+    columns += ["parts written", "dropped", "read from disk"]
+    words = [
+        report["model"],
+        f"{report['latency_ms']:g} ms to the first byte",
+        f"medians of {report['rounds']} rounds",
+    ]
+    return "\n".join([title(report, *words), table(columns, rows)])
+
+
+def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over the rounds, by what the cache held."""
+    command = [sys.executable, "-m", "tests.support.store_server", "--root", str(root)]
+    command += ["--latency-ms", str(LATENCY_MS)]
     command += ["--rate-mb-s", str(rate_mb_s)] if rate_mb_s else []
     cache = Path(options.work) / "node-cache"
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -62,22 +93,7 @@ def _measure(root: Path, rate_mb_s: float, options: argparse.Namespace) -> None:
                 rows["from disk"].append(_run(url, cache))
         finally:
             store.terminate()
-    without = _median(rows["without"])
-    for kind in KINDS:
-        row = _median(rows[kind])
-        did = row["cache"] or {}
-        cells = [
-            f"{rate_mb_s:g} MB/s" if rate_mb_s else "unthrottled",
-            kind,
-            f"{row['elapsed_s']:.2f}",
-            f"{row['elapsed_s'] / without['elapsed_s']:.2f}x",
-            f"{row['cpu_s']:.2f}",
-            f"{row['cpu_s'] / without['cpu_s']:.2f}x",
-            str(did.get("num_written", "")),
-            str(did.get("num_dropped", "")),
-            f"{did.get('read_bytes', 0) / row['stored_bytes']:.0%}",
-        ]
-        print("| " + " | ".join(cells) + " |", flush=True)
+    return {"rate_mb_s": rate_mb_s, **{kind: _median(rows[kind]) for kind in KINDS}}
 
 
 def _run(url: str, cache: Path | None) -> dict[str, Any]:
@@ -117,9 +133,10 @@ def _drop_from_memory(cache: Path) -> None:
 
 
 def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row of median time, with the median CPU time."""
-    middle = sorted(rows, key=lambda row: row["elapsed_s"])[len(rows) // 2]
-    return middle | {"cpu_s": statistics.median(row["cpu_s"] for row in rows)}
+    """The row of median time, with the median CPU time, and everybody's times."""
+    rows = sorted(rows, key=lambda row: row["elapsed_s"])
+    cpu_s = statistics.median(row["cpu_s"] for row in rows)
+    return rows[len(rows) // 2] | {"cpu_s": cpu_s, "all_s": [round(row["elapsed_s"], 3) for row in rows]}
 
 
 def _options() -> argparse.Namespace:
@@ -129,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     parser.add_argument("--work", default=os.path.join(tempfile.gettempdir(), "teneral-bench"))
     parser.add_argument("--child", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)

@@ -68,12 +68,14 @@ class Source(Protocol):
         unread.
         """
 
-    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
         """Fill `buffer` with bytes [start, start + len(buffer)) of the object.
 
-        Returns only when the buffer is full. The buffer stays the caller's; on an error its content is
-        undefined. With `version`, raises `ChangedError` when the object is another one by now. Waits
-        without the GIL.
+        Returns only when the buffer is full: the version that all of these bytes are of, None where that was not
+        looked at. The buffer stays the caller's; on an error its content is undefined. With `version`, raises
+        `ChangedError` when the object is another one by now. Waits without the GIL.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

@@ -47,13 +47,16 @@ class FileStore:
             self._fill(fd, name, 0, memoryview(data))
             return bytes(data), file_info(name, status)
 
-    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
         view = checks.byte_view(buffer)
         with self._opened(name) as (fd, status):
             self._check_version(name, status, version)
             self._fill(fd, name, start, view)
             # Once more: a file overwritten in place, not renamed over, changes under an open descriptor.
             self._check_version(name, os.fstat(fd), version)
+        return version  # none of its own: on network file systems inode numbers may change where bytes do not
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """As `Source.list`; raises `NotFoundError` where the store's folder itself does not exist."""

@@ -54,8 +54,10 @@ class HttpSource:
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
         return self._client.read(name, max_bytes=max_bytes)
 
-    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
-        self._client.read_into(name, start, buffer, version)
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        return self._client.read_into(name, start, buffer, version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise UsageError(

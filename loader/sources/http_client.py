@@ -114,7 +114,7 @@ class HttpClient:
 
         return self._until_done(name, attempt)
 
-    def read_into(self, name: str, start: int, buffer: memoryview, version: str | None) -> None:
+    def read_into(self, name: str, start: int, buffer: memoryview, version: str | None) -> str | None:
         check_name(name)
         view = checks.byte_view(buffer)
         wanted = RangeRead(self._door.url, name, start, len(view), version)
@@ -128,6 +128,7 @@ class HttpClient:
         )
         if view:
             self._retrying.until_done(name, lambda fresh: read.run(fresh=fresh), lambda: wanted.done)
+        return wanted.version
 
     def statistics(self) -> HttpStatistics:
         return self._tally.counts()._replace(connections_opened=self._pool.statistics().opened)

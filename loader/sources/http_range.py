@@ -21,6 +21,11 @@ class RangeRead:
         self._end = start + length
         self._version = version
 
+    @property
+    def version(self) -> str | None:
+        """That of all bytes that have arrived; None before the first answer, unless one was asked for."""
+        return self._version
+
     def headers(self) -> Headers:
         """What asks for the bytes that are still missing."""
         wanted = [("Range", f"bytes={self._start + self.done}-{self._end - 1}")]

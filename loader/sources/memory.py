@@ -51,7 +51,9 @@ class MemoryStore:
             raise checks.too_large(self._url, name, info.size_bytes, max_bytes)
         return data, info
 
-    def read_into(self, name: str, start: int, buffer: memoryview, *, version: str | None = None) -> None:
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
         view = checks.byte_view(buffer)
         data, info = self._find(name)
         if version is not None and info.version != version:
@@ -60,6 +62,7 @@ class MemoryStore:
         if end > len(data):
             raise checks.ended_early(self._url, name, start, end, len(data))
         view[:] = data[start:end]
+        return info.version
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         self._check_open("")

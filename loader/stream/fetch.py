@@ -1,7 +1,7 @@
 """The work of a fetch thread: ranges from the source straight into the memory that the work queue names.
 
-One range is one request; retries within it are the source's. What the node's cache holds is not asked for. It does
-not know what the bytes mean.
+One range is one request; retries within it are the source's. What the node's cache holds is not asked for. All that
+is read of a blob is of one version. It does not know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..format.manifest import Manifest
+from ..sources import checks
 from ..sources.base import Source
 from ..timeline import Timeline
 from .blame import blame_part
@@ -51,6 +52,10 @@ class Fetcher:
         self._settle = settle
         self._between = between
         self._cache = cache
+        # By blob: what the manifest says, or else the source of the first range.
+        self._versions = {
+            number: blob.version for number, blob in enumerate(manifest.blobs) if blob.version is not None
+        }
 
     def run(self) -> None:
         """Read until nothing is left or the queue is stopped. Raises the source's errors, naming the part."""
@@ -82,14 +87,26 @@ class Fetcher:
     def _fill(self, read: Read, memory: memoryview) -> bool:
         """Whether all of it had to come from the source."""
         missing = [piece for piece in read.pieces if not self._is_cached(piece, read, memory)]
-        blob = self._manifest.blobs[read.blob]
         if len(missing) == len(read.pieces):
-            self._source.read_into(blob.name, read.start_bytes, memory, version=blob.version)
+            self._read_source(read.blob, read.start_bytes, memory)
             return True
         for piece in missing:
-            start, place = self._place(piece, read, memory)
-            self._source.read_into(blob.name, start, place, version=blob.version)
+            self._read_source(read.blob, *self._place(piece, read, memory))
         return False
+
+    def _read_source(self, number: int, start: int, memory: memoryview) -> None:
+        """Fill the memory from this blob. Raises `ChangedError` when it is not of the version that others were of.
+
+        Threads that ask before any has been answered cannot ask for a version. They find out here, before their range
+        counts as read.
+        """
+        name = self._manifest.blobs[number].name
+        version = self._source.read_into(name, start, memory, version=self._versions.get(number))
+        if version is None:
+            return
+        first = self._versions.setdefault(number, version)  # atomic: one of them is the first
+        if version != first:
+            raise checks.changed(self._source.url, name, f"version {first} was expected, {version} is there")
 
     def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
         """Whether the cache has filled the memory; verified or not is for the decoder to say, as always."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import ssl
 import threading
@@ -19,7 +18,6 @@ from tests.support.store_faults import Fault, FaultHook
 from tests.support.store_http import Request
 
 from teneral.loader.errors import (
-    ChangedError,
     IntegrityError,
     SourceClosedError,
     TeneralError,
@@ -67,16 +65,33 @@ def tls_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 # Faults that pass
 
 
+def three_ranges(fault: Fault, *, after: int) -> FaultHook:
+    """Wrong bytes never strike one place twice: a part may be wrong only once, and is fetched again at once."""
+    hook, struck = first_ranges(3, fault, after=after), set[tuple[str, int]]()
+    is_wrong = fault.flip_bit is not None or bool(fault.swap_range_bytes)
+
+    def strike(request: Request) -> Fault | None:
+        place = (request.key, request.range[0] if request.range else 0)
+        if is_wrong and place in struck:
+            return None
+        found = hook(request)
+        if found is not None:
+            struck.add(place)
+        return found
+
+    return strike
+
+
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 @pytest.mark.parametrize("after", [0, 20])
 def test_a_load_gets_through_a_few_faults_unharmed(store: FaultyStore, fault: Fault, after: int) -> None:
-    store.set_fault(first_ranges(3, fault, after=after))
+    store.set_fault(three_ranges(fault, after=after))
     store.load()
 
 
 @pytest.mark.parametrize("name", ["cut", "stall", "no answer", "trickle", "a flipped bit"])
 def test_the_same_holds_over_tls(tls_store: FaultyStore, name: str) -> None:
-    tls_store.set_fault(first_ranges(3, PASSING[name], after=10))
+    tls_store.set_fault(three_ranges(PASSING[name], after=10))
     tls_store.load()
 
 
@@ -184,6 +199,45 @@ def test_many_faults_of_all_kinds_at_once_are_survived_within_the_budgets(store:
     assert done.web.hedges <= FREE_HEDGES + HEDGE_SHARE * done.web.requests
 
 
+@pytest.mark.parametrize("after", [0, 20])
+def test_a_storm_of_503_is_waited_out_and_hardly_asked_into(store: FaultyStore, after: int) -> None:
+    store.set_fault(RandomFaults(FaultMix(storm_s=0.3, storm_after=after)))
+    done = store.load(connections=8)
+    refused = [entry for entry in store.server.log() if entry.status == 503]
+    assert len(refused) == done.web.throttled > 0
+    # Those that were under way at first, then half as many each time, and in the end one at a time.
+    assert len(refused) <= 8 + 4 + 2 + 1 + 10
+    assert done.web.requests <= done.load.num_reads + done.web.retries + done.web.hedges
+    assert done.web.retries <= len(refused)
+    assert done.web.wasted_bytes == 0
+
+
+def test_a_storm_over_connections_with_a_cap_and_a_mix_of_faults_is_survived(tmp_path: Path) -> None:
+    mix = FaultMix(seed=2, storm_s=0.2, storm_after=30, cut_share=0.05, busy_share=0.05, stall_share=0.02)
+    with faulty_store(tmp_path, connection_rate_mb_s=1.0) as store:
+        store.set_fault(RandomFaults(mix))
+        done = store.load(connections=8, range_bytes=10_000)
+    assert done.web.throttled > 0
+    assert done.web.hedges <= FREE_HEDGES + HEDGE_SHARE * done.web.requests
+    assert done.web.requests <= done.load.num_reads + done.web.retries + done.web.hedges
+
+
+def test_connections_that_are_all_capped_are_not_asked_twice(tmp_path: Path) -> None:
+    with faulty_store(tmp_path, connection_rate_mb_s=0.5) as store:
+        done = store.load(connections=8, hedge_after_s=0.5)
+    assert (done.web.hedges, done.web.retries, done.web.wasted_bytes) == (0, 0, 0)
+    assert done.web.requests == done.load.num_reads
+
+
+def test_of_connections_with_different_caps_the_slow_ones_are_left(store: FaultyStore) -> None:
+    store.set_fault(RandomFaults(FaultMix(slow_connections=2, slow_connection_kb_s=10.0)))
+    done = store.load(connections=4)
+    assert done.web.hedges_won >= 2
+    assert done.web.retries == 0
+    assert done.web.hedges <= FREE_HEDGES
+    assert done.web.requests <= done.load.num_reads + done.web.hedges
+
+
 def test_closing_ends_a_read_whose_two_answers_are_both_silent(store: FaultyStore) -> None:
     asked, errors = threading.Semaphore(0), []
 
@@ -248,48 +302,3 @@ def test_a_source_of_which_too_much_fails_is_refused_and_says_so(store: FaultySt
     with pytest.raises(UnavailableError, match="too many requests to this source fail"):
         store.load(range_bytes=4_096)
     assert len(store.server.log()) < 120
-
-
-def test_an_object_that_is_replaced_during_a_load_is_refused(store: FaultyStore) -> None:
-    with_versions = [blob._replace(version=etag_of(store, blob.name)) for blob in store.built.manifest.blobs]
-    store.built = dataclasses.replace(
-        store.built, manifest=store.built.manifest._replace(blobs=tuple(with_versions))
-    )
-    replace_later = iter(range(1_000_000))
-
-    def hook(request: Request) -> None:
-        if next(replace_later) == 20:
-            for blob in store.built.manifest.blobs:
-                other = store.folder / "other"
-                other.write_bytes(bytes(blob.size_bytes))
-                other.replace(store.folder / blob.name)
-
-    store.load()
-    store.set_fault(hook)
-    with pytest.raises(ChangedError, match=r"part \d+ .*replaced or truncated"):
-        store.load()
-
-
-def test_a_hedge_never_patches_a_range_from_two_versions(store: FaultyStore) -> None:
-    """The object is replaced after the first answer stalled: the second one is of another version."""
-
-    def hook(request: Request) -> Fault | None:
-        if request.serial == 0:
-            return Fault(stall_after_bytes=5_000)
-        for blob in store.built.manifest.blobs:
-            other = store.folder / "other"
-            other.write_bytes(bytes(blob.size_bytes))
-            other.replace(store.folder / blob.name)
-        return None
-
-    store.set_fault(hook)
-    with pytest.raises(ChangedError, match="replaced or truncated"):
-        store.load(connections=1)
-
-
-def etag_of(store: FaultyStore, name: str) -> str:
-    source = HttpSource(store.url)
-    try:
-        return source.stat(name).version
-    finally:
-        source.close()

@@ -163,6 +163,15 @@ def test_random_faults_strike_their_share_of_the_ranges_and_the_same_ones_again(
     assert struck != [RandomFaults(replace(mix, seed=4))(request) for request in ranges(2000)]
 
 
+def test_flips_and_swaps_can_come_regularly() -> None:
+    flips, swaps = RandomFaults(FaultMix(flip_every=10)), RandomFaults(FaultMix(swap_every=20))
+    struck = [(flips(request), swaps(request)) for request in ranges(40)]
+    assert [serial for serial, (flip, _) in enumerate(struck) if flip] == [10, 20, 30]
+    assert [serial for serial, (_, swap) in enumerate(struck) if swap] == [10, 30]
+    assert all(flip.flip_bit is not None for flip, _ in struck if flip)
+    assert all(swap.swap_range_bytes for _, swap in struck if swap)
+
+
 def test_a_storm_begins_and_ends() -> None:
     faults = RandomFaults(FaultMix(storm_s=10, storm_after=5))
     assert [serial for serial, request in enumerate(ranges(30)) if faults(request)] == list(range(5, 15))

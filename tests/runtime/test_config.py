@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from teneral.loader.errors import UsageError
+from teneral.loader.sources.base import SourceOptions
 from teneral.runtime.config import SETTINGS, ServeConfig, parse_bytes, resolve
 
 
@@ -146,6 +147,46 @@ def test_every_setting_says_what_it_is_and_has_a_valid_default() -> None:
         assert setting.help, name
         if setting.default not in (None, ""):
             assert setting.parse(setting.default) == setting.default, name
+
+
+STORE_KNOBS = {"read_timeout_s": 2.5, "hedge_after_s": 0.5, "min_rate_bytes_s": 65_536}
+
+
+@pytest.mark.parametrize("where", ["flags", "environment", "file"])
+def test_what_a_faulty_store_is_met_with_is_read_from_everywhere_and_reaches_the_source(
+    where: str, tmp_path: Path
+) -> None:
+    file = None
+    if where == "file":
+        file = tmp_path / "teneral.toml"
+        file.write_text("".join(f"{name} = {value}\n" for name, value in STORE_KNOBS.items()))
+    given = {name: str(value) for name, value in STORE_KNOBS.items()}
+    flags = given if where == "flags" else {}
+    variables = {f"TENERAL_{name.upper()}": value for name, value in given.items()}
+    config = resolve({"model": "m"} | flags, variables if where == "environment" else {}, file)
+    options = config.source_options
+    assert {name: getattr(options, name) for name in STORE_KNOBS} == STORE_KNOBS
+
+
+def test_what_a_faulty_store_is_met_with_has_the_sources_own_defaults() -> None:
+    config, options = ServeConfig(model="m"), SourceOptions()
+    assert [getattr(config, name) for name in STORE_KNOBS] == [getattr(options, name) for name in STORE_KNOBS]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("read_timeout_s", "0"),
+        ("read_timeout_s", "601"),
+        ("hedge_after_s", "-1"),
+        ("hedge_after_s", "inf"),
+        ("min_rate_bytes_s", "-1"),
+        ("min_rate_bytes_s", "4k"),
+    ],
+)
+def test_a_limit_that_no_store_can_be_held_to_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"TENERAL_{name.upper()}"):
+        resolve({"model": "m"}, {f"TENERAL_{name.upper()}": value})
 
 
 def test_a_configuration_is_a_frozen_value() -> None:

@@ -69,6 +69,7 @@ def faulty_store(
     *,
     tls: ssl.SSLContext | None = None,
     rate_mb_s: float | None = None,
+    connection_rate_mb_s: float | None = None,
     built: BuiltArtifact | None = None,
 ) -> Iterator[FaultyStore]:
     built = built or build_artifact(layout, draft_elements=30_000, refine_elements=30_000)
@@ -76,7 +77,9 @@ def faulty_store(
         path = folder / "models" / blob.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(built.store.read(blob.name, max_bytes=1 << 30)[0])
-    with StoreServer(folder, tls=tls, rate_mb_s=rate_mb_s) as server:
+    with StoreServer(
+        folder, tls=tls, rate_mb_s=rate_mb_s, connection_rate_mb_s=connection_rate_mb_s
+    ) as server:
         yield FaultyStore(folder / "models", built, server)
 
 

@@ -9,6 +9,8 @@ from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 
 FOR_EVER_S = 3600.0
+SWAP_BYTES = 4096  # how far away the other range is
+FIRST_TURN = 10  # the request that what comes regularly begins with
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class FaultMix:
     busy_share: float = 0.0  # 503 SlowDown
     flip_share: float = 0.0  # invert a bit
     swap_share: float = 0.0  # send another range's bytes under the right label
+    flip_every: int = 0  # invert a bit of one request in so many: regularly, as a part may be wrong only once
+    swap_every: int = 0  # the same with another range's bytes
     storm_s: float = 0.0  # answer everything with 503 for so long …
     storm_after: int = 40  # … from this request on
     slow_connections: int = 0  # of those accepted first, never faster than `slow_connection_kb_s`
@@ -64,6 +68,10 @@ class RandomFaults:
         mix = self._mix
         chance = random.Random(f"{mix.seed}/{request.serial}")
         place = chance.randrange(length)
+        if _is_turn(request, mix.flip_every):
+            return Fault(flip_bit=place * 8 + chance.randrange(8))
+        if _is_turn(request, mix.swap_every):
+            return Fault(swap_range_bytes=SWAP_BYTES)
         faults = (
             (mix.stall_share, Fault(stall_after_bytes=place, stall_s=FOR_EVER_S)),
             (mix.cut_share, Fault(cut_after_bytes=place)),
@@ -71,7 +79,7 @@ class RandomFaults:
             (mix.trickle_share, Fault(rate_bytes_s=mix.trickle_kb_s * 1000)),
             (mix.busy_share, Fault(status=503, code="SlowDown")),
             (mix.flip_share, Fault(flip_bit=place * 8 + chance.randrange(8))),
-            (mix.swap_share, Fault(swap_range_bytes=4096)),
+            (mix.swap_share, Fault(swap_range_bytes=SWAP_BYTES)),
         )
         drawn = chance.random()
         for share, fault in faults:
@@ -79,3 +87,7 @@ class RandomFaults:
                 return fault
             drawn -= share
         return None
+
+
+def _is_turn(request: Request, every: int) -> bool:
+    return bool(every) and request.serial >= FIRST_TURN and (request.serial - FIRST_TURN) % every == 0

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -133,45 +132,13 @@ def _collect_garbage() -> None:
     gc.enable()
 
 
-@contextmanager
-def _standby_beside(config: ServeConfig, instance: Instance) -> Iterator[None]:
-    """Keep the standby pool that the configuration asks for, from when the weights are in: not in their way."""
+def _standby_beside(config: ServeConfig, instance: Instance) -> AbstractContextManager[None]:
+    """Keeps the standby pool that the configuration asks for."""
     if config.standby == 0:
-        yield
-        return
-    if config.standby_socket is None:
-        raise UsageError(
-            "standby processes need a socket to wait at",
-            key="standby",
-            hint="Name one with --standby-socket.",
-        )
-    import subprocess  # few keep a pool
+        return nullcontext()
+    from ..standby.beside import pool_beside  # few keep one
 
-    command = [
-        sys.executable,
-        "-m",
-        "teneral",
-        "standby",
-        config.standby_socket,
-        "--processes",
-        str(config.standby),
-    ]
-    pools: list[subprocess.Popen[bytes]] = []
-    ended = threading.Event()
-
-    def keep() -> None:
-        if instance.wait_exact() and not ended.is_set():
-            pools.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-
-    keeper = threading.Thread(target=keep, name="teneral-standby", daemon=True)
-    keeper.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        for pool in pools:
-            pool.terminate()
-            pool.wait()
+    return pool_beside(config, instance.wait_exact)
 
 
 @contextmanager

@@ -57,6 +57,7 @@ def run_pool(
     )
     with listen_locally(check_path(path)) as listener:
         try:
+            _end_at_once(path)
             began_s = time.monotonic()
             import_everything()
             imported_s = time.monotonic() - began_s
@@ -74,6 +75,20 @@ def run_pool(
             with suppress(OSError):
                 os.unlink(path)
     return 0
+
+
+def _end_at_once(path: str) -> None:
+    """At a signal, until the pool has handlers of its own. Not by an exception: where one is raised while an import
+    cleans up, it is swallowed, and the pool goes on.
+    """
+
+    def end(*_: object) -> None:
+        with suppress(OSError):
+            os.unlink(path)
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
 
 
 def import_everything() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
 import re
 import signal
@@ -14,9 +12,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.support.standby_processes import WAIT_S, Pool, Server
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
@@ -29,7 +27,6 @@ from teneral.loader.stream.options import LoadOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import PortInUseError
 
-WAIT_S = 90.0
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are handed over as Linux does it")
 
 
@@ -40,111 +37,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _session(pid: int) -> int | None:
-    """The session that a process is in; None when it has ended."""
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-class Pool:
-    """`teneral standby` with two processes."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.path = folder / "standby.sock"
-        command = [sys.executable, "-m", "teneral", "standby", str(self.path), "--processes", "2", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.said = self.process.stderr.readline()
-
-    def waiting(self) -> list[int]:
-        """The pool's processes that have no order: its children in its own session."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(child) for child in children if _session(int(child)) == _session(self.process.pid)]
-
-    def wait_full(self) -> list[int]:
-        """Once there are two of them again."""
-        until_s = time.monotonic() + WAIT_S
-        while len(waiting := self.waiting()) < 2:
-            assert time.monotonic() < until_s
-            time.sleep(0.02)
-        return waiting
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(WAIT_S)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool = Pool(tmp_path_factory.mktemp("pool"))
     yield pool
     pool.stop()
-
-
-class Server:
-    """`teneral serve` that is to be taken over."""
-
-    def __init__(
-        self, model: Path | str, socket_path: Path, *flags: str, environment: dict[str, str] | None = None
-    ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        command = [
-            sys.executable,
-            "-m",
-            "teneral",
-            "serve",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
-        self.process = subprocess.Popen(
-            [*command, "--standby-socket", str(socket_path), "--name", "tiny", *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
-
-    def get(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        until_s = time.monotonic() + WAIT_S
-        while True:
-            try:
-                connection.connect()
-                break
-            except ConnectionRefusedError:
-                assert self.process.poll() is None, self.process.communicate()[1]
-                assert time.monotonic() < until_s
-                time.sleep(0.01)
-        with contextlib.closing(connection):
-            if body is None:
-                connection.request("GET", path)
-            else:
-                connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-
-    def complete(self) -> str:
-        status, answer = self.get(
-            "/v1/completions", {"model": "tiny", "prompt": "a b c", "max_tokens": 4, "temperature": 0}
-        )
-        assert status == 200, answer
-        return str(answer["choices"][0]["text"])
-
-    def marks(self) -> set[str]:
-        return {span["name"] for span in self.get("/timeline")[1]["spans"] if span["lane"] == "process"}
-
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        self.process.send_signal(number)
-        _, said = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, said
 
 
 def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
@@ -299,6 +196,31 @@ def test_idle_standbys_end_with_their_pool(tmp_path: Path) -> None:
     while any(Path(f"/proc/{number}").exists() for number in waiting):
         assert time.monotonic() < until_s
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_meets_the_pools_imports_is_not_swallowed_by_them(tmp_path: Path, number: int) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import sys, time\n"
+        "print('importing', file=sys.stderr, flush=True)\n"
+        "for _ in range(600):\n"
+        "    try:\n        time.sleep(0.1)\n"
+        "    except BaseException:\n        pass\n"  # as Python does where a signal meets a clean-up
+    )
+    socket_path = tmp_path / "standby.sock"
+    command = [sys.executable, "-m", "teneral", "standby", str(socket_path)]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "importing\n"
+        process.send_signal(number)
+        try:
+            assert process.wait(WAIT_S / 3) == 0
+        finally:
+            process.kill()
+    assert not socket_path.exists()
 
 
 def test_a_killed_standby_is_replaced(pool: Pool) -> None:

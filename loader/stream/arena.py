@@ -30,6 +30,7 @@ PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel kee
 RESERVE_STEP_BYTES = 1024 * 1024  # the same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst
 BUSY_REST_S = 0.05  # between such steps while others have all cores: 20 MB/s
 SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
+PAID_STEP_S = 5e-5  # what takes less has found its pages there
 MAX_SLOW_STEPS = 3
 
 
@@ -77,7 +78,9 @@ class Arena:
 
         Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
         has to provide them first they were seen to cost 1 to 4 CPU-s a GB, against 0.3 for small ones. So the last ones
-        are tried before others write to the first, and where they are slow, all that is left comes in small ones.
+        are tried before others write to the first, and where they are slow, all that is left comes in small ones. So
+        it does where they become slow; steps that found their pages there say nothing of that, and there are many:
+        threads that read a local file are ahead of this one.
         """
         advise = _adviser(self._memory)
         is_huge = self._tries_huge_pages and self._are_huge_pages_fast(advise, slow_step_s)
@@ -88,7 +91,9 @@ class Arena:
             begun_s = time.thread_time()
             if stopped() or not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_WRITE):
                 return False
-            slow_steps = slow_steps + 1 if time.thread_time() - begun_s > slow_step_s else 0
+            cost_s = time.thread_time() - begun_s
+            if cost_s > PAID_STEP_S:
+                slow_steps = slow_steps + 1 if cost_s > slow_step_s else 0
             if is_huge and slow_steps == MAX_SLOW_STEPS:
                 is_huge = False
                 advise(offset, self.size_bytes, mmap.MADV_NOHUGEPAGE)

@@ -8,24 +8,37 @@ from contextlib import closing
 
 import torch
 
-from ...loader.errors import NotFoundError
+from ...loader.errors import NotFoundError, UsageError
 from ...loader.sources.open import scheme_of
 from ...loader.stream.load import WeightLoad
 from .address import Address, open_weights
 from .views import tensor_over
 
+BACKENDS = ("mmap", "pread")  # of safetensors 0.8
 
-def load_file(filename: Address, device: str | int | torch.device = "cpu") -> dict[str, torch.Tensor]:
+
+def load_file(
+    filename: Address, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
     """Read all tensors of a safetensors file, a model directory, or an artifact at any address. Blocks.
 
     The tensors are contiguous and writable, and own their memory: the file may be removed or replaced. On the CPU they
     lie in one piece of memory, which is given back when the last of them goes; clone one that is to outlive the
     others. Names that a packed artifact holds as one tensor share it. A number is a CUDA device, as in safetensors.
 
-    Raises `FileNotFoundError` for a local path where nothing is, `CheckpointError` for a damaged or hostile file,
-    `IntegrityError` for a packed artifact whose bytes are not those that were packed, `InsufficientMemoryError`, and
-    the errors of the source.
+    `backend` is there because safetensors has it: its values are accepted and change nothing. Files are never mapped,
+    whichever is named, so that one on a networked disk is read in large pieces and not page by page.
+
+    Raises `UsageError` for a backend that safetensors does not have either, `FileNotFoundError` for a local path where
+    nothing is, `CheckpointError` for a damaged or hostile file, `IntegrityError` for a packed artifact whose bytes are
+    not those that were packed, `InsufficientMemoryError`, and the errors of the source.
     """
+    if backend not in BACKENDS:
+        raise UsageError(
+            f"backend {backend!r} is not one that safetensors has: 'mmap' or 'pread'",
+            key="backend",
+            hint="Leave it out: it changes nothing about how Teneral reads.",
+        )
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     try:
         opened = open_weights(filename)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
 from teneral.loader.stream.arena import (
+    MAX_SLOW_STEPS,
     PREFAULT_STEP_BYTES,
     Arena,
     Reserve,
@@ -177,6 +178,43 @@ def test_prefaulting_uses_huge_pages_where_they_are_fast() -> None:
     assert "hg" in flags_of(slab, slab.size - 1)
     assert np.all(slab[:100] == 3)
     assert not slab[100:].any()
+
+
+class CostlySteps:
+    """A clock of CPU time by which steps take these many ms, one after another."""
+
+    def __init__(self, *costs_ms: float) -> None:
+        times_s, now_s = [], 0.0
+        for cost_ms in costs_ms:
+            times_s += [now_s, now_s + cost_ms / 1000]
+            now_s = times_s[-1]
+        self._times_s = iter(times_s)
+
+    def thread_time(self) -> float:
+        return next(self._times_s)
+
+
+@prefaults
+@pytest.mark.parametrize(
+    ("costs_ms", "flag"),
+    [
+        ([2, 2, 2, 0.7, 0.7, 0.7], "nh"),
+        (
+            [2, 0.01, 2, 0.01, 2, 0.7],
+            "nh",
+        ),  # others had taken those between: that says nothing of what is left
+        ([2, 0.2, 2, 0.2, 2, 0.2], "hg"),
+        ([0.01] * 6, "hg"),
+    ],
+)
+def test_huge_pages_that_become_slow_are_given_up(
+    costs_ms: list[float], flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = as_array((arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0])
+    tried_ms = [0.2] * MAX_SLOW_STEPS
+    monkeypatch.setattr("teneral.loader.stream.arena.time", CostlySteps(*tried_ms, *costs_ms))
+    assert arena.prefault(stopped=lambda: False)
+    assert flag in flags_of(slab, slab.size - 1)
 
 
 def test_prefaulting_stops_when_told_to() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 FORBIDDEN = {
     "torch", "aiohttp", "asyncio", "boto3", "botocore", "transformers", "tokenizers", "jinja2", "cupy",
@@ -97,3 +101,54 @@ def test_importing_starts_no_thread() -> None:
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
     ).stdout
     assert output.strip() == "1"
+
+
+ROOT = Path(__file__).parents[2]
+MAPPERS = {"mmap", "memmap", "open_memmap", "mmap_mode", "from_file"}  # of Python, numpy and torch
+
+
+def mapping_in(program: str) -> list[str]:
+    """What in a program could map a file: names that are imported, called, or given as arguments."""
+    found = []
+    for node in ast.walk(ast.parse(program)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.keyword):
+            names = [node.arg or ""]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]  # import_module("mmap"), getattr(libc, "mmap")
+        else:
+            continue
+        found += [name for name in names if MAPPERS & set(name.split("."))]
+    return found
+
+
+@pytest.mark.parametrize("folder", ["loader/sources", "loader/cache", "loader/format", "runtime/into"])
+def test_files_are_read_and_never_mapped(folder: str) -> None:
+    """Of a mapped file on a networked disk each page is a round trip, and one that is cut short ends the process."""
+    programs = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")}
+    assert len(programs) > 4
+    # The name of safetensors' default, which says nothing about ours.
+    allowed = ["mmap"] * 2 if folder == "runtime/into" else []
+    assert [name for program in programs.values() for name in mapping_in(program)] == allowed
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import mmap",
+        "import mmap as m",
+        "from mmap import mmap",
+        "from importlib import import_module; import_module('mmap')",
+        "import numpy; numpy.memmap('weights')",
+        "from numpy.lib.format import open_memmap",
+        "import numpy; numpy.load('weights', mmap_mode='r')",
+        "import torch; torch.load('weights', mmap=True)",
+        "import torch; torch.UntypedStorage.from_file('weights')",
+        "import ctypes; ctypes.CDLL(None).mmap(0)",
+    ],
+)
+def test_ways_to_map_a_file_are_seen(program: str) -> None:
+    assert mapping_in(program)

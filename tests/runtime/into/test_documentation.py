@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.any_modules import ARCHITECTURES
 from tests.support.tiny_models import save_tiny
 
 import teneral
@@ -31,6 +32,14 @@ def test_the_examples_of_the_page_run_one_after_another(tmp_path, monkeypatch):
 def test_the_page_names_what_there_is_to_call():
     for name in teneral.__all__:
         assert name.startswith("__") or f"teneral.{name}" in PAGE
+
+
+def test_the_page_lists_the_architectures_that_are_tested_and_no_others():
+    listed = re.search(r"^Tested, .*?: (.*?)\.\s", PAGE, re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    names = {name.strip("`") for name in re.split(r",\s+(?:and\s+)?|\s+and\s+", listed.group(1))}
+    own = {"torch transformer": "torch.nn.Transformer", "convolutional": "a convolutional network of our own"}
+    assert names == {own.get(each.name, each.name) for each in ARCHITECTURES}
 
 
 @pytest.mark.slow

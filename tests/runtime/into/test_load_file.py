@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 
 import pytest
 import safetensors.torch
@@ -113,3 +114,33 @@ def test_a_damaged_file_is_refused(path):
 def test_one_file_cannot_be_pinned(path):
     with pytest.raises(UsageError, match="only packed artifacts can be pinned"):
         teneral.load_file(f"{path}@b3:{'0' * 64}")
+
+
+def as_called(function):
+    """What a caller may write: names, kinds and defaults of the parameters, in their order."""
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+def test_it_can_be_called_as_the_installed_safetensors_can():
+    theirs, ours = as_called(safetensors.torch.load_file), as_called(teneral.load_file)
+    assert [each for each in ours if each in theirs] == theirs  # releases before 0.8 have no `backend`
+    by_position = [each for each in theirs if each[1] is not inspect.Parameter.KEYWORD_ONLY]
+    assert ours[: len(by_position)] == by_position
+    assert all(each[2] is not inspect.Parameter.empty for each in ours if each not in theirs)
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_backends_of_safetensors_are_accepted_and_change_nothing(path, backend):
+    assert_same(teneral.load_file(path, "cpu", backend=backend), TENSORS)
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "MMAP", "", None, 3])
+def test_other_backends_are_refused_before_anything_is_read(tmp_path, backend):
+    with pytest.raises(UsageError, match=r"backend .* 'mmap' or 'pread'") as error:
+        teneral.load_file(tmp_path / "no.safetensors", backend=backend)
+    assert repr(backend) in str(error.value)
+
+
+def test_the_backend_cannot_be_given_by_position(path):
+    with pytest.raises(TypeError):
+        teneral.load_file(path, "cpu", "mmap")

@@ -41,13 +41,14 @@ class GrowingBackend:
             if self._error is not None:
                 raise self._error
             if self._whole is None:
+                self._subset = None  # first: there need not be memory for both
                 try:
                     self._whole = LocalBackend.from_file(self._data, self._special_tokens)
                 except ModelError as error:
                     self._error = error
                     raise
                 finally:
-                    self._subset, self._data = None, b""
+                    self._data = b""
             return self._whole
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

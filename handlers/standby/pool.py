@@ -55,9 +55,8 @@ def run_pool(
     check_fits(
         num_processes * reserve_bytes, available(), what=f"a pool of {num_processes} with memory ahead"
     )
-    with listen_locally(check_path(path)) as listener:
+    with _listening(check_path(path)) as listener:
         try:
-            _end_at_once(path)
             began_s = time.monotonic()
             import_everything()
             imported_s = time.monotonic() - began_s
@@ -77,9 +76,10 @@ def run_pool(
     return 0
 
 
-def _end_at_once(path: str) -> None:
-    """At a signal, until the pool has handlers of its own. Not by an exception: where one is raised while an import
-    cleans up, it is swallowed, and the pool goes on.
+def _listening(path: str) -> socket.socket:
+    """`listen_locally`, and from then on a signal ends this process at once, without the socket's file, until the pool
+    has handlers of its own. Not by an exception: where one is raised while an import cleans up, it is swallowed, and
+    the pool goes on.
     """
 
     def end(*_: object) -> None:
@@ -87,8 +87,15 @@ def _end_at_once(path: str) -> None:
             os.unlink(path)
         os._exit(0)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # none may come between the file and its end
+    try:
+        listener = listen_locally(path)
+        for number in numbers:
+            signal.signal(number, end)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return listener
 
 
 def import_everything() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.cgroups import memory_cgroup
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.memory import MIB, Available, available, available_bytes, check_fits
@@ -93,43 +92,18 @@ def test_this_machine_has_a_positive_figure() -> None:
     assert figure is None or figure > 0
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-@pytest.fixture
-def cgroup() -> Iterator[tuple[Path, str]]:
-    """A memory cgroup of our own, and the file that limits it."""
-    is_v2 = (CGROUPS / "cgroup.controllers").exists()
-    folder = (CGROUPS if is_v2 else CGROUPS / "memory") / f"teneral-test-{os.getpid()}"
-    limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
-    try:
-        folder.mkdir()
-    except OSError:
-        pytest.skip("this system lets nobody make a cgroup")
-    try:
-        if not (folder / limit).exists():
-            pytest.skip("this system limits no memory by cgroups")
-        yield folder, limit
-    finally:
-        folder.rmdir()
-
-
-def test_the_limit_of_a_real_cgroup_is_found(cgroup: tuple[Path, str]) -> None:
-    folder, limit = cgroup
-    (folder / limit).write_text(str(100 * MIB))
-    program = (
-        "import os; open(os.environ['JOIN'], 'w').write(str(os.getpid())); "
-        "from teneral.loader.memory import available; print(available())"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "JOIN": str(folder / "cgroup.procs")},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    assert f"{limit} of the cgroup /{folder.name}" in output
+def test_the_limit_of_a_real_cgroup_is_found() -> None:
+    with memory_cgroup() as cgroup:
+        cgroup.set_limit(100 * MIB)
+        program = "from teneral.loader.memory import available; print(available())"
+        output = subprocess.run(
+            cgroup.command([sys.executable, "-c", program]),
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+    assert cgroup.name in output
     found_bytes = int(output.partition("size_bytes=")[2].partition(",")[0])
     assert 50 * MIB < found_bytes < 100 * MIB
 

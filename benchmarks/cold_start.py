@@ -24,7 +24,7 @@ from benchmarks import cold_starts, peer_environment
 from benchmarks.peer_environment import PeerEnvironment
 from benchmarks.report import begin, finish, new_parser, table, title
 from benchmarks.rounds import Start, Turns, failures, selected
-from benchmarks.store import StoreProcess, prepare, stored_bytes
+from benchmarks.store import StoreProcess, prepare, stored_bytes, warm
 
 BASE = "transformers after boto3"
 PACKED = "teneral, packed"
@@ -99,8 +99,8 @@ class Link:
 
     def _with_store(self, only: str | None, do: Callable[[Turns], dict[str, Any]]) -> dict[str, Any]:
         with StoreProcess(self.root, rate_mb_s=self.rate_mb_s, latency_ms=self.latency_ms) as store:
-            turns = Turns(selected(self._systems(store.environment()), only), self.failed)
-            return do(turns)
+            systems = selected(self._systems(store.environment()), only)
+            return do(Turns(systems, self.failed, before=lambda: warm(self.root)))
 
     def _systems(self, variables: dict[str, str]) -> dict[str, Start]:
         def serve(model: str, *flags: str, pool: cold_starts.StandbyPool | None = None) -> Start:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.processes import environment
 from benchmarks.report import new_parser, note
+from benchmarks.store import FOR_PEERS
 
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 PROGRAMS = Path(__file__).parent / "peers"
@@ -75,7 +76,7 @@ def make(work: Path) -> None:
 
 def make_tensorized(peers: PeerEnvironment, root: Path) -> None:
     """Write the plain model once more, as tensorizer stores models: `models/tensorized` below `root`."""
-    target = root / "models" / "tensorized"
+    target = root / "models" / FOR_PEERS
     if peers.lacks("tensorizer") or (target / "model.tensors").exists():
         return
     note("writing the model in tensorizer's format")

@@ -18,10 +18,14 @@ Named = TypeVar("Named")
 
 @dataclass
 class Turns:
-    """Cold starts of several systems by name. One that fails is left out from then on, with its reason."""
+    """Cold starts of several systems by name. One that fails is left out from then on, with its reason.
+
+    `before` is done before each of them, and not timed.
+    """
 
     systems: Mapping[str, Start]
     failed: dict[str, str] = field(default_factory=dict)
+    before: Callable[[], None] = lambda: None
 
     def time(self, rounds: int, label: str = "") -> dict[str, dict[str, Any]]:
         """Medians of so many rounds, in turns."""
@@ -61,6 +65,7 @@ class Turns:
     def _run(self, name: str, *, watch: bool) -> ColdStart | None:
         if name in self.failed:
             return None
+        self.before()
         try:
             return self.systems[name](watch)
         except RunError as error:

@@ -20,7 +20,7 @@ from benchmarks import cold_starts, peer_environment
 from benchmarks.processes import RunError
 from benchmarks.report import begin, finish, new_parser, note, table, title
 from benchmarks.rounds import Start, Turns, failures, selected
-from benchmarks.store import StoreProcess, prepare
+from benchmarks.store import StoreProcess, prepare, warm
 
 BASE = "transformers"
 GOAL = 0.15
@@ -52,7 +52,7 @@ def main() -> None:
             cold_starts.StandbyPool(options.work, memory_bytes=_weights_bytes(root / "models")) as ahead,
         ):
             systems = _systems(root / "models", cache, store.environment(), pool, ahead, peers)
-            turns = Turns(selected(systems, options.only))
+            turns = Turns(selected(systems, options.only), before=lambda: warm(root))
             if any("cache" in name for name in turns.systems):
                 _fill(cache, store.environment())
             report["results"] = turns.time(options.rounds)

@@ -31,7 +31,7 @@ from benchmarks.peer_environment import PROGRAMS, PeerEnvironment
 from benchmarks.processes import MemoryWatch, RunError, environment
 from benchmarks.report import begin, finish, median, new_parser, note, table, title
 from benchmarks.rounds import failures, selected
-from benchmarks.store import StoreProcess, prepare
+from benchmarks.store import StoreProcess, prepare, warm
 
 GB = 1e9
 OVER = {"http": "S3 over HTTP", "tls": "S3 over TLS", "file": "local files"}
@@ -61,7 +61,7 @@ def main() -> None:
     for over in options.over:
         with _place(over, root, options.latency_ms) as (base, variables):
             commands = selected(_commands(over, base, peers), options.only)
-            runs = Runs(over, commands, environment(variables), report["failed"])
+            runs = Runs(over, root, commands, environment(variables), report["failed"])
             report["results"][over] = runs.measure(options.rounds)
     report["left_out"] = left_out(peers)
     finish(report, render(report), save=options.save)
@@ -107,6 +107,7 @@ class Runs:
     """All commands over one kind of connection."""
 
     over: str
+    root: Path
     commands: Mapping[str, list[str]]
     environment: Mapping[str, str]
     failed: dict[str, str]
@@ -130,6 +131,7 @@ class Runs:
         key = f"{name} ({OVER[self.over]})"
         if key in self.failed:
             return {}
+        warm(self.root)
         try:
             return run(self.commands[name], self.environment, watch=watch)
         except RunError as error:

@@ -29,9 +29,9 @@ IMPORTING = compute()
 
 def handler(event, context):
     context.model.generate("a", max_tokens=1)
-    before = len(os.listdir("/proc/self/task"))
+    before = set(os.listdir("/proc/self/task"))  # some of which may end meanwhile
     answer = [IMPORTING, compute(), torch.get_num_threads()]
-    return [*answer, len(os.listdir("/proc/self/task")) - before]
+    return [*answer, len(set(os.listdir("/proc/self/task")) - before)]
 """
 POLICY = """
 import os
@@ -81,8 +81,9 @@ def test_parallel_work_ends_in_a_standby(model: Path, tmp_path: Path, flags: tup
         with Server(model, pool.path, _handler(tmp_path, PARALLEL)) as server:
             status, answer = server.get("/invoke", {})
             assert status == 200, answer
-            right, num_more = [1024.0**3, 1.0], 2
-            assert answer == [right, right, 3, num_more]
+            right = [1024.0**3, 1.0]
+            assert answer[:3] == [right, right, 3]
+            assert answer[3] >= 2  # OpenMP's two, and whatever began beside them
             assert "taken over by a standby" in server.marks()
 
 

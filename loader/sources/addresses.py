@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any, TypeAlias
 
-from .http_head import Origin
+from .web_address import Origin
 
 MAX_AGE_S = 30.0  # stores change their addresses by the minute
 

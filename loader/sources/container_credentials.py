@@ -17,9 +17,10 @@ from typing import NamedTuple, TypeVar
 from .addresses import AddressBook
 from .base import SourceOptions
 from .http1 import BodyTooLargeError, Connection
-from .http_head import Headers, Origin, Request
+from .http_head import Headers, Request
 from .sigv4 import Credentials
 from .steps import Race, Steps
+from .web_address import Origin
 from .wire import WireError
 
 RENEW_S = 600.0  # before they expire, as boto3 does at the latest

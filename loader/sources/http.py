@@ -7,14 +7,14 @@ Any server will do that answers byte ranges. What stands behind '?' in the addre
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import quote, urlsplit
 
 from ..errors import AccessDeniedError, NotFoundError, SourceError, TeneralError, UnavailableError, UsageError
 from . import checks
 from .base import ObjectInfo, SourceOptions
 from .http_client import HttpClient
-from .http_head import Head, Headers, Request, is_header, parse_origin, safe_target
+from .http_head import Head, Headers, Request, is_header
 from .http_statistics import HttpStatistics
+from .web_address import encode_path, parse_address
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -25,18 +25,17 @@ class HttpSource:
     def __init__(self, url: str, options: SourceOptions | None = None) -> None:
         """Raises `UsageError` for an address or a header that cannot be meant."""
         options = options or SourceOptions()
-        origin = parse_origin(url)
-        if origin is None:
+        address = parse_address(url)
+        if address is None:
             shown = url.partition("?")[0].rpartition("@")[2]
             hint = "Write http(s)://host/folder; credentials go into headers, not into the address."
             raise UsageError(f"{shown} is not a web address that can be used", hint=hint)
         for name, value in options.headers:
             if not is_header(name, value):
                 raise UsageError(f"the header {name!r} cannot be sent", key="headers")
-        parts = urlsplit(url)
-        self._origin = origin
-        self._folder = safe_target(parts.path).rstrip("/")
-        self._query = f"?{safe_target(parts.query)}" if parts.query else ""
+        self._origin = address.origin
+        self._folder = address.path.rstrip("/")
+        self._query = f"?{address.query}" if address.query else ""
         self._headers = options.headers
         self._client = HttpClient(self, options)
 
@@ -76,7 +75,7 @@ class HttpSource:
 
     def request(self, name: str, extra: Headers) -> Request:
         """As `Door.request`."""
-        target = f"{self._folder}/{quote(name)}{self._query}"
+        target = f"{self._folder}/{encode_path(name)}{self._query}"
         return Request("GET", self._origin, target, extra, self._headers)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from .addresses import AddressBook
 from .base import SourceOptions
-from .http_head import Head, HeadError, Origin, Request, parse_head
+from .http_head import Head, HeadError, Request, parse_head
 from .steps import Steps
+from .web_address import Origin
 from .wire import Wire, WireError, WireTimeoutError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ MAX_HEAD_BYTES = 32 * 1024
 MAX_INFORMATIONAL = 8  # heads of status 1xx before the answer's own
 MAX_TRAILERS = 32
 _RECEIVE_BYTES = 16 * 1024  # at a time, where the length is not known yet: heads and chunks
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?")
+_CHUNK_SIZE = rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?"
 
 
 class StaleConnectionError(WireError):
@@ -225,7 +226,7 @@ class Connection:
 
     def _receive_chunk_size(self) -> Steps[int]:
         line = yield from self._receive_until(b"\r\n", 1024)
-        found = _CHUNK_SIZE.fullmatch(line)
+        found = re.fullmatch(_CHUNK_SIZE, line)
         if not found:
             raise HeadError(f"{line[:80]!r} is not the size of a chunk")
         return int(found[1], 16)

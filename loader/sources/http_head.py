@@ -9,39 +9,24 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import quote, urljoin, urlsplit
+
+from .web_address import Origin, parse_address
 
 Headers = tuple[tuple[str, str], ...]
 
+# Compiled when they are first needed are those that the answers to a cold start's first requests do not need.
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+_CONTENT_RANGE = r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)"
 _STRONG_ETAG = re.compile(r'"[\x21\x23-\x7e\x80-\xff]*"')
 _NUMBER = re.compile(r"\d{1,19}")
-_DATE = re.compile(r"[A-Z][a-z]{2}, (\d\d) ([A-Z][a-z]{2}) (\d{4}) (\d\d):(\d\d):(\d\d) GMT")
+_DATE = r"[A-Z][a-z]{2}, (\d\d) ([A-Z][a-z]{2}) (\d{4}) (\d\d):(\d\d):(\d\d) GMT"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 class HeadError(ValueError):
     """A response's head that is not HTTP/1.1, or that could be read in two ways."""
-
-
-class Origin(NamedTuple):
-    """Whom a connection is made to. `host` carries no brackets, also for an IPv6 address."""
-
-    scheme: str  # http | https
-    host: str
-    port: int
-
-    @property
-    def authority(self) -> str:
-        """The Host field: without the port where it is the scheme's own."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == _default_port(self.scheme) else f"{host}:{self.port}"
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.authority}"
 
 
 class Request(NamedTuple):
@@ -137,7 +122,7 @@ def parse_head(data: bytes) -> Head:
 
 def parse_content_range(value: str) -> ContentRange | None:
     """None for anything that is not a single byte range."""
-    found = _CONTENT_RANGE.fullmatch(value)
+    found = re.fullmatch(_CONTENT_RANGE, value)
     if not found:
         return None
     return ContentRange(int(found[1]), int(found[2]) + 1, None if found[3] == "*" else int(found[3]))
@@ -145,7 +130,7 @@ def parse_content_range(value: str) -> ContentRange | None:
 
 def parse_date(value: str) -> int | None:
     """Unix seconds of a date as HTTP writes it, such as 'Sun, 06 Nov 1994 08:49:37 GMT'; None for all else."""
-    found = _DATE.fullmatch(value)
+    found = re.fullmatch(_DATE, value)
     if not found or found[2] not in _MONTHS:
         return None
     day, year, hour, minute, second = (int(found[group]) for group in (1, 3, 4, 5, 6))
@@ -166,39 +151,15 @@ def is_header(name: str, value: str) -> bool:
     return bool(_TOKEN.fullmatch(name) and _VALUE.fullmatch(value))
 
 
-def parse_origin(url: str) -> Origin | None:
-    """Whom an http(s) address names; None where it is not one, or carries a user and password."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return None
-    scheme = parts.scheme.lower()
-    if scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-        return None
-    return Origin(scheme, parts.hostname, port or _default_port(scheme))
-
-
-def safe_target(path_or_query: str) -> str:
-    """A path or query as somebody wrote it, fit for a request line: what is encoded already stays so."""
-    return quote(path_or_query, safe="/?:@-._~!$&'()*+,;=%")
-
-
 def redirected(request: Request, location: str) -> Request | None:
     """The request that a redirect asks for; None where it leads out of the web, or out of TLS."""
+    from urllib.parse import urljoin  # few are redirected
+
     try:
-        url = urljoin(f"{request.origin}{request.target}", location)
-        parts = urlsplit(url)
+        address = parse_address(urljoin(f"{request.origin}{request.target}", location))
     except ValueError:
         return None
-    origin = parse_origin(url)
-    if origin is None or (request.origin.scheme == "https" and origin.scheme == "http"):
+    if address is None or (request.origin.scheme == "https" and address.origin.scheme == "http"):
         return None
-    query = f"?{safe_target(parts.query)}" if parts.query else ""
-    private_headers = request.private_headers if origin == request.origin else ()
-    target = (safe_target(parts.path) or "/") + query
-    return Request(request.method, origin, target, request.headers, private_headers)
-
-
-def _default_port(scheme: str) -> int:
-    return 443 if scheme == "https" else 80
+    private_headers = request.private_headers if address.origin == request.origin else ()
+    return Request(request.method, address.origin, address.target, request.headers, private_headers)

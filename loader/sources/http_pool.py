@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .addresses import AddressBook
 from .base import SourceOptions
 from .http1 import Connection
-from .http_head import Origin
+from .web_address import Origin
 from .wire import WireError
 
 if TYPE_CHECKING:

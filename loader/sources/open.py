@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import unquote, urlsplit
 
 from ..errors import UsageError
 from .base import Source, SourceOptions, Store
@@ -59,6 +58,8 @@ def _open_folder(path: str) -> Store:
 
 
 def _path_of_file_url(url: str) -> str:
+    from urllib.parse import unquote, urlsplit  # most folders are named by their path
+
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
         raise UsageError(

@@ -21,7 +21,8 @@ from .http_client import HttpClient
 from .http_head import Head, Headers, Request
 from .http_statistics import HttpStatistics
 from .s3_address import address_of, is_region, parse_url, settings_from
-from .sigv4 import Query, encode_path, encode_query, sign, signed_region
+from .sigv4 import Query, encode_query, sign, signed_region
+from .web_address import encode_path
 
 if TYPE_CHECKING:
     from .s3_uploads import S3Uploads

@@ -9,16 +9,15 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from ..errors import AccessDeniedError, UsageError
 from .base import SourceOptions
-from .http_head import Origin, parse_origin, safe_target
+from .web_address import Origin, parse_address
 
 DEFAULT_REGION = "us-east-1"
 STYLES = ("auto", "path", "virtual")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
-_HOST_LABEL = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")  # with a dot, TLS's wildcard would not cover it
+_HOST_LABEL = r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]"  # with a dot, TLS's wildcard would not cover it
 _REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
@@ -69,7 +68,8 @@ def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> S3S
             key="addressing_style",
             hint=f"Choose from {', '.join(STYLES)}.",
         )
-    if endpoint_url is not None and (parse_origin(endpoint_url) is None or urlsplit(endpoint_url).query):
+    endpoint = None if endpoint_url is None else parse_address(endpoint_url)
+    if endpoint_url is not None and (endpoint is None or endpoint.query):
         raise UsageError(
             "the S3 endpoint is not a web address", key="endpoint_url", hint="Write http(s)://host:port."
         )
@@ -81,11 +81,11 @@ def address_of(bucket: str, region: str, settings: S3Settings) -> BucketAddress:
     if settings.endpoint_url is None:
         domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
         endpoint, path = Origin("https", f"s3.{region}.{domain}", 443), ""
-        is_virtual = settings.addressing_style != "path" and bool(_HOST_LABEL.fullmatch(bucket))
+        is_virtual = settings.addressing_style != "path" and bool(re.fullmatch(_HOST_LABEL, bucket))
     else:
-        origin = parse_origin(settings.endpoint_url)
-        assert origin is not None, "settings_from checks it"
-        endpoint, path = origin, safe_target(urlsplit(settings.endpoint_url).path).rstrip("/")
+        address = parse_address(settings.endpoint_url)
+        assert address is not None, "settings_from checks it"
+        endpoint, path = address.origin, address.path.rstrip("/")
         is_virtual = settings.addressing_style == "virtual"
     if is_virtual:
         return BucketAddress(Origin(endpoint.scheme, f"{bucket}.{endpoint.host}", endpoint.port), path)

@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
-from urllib.parse import quote
 
 from .http_head import Headers
+from .web_address import encode_value
 
 # Python's own SHA-256: hashlib would bring OpenSSL along, 4 ms of a cold start's first 60, for some hundred bytes.
 try:
@@ -28,7 +28,7 @@ ALGORITHM = "AWS4-HMAC-SHA256"
 EMPTY_SHA256: str = sha256(b"").hexdigest()
 _BLOCK_BYTES = 64
 _INNER, _OUTER = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))
-_SCOPE = re.compile(r"Credential=[^/,]+/\d{8}/([^/,]+)/s3/")
+_SCOPE = r"Credential=[^/,]+/\d{8}/([^/,]+)/s3/"
 
 Query = Sequence[tuple[str, str]]
 
@@ -44,14 +44,9 @@ class Credentials(NamedTuple):
         return f"Credentials(access_key_id={self.access_key_id!r})"
 
 
-def encode_path(key: str) -> str:
-    """A key as it stands in a request's path, and in its signature: S3 normalises neither '//' nor '.'."""
-    return quote(key, safe="/-_.~")
-
-
 def encode_query(query: Query) -> str:
     """A query as it stands in a request, and in its signature: sorted."""
-    pairs = sorted((quote(name, safe="-_.~"), quote(value, safe="-_.~")) for name, value in query)
+    pairs = sorted((encode_value(name), encode_value(value)) for name, value in query)
     return "&".join(f"{name}={value}" for name, value in pairs)
 
 
@@ -98,5 +93,5 @@ def hmac_sha256(key: bytes, message: bytes) -> bytes:
 
 def signed_region(headers: Headers) -> str | None:
     """The region that a request was signed for; None when it was not signed."""
-    found = _SCOPE.search(dict(headers).get("Authorization", ""))
+    found = re.search(_SCOPE, dict(headers).get("Authorization", ""))
     return found[1] if found else None

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from .addresses import Address, AddressBook
 from .base import SourceOptions
-from .http_head import Origin
 from .steps import TICK_S, Steps, Wait
+from .web_address import Origin
 
 if TYPE_CHECKING:
     import ssl

@@ -34,16 +34,15 @@ from teneral.loader.sources.http import HttpSource
 from teneral.loader.sources.http_head import (
     Head,
     HeadError,
-    Origin,
     Request,
     parse_content_range,
     parse_date,
     parse_head,
-    parse_origin,
     redirected,
 )
 from teneral.loader.sources.http_range import RangeRead
 from teneral.loader.sources.throttle import MAX_RETRY_AFTER_S, pause_s
+from teneral.loader.sources.web_address import Origin
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 
@@ -614,19 +613,6 @@ def test_what_follows_the_question_mark_is_sent_and_never_shown(
         source.stat("none")
     assert seen[0] == {"sig": "hunter2", "x": "a b"}
     assert "hunter2" not in str(caught.value)
-
-
-def test_the_host_field_carries_a_port_only_where_it_is_unusual() -> None:
-    urls = (
-        "http://h/",
-        "http://h:80/",
-        "https://h:443",
-        "https://h:80",
-        "http://[::1]:9000/",
-        "http://[::1]",
-    )
-    hosts = [origin.authority for url in urls if (origin := parse_origin(url))]
-    assert hosts == ["h", "h", "h", "h:80", "[::1]:9000", "[::1]"]
 
 
 def test_a_plain_source_imports_next_to_nothing() -> None:

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from teneral.loader.sources.sigv4 import (
     Credentials,
-    encode_path,
     encode_query,
     hmac_sha256,
     sign,
     signed_region,
 )
+from teneral.loader.sources.web_address import encode_path
 
 NOW = datetime.datetime(2026, 3, 1, 4, 5, 6, tzinfo=datetime.UTC)
 KEYS = [

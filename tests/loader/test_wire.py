@@ -10,8 +10,8 @@ import pytest
 
 from teneral.loader.sources.addresses import AddressBook
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.http_head import parse_origin
 from teneral.loader.sources.steps import Steps, Wait
+from teneral.loader.sources.web_address import Origin
 from teneral.loader.sources.wire import MAX_SLICE_BYTES, WAKE_BYTES, Wire
 
 WAIT_MS = 10_000
@@ -40,7 +40,7 @@ def finish(steps: Steps[int] | Steps[None], begun: Callable[[], object] = _nothi
 def pair() -> Iterator[tuple[Wire, socket.socket]]:
     """A connected wire, and the server's end of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        origin = parse_origin(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        origin = Origin("http", "127.0.0.1", listener.getsockname()[1])
         wire = Wire(origin, SourceOptions(), None, AddressBook())
         finish(wire.connect())
         server, _ = listener.accept()

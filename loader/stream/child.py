@@ -22,25 +22,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact
-from ..device.paths import DeviceSpeed
 from ..errors import TeneralError
 from ..helper_process import OWNER_GONE
 from ..sources.open import open_source
 from ..timeline import Timeline
-from .report import GiveBack, Reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from io import BufferedRWPair
 
+    from ..device.paths import DeviceSpeed
     from ..device.sink import ImageSink
     from ..format.manifest import Manifest
+    from ..sources.base import Source
     from .arena import Reserve
     from .launch import Task
     from .load import WeightLoad
     from .options import Order
+    from .report import GiveBack, Reporter
 
-AHEAD = ("blake3", "..format.manifest_json", ".load")  # what is needed once the manifest is there
+# What is needed once the manifest is there.
+AHEAD = ("blake3", "..format.manifest_json", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
@@ -67,13 +69,20 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
-    reporter = Reporter(stream, Timeline(started_at=task.started_at))
+    timeline = Timeline(started_at=task.started_at)
     try:
         if task.surroundings is not None:
             task.surroundings.take()
-        _load(task, memory_fd, files_fd, reporter, inbox, None if reserve is None else reserve.hand_over())
+        source, manifest = _open(task, timeline)
     except TeneralError as error:
-        reporter.send(error=error)
+        _reporter(stream, timeline).send(error=error)
+    else:
+        reporter = _reporter(stream, timeline)
+        memory = None if reserve is None else reserve.hand_over()
+        try:
+            _load(task, source, manifest, memory_fd, files_fd, reporter, inbox, memory)
+        except TeneralError as error:
+            reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
     os._exit(0)
 
@@ -94,19 +103,29 @@ def _reserve(memory_fd: int) -> Reserve | None:
     return Reserve(memory_fd)
 
 
+def _reporter(stream: BufferedRWPair, timeline: Timeline) -> Reporter:
+    from .report import Reporter  # the first request did not wait for it
+
+    return Reporter(stream, timeline)
+
+
+def _open(task: Task, timeline: Timeline) -> tuple[Source, Manifest]:
+    with timeline.span("manifest", "open"):
+        source = open_source(task.url, task.source_options)
+        threading.Thread(target=_import_ahead, daemon=True).start()
+        return source, open_artifact(source, digest=task.digest)
+
+
 def _load(
     task: Task,
+    source: Source,
+    manifest: Manifest,
     memory_fd: int,
     files_fd: int,
     reporter: Reporter,
     inbox: _Inbox,
     reserve: memoryview | None,
 ) -> None:
-    timeline = reporter.timeline
-    with timeline.span("manifest", "open"):
-        source = open_source(task.url, task.source_options)
-        threading.Thread(target=_import_ahead, daemon=True).start()
-        manifest = open_artifact(source, digest=task.digest)
     from .load import WeightLoad
 
     options = task.load_options
@@ -116,7 +135,7 @@ def _load(
         source,
         manifest,
         options=options,
-        timeline=timeline,
+        timeline=reporter.timeline,
         shared_fd=memory_fd if images is None else None,
         reserve=reserve if images is None else None,
         images=images,
@@ -183,6 +202,9 @@ class _Inbox:
                 wish: list[int] | Order | GiveBack | DeviceSpeed = pickle.load(self._stream)  # noqa: S301 - as with the task
                 if self.load is None:
                     continue
+                from ..device.paths import DeviceSpeed  # not before the first request
+                from .report import GiveBack
+
                 if isinstance(wish, GiveBack):
                     self.give_back(wish.offset_bytes)
                 elif isinstance(wish, DeviceSpeed):

@@ -17,6 +17,7 @@ from .sources.base import Source
 if TYPE_CHECKING:
     from .cache.part_cache import PartCache
     from .format.manifest import File, Manifest
+    from .format.manifest_json import Look
 
 
 def is_artifact(source: Source) -> bool:
@@ -28,12 +29,12 @@ def is_artifact(source: Source) -> bool:
     return True
 
 
-def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
+def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | None = None) -> Manifest:
     """The folder's manifest; of a folder without one, the manifest made from its safetensors headers.
 
-    With `digest`, the manifest must be there and have it. Raises `IntegrityError` when it has not,
-    `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when there is nothing, and the
-    source's own errors.
+    With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it. Raises
+    `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when
+    there is nothing, and the source's own errors.
     """
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
@@ -52,7 +53,7 @@ def open_artifact(source: Source, *, digest: bytes | None = None) -> Manifest:
         parse_manifest,
     )  # while the answer was on its way, a loader has imported it
 
-    return parse_manifest(data, expected_digest=digest)
+    return parse_manifest(data, expected_digest=digest, look=look)
 
 
 def _open_plain(source: Source, no_manifest: NotFoundError | AccessDeniedError) -> Manifest:

@@ -9,8 +9,8 @@ is sound: a reader may allocate and read by it. For any input, time and memory a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from blake3 import blake3
 
@@ -64,8 +64,17 @@ _CODECS = {codec.value: codec for codec in Codec}
 _DTYPES = {dtype: dtype for dtype in DTYPE_BITS}
 
 
-def parse_manifest(data: bytes, *, expected_digest: bytes | None = None) -> Manifest:
+Look: TypeAlias = Callable[[int, Blob, Part], bool]  # see `parse_manifest`
+
+
+def parse_manifest(
+    data: bytes, *, expected_digest: bytes | None = None, look: Look | None = None
+) -> Manifest:
     """The manifest in `data`, checked as a whole.
+
+    Who is in a hurry gives a `look`: it is told the `weight_bytes` of all groups, which stand firm, and each part with
+    its blob as soon as it was read, until it returns True. Nothing says yet that these fit together, nor that the
+    manifest is not to be refused.
 
     Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed; else
     `ManifestError`, whose `where` names the place.
@@ -85,13 +94,14 @@ def parse_manifest(data: bytes, *, expected_digest: bytes | None = None) -> Mani
     _check_version(document)
     top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
+    blobs = tuple(_parse_blob(*item) for item in top.items("blobs", MAX_BLOBS))
     manifest = Manifest(
         generator=top.text("generator"),
-        blobs=tuple(_parse_blob(*item) for item in top.items("blobs", MAX_BLOBS)),
+        blobs=blobs,
         files=tuple(_parse_file(*item) for item in top.items("files", MAX_FILES)),
         groups=groups,
         tensors=tensors,
-        parts=tuple(_parse_part(index, *item) for index, item in enumerate(top.items("parts", MAX_PARTS))),
+        parts=_parse_parts(top.items("parts", MAX_PARTS), groups, blobs, look),
         aliases=top.table("aliases", is_text),
         metadata=top.table("metadata", is_unicode),
         digest=digest,
@@ -190,6 +200,19 @@ def _parse_tensor(value: Any, where: str) -> tuple[str, str, tuple[int, ...], En
         tuple(_integer(*item) for item in tensor.items("shape", MAX_DIMENSIONS)),
         tensor.found("encoding", Encoding.find),
     )
+
+
+def _parse_parts(
+    items: Iterable[tuple[Any, str]], groups: Sequence[Group], blobs: Sequence[Blob], look: Look | None
+) -> tuple[Part, ...]:
+    weight_bytes = sum(group.slab_bytes for group in groups)
+    parts: list[Part] = []
+    for index, item in enumerate(items):
+        part = _parse_part(index, *item)
+        parts.append(part)
+        if look is not None and part.blob < len(blobs) and look(weight_bytes, blobs[part.blob], part):
+            look = None
+    return tuple(parts)
 
 
 def _parse_part(index: int, value: Any, where: str) -> Part:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
     from ..device.paths import DeviceSpeed
     from ..device.sink import ImageSink
-    from ..format.manifest import Manifest
+    from ..format.manifest import Blob, Manifest, Part
     from ..sources.base import Source
+    from .ahead import ReadAhead
     from .arena import Reserve
     from .launch import Task
     from .load import WeightLoad
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .report import GiveBack, Reporter
 
 # What is needed once the manifest is there.
-AHEAD = ("blake3", "..format.manifest_json", ".load", ".report", "..device.paths")
+AHEAD = ("blake3", "..format.manifest_json", ".ahead", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
@@ -73,14 +74,14 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     try:
         if task.surroundings is not None:
             task.surroundings.take()
-        source, manifest = _open(task, timeline)
+        source, manifest, ahead = _open(task, memory_fd, timeline)
     except TeneralError as error:
         _reporter(stream, timeline).send(error=error)
     else:
         reporter = _reporter(stream, timeline)
         memory = None if reserve is None else reserve.hand_over()
         try:
-            _load(task, source, manifest, memory_fd, files_fd, reporter, inbox, memory)
+            _load(task, source, manifest, ahead, memory_fd, files_fd, reporter, inbox, memory)
         except TeneralError as error:
             reporter.send(error=error)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
@@ -109,17 +110,32 @@ def _reporter(stream: BufferedRWPair, timeline: Timeline) -> Reporter:
     return Reporter(stream, timeline)
 
 
-def _open(task: Task, timeline: Timeline) -> tuple[Source, Manifest]:
+def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manifest, ReadAhead | None]:
+    ahead: ReadAhead | None = None
+
+    def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
+        nonlocal ahead
+        if ahead is None:
+            from .ahead import ReadAhead  # the first request did not wait for these, either
+            from .arena import held_bytes
+
+            is_here = task.device == "cpu"
+            held = held_bytes(memory_fd) if is_here else 0
+            ahead = ReadAhead(source, task.load_options, weights_are_here=is_here, held_bytes=held)
+        return ahead.look(weight_bytes, blob, part)
+
     with timeline.span("manifest", "open"):
         source = open_source(task.url, task.source_options)
         threading.Thread(target=_import_ahead, daemon=True).start()
-        return source, open_artifact(source, digest=task.digest)
+        manifest = open_artifact(source, digest=task.digest, look=look)
+    return source, manifest, ahead
 
 
 def _load(
     task: Task,
     source: Source,
     manifest: Manifest,
+    ahead: ReadAhead | None,
     memory_fd: int,
     files_fd: int,
     reporter: Reporter,
@@ -139,6 +155,7 @@ def _load(
         shared_fd=memory_fd if images is None else None,
         reserve=reserve if images is None else None,
         images=images,
+        ahead=ahead,
     )
     _tell_of_files(
         manifest, files_fd

@@ -22,6 +22,7 @@ from .work import Piece, Read, WorkQueue
 
 if TYPE_CHECKING:
     from ..cache.part_cache import PartCache
+    from .ahead import ReadAhead
 
 
 class Fetcher:
@@ -39,6 +40,7 @@ class Fetcher:
         settle: Callable[[Step], None],
         between: Callable[[], None],
         cache: PartCache | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """`settle` takes the steps that were read straight into their slab, and are done with that. `between` is called
         after each range.
@@ -52,6 +54,7 @@ class Fetcher:
         self._settle = settle
         self._between = between
         self._cache = cache
+        self._ahead = ahead
         # By blob: what the manifest says, or else the source of the first range.
         self._versions = {
             number: blob.version for number, blob in enumerate(manifest.blobs) if blob.version is not None
@@ -85,23 +88,32 @@ class Fetcher:
                 self._settle(step)
 
     def _fill(self, read: Read, memory: memoryview) -> bool:
-        """Whether all of it had to come from the source."""
+        """Whether all of it had to come from the source, now."""
         missing = [piece for piece in read.pieces if not self._is_cached(piece, read, memory)]
         if len(missing) == len(read.pieces):
-            self._read_source(read.blob, read.start_bytes, memory)
-            return True
+            return self._read_source(read.blob, read.start_bytes, memory)
         for piece in missing:
             self._read_source(read.blob, *self._place(piece, read, memory))
         return False
 
-    def _read_source(self, number: int, start: int, memory: memoryview) -> None:
-        """Fill the memory from this blob. Raises `ChangedError` when it is not of the version that others were of.
+    def _read_source(self, number: int, start: int, memory: memoryview) -> bool:
+        """Fill the memory from this blob. Whether nothing of that had been asked for ahead. Raises `ChangedError` when
+        it is not of the version that others were of.
 
         Threads that ask before any has been answered cannot ask for a version. They find out here, before their range
         counts as read.
         """
         name = self._manifest.blobs[number].name
-        version = self._source.read_into(name, start, memory, version=self._versions.get(number))
+        rest = memory
+        while rest and self._ahead is not None and (taken := self._ahead.take(name, start, rest)) is not None:
+            self._check_version(number, name, taken.version)
+            start, rest = start + taken.num_bytes, rest[taken.num_bytes :]
+        if rest:
+            version = self._source.read_into(name, start, rest, version=self._versions.get(number))
+            self._check_version(number, name, version)
+        return len(rest) == len(memory)
+
+    def _check_version(self, number: int, name: str, version: str | None) -> None:
         if version is None:
             return
         first = self._versions.setdefault(number, version)  # atomic: one of them is the first

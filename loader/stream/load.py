@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
+    from .ahead import ReadAhead
 
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
@@ -75,18 +76,21 @@ class WeightLoad:
         shared_fd: int | None = None,
         reserve: memoryview | None = None,
         images: ImageSink | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
         is read yet.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
-        were, and there are no slabs here. Raises `InsufficientMemoryError` when it would not fit.
+        were, and there are no slabs here. What was read `ahead` is not read again. Raises `InsufficientMemoryError`
+        when it would not fit.
         """
         self.manifest = manifest
         self._source = source
         self._options = options or LoadOptions()
         self._timeline = timeline or Timeline()
         self._images = images
+        self._ahead = ahead
         self._plan = plan_load(
             manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
         )
@@ -344,6 +348,7 @@ class WeightLoad:
             settle=self._settle,
             between=self._between_reads,
             cache=self._cache,
+            ahead=self._ahead,
         )
         decoder = Decoder(
             self.manifest,

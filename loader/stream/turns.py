@@ -25,12 +25,14 @@ class Turns:
         self._upcoming = deque(range(len(plan.steps)))
         self._sooner: deque[int] = deque()
         self._had: dict[int, int] = {}  # number of the turn, by step
+        self._were_sooner: set[int] = set()  # of those that had their turn
         self._sooner_bytes = 0
-        first = plan.steps[0].part.group if plan.steps else 0
-        self._first_bytes = 0  # of the group that comes first
+        self._num_first = 0  # steps of the group that comes first
+        self._first_bytes = 0  # of them, not asked for yet
         for step in plan.steps:
-            if step.part.group != first:
+            if step.part.group != plan.steps[0].part.group:
                 break
+            self._num_first += 1
             self._first_bytes += step.part.size_bytes
 
     def __getitem__(self, number: int) -> int:
@@ -39,8 +41,8 @@ class Turns:
 
     @property
     def awaited_bytes(self) -> int | None:
-        """What comes next and is waited for: of the steps asked for, else of the first group; None beyond."""
-        return self._sooner_bytes or (self._first_bytes if self._first_bytes > 0 else None)
+        """What somebody waits for and nobody reads yet: of steps asked for, else of the first group; None beyond."""
+        return self._sooner_bytes or self._first_bytes or None
 
     def next_run(self, most_bytes: int) -> list[int]:
         """The next step, and those behind it that one range of `most_bytes` can read with it; empty at the end."""
@@ -65,12 +67,16 @@ class Turns:
 
     def take(self, run: Iterable[int]) -> None:
         """These steps, the next ones, have their turn now."""
-        is_sooner = bool(self._sooner)
+        if self._sooner:
+            self._were_sooner.update(run)
         for number in run:
             self._had[number] = len(self._had)
-            size_bytes = self._steps[number].part.size_bytes
-            if is_sooner:
-                self._sooner_bytes -= size_bytes
+
+    def handed_out(self, number: int, size_bytes: int) -> None:
+        """So much of a step that had its turn is being read; less than nothing: it is to be read again."""
+        if number in self._were_sooner:
+            self._sooner_bytes -= size_bytes
+        if number < self._num_first:
             self._first_bytes -= size_bytes
 
     def promote(self, numbers: Iterable[int]) -> None:

@@ -167,6 +167,7 @@ class WorkQueue:
         with self._lock:
             self._missing[step.number] = step.part.size_bytes
             self._left_bytes += step.part.size_bytes
+            self._turns.handed_out(step.number, -step.part.size_bytes)
             self._cursors = {step.number: 0, **self._cursors}
             self._readable.notify()
 
@@ -262,6 +263,7 @@ class WorkQueue:
         now_s = time.monotonic()
         for piece in pieces:
             self._begun_at_s.setdefault(piece.step, now_s)
+            self._turns.handed_out(piece.step, piece.size_bytes)
         first, last = pieces[0], pieces[-1]
         part = self._plan.steps[first.step].part
         start = part.offset_bytes + first.start_bytes

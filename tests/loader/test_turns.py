@@ -27,8 +27,15 @@ def plan() -> Plan:
 def take_one(turns: Turns) -> int:
     run = turns.next_run(0)
     assert run == [turns.peek()]
-    turns.take(run)
+    take(turns, run)
     return run[0]
+
+
+def take(turns: Turns, run: list[int]) -> None:
+    """Have these read, whole."""
+    turns.take(run)
+    for number in run:
+        turns.handed_out(number, turns._steps[number].part.size_bytes)
 
 
 def test_without_a_wish_turns_follow_the_plan() -> None:
@@ -65,6 +72,19 @@ def test_the_first_group_is_awaited_until_it_is_asked_for() -> None:
     assert turns.awaited_bytes is None
 
 
+def test_what_is_to_be_read_again_is_awaited_again() -> None:
+    the_plan = plan()
+    turns = Turns(the_plan)
+    first = [step for step in the_plan.steps if step.part.group == 1]
+    for _ in first:
+        take_one(turns)
+    assert turns.awaited_bytes is None
+    turns.handed_out(0, -first[0].part.size_bytes)
+    assert turns.awaited_bytes == first[0].part.size_bytes
+    turns.handed_out(0, first[0].part.size_bytes - 7)
+    assert turns.awaited_bytes == 7
+
+
 def test_a_run_is_what_lies_together_and_fits_one_range() -> None:
     the_plan = plan()
     turns = Turns(the_plan)
@@ -86,7 +106,7 @@ def test_whatever_is_asked_for_every_step_has_one_turn_after_those_that_it_needs
         if data.draw(st.booleans()):
             turns.promote(data.draw(st.sets(st.integers(0, len(the_plan.steps) - 1), max_size=4)))
         run = turns.next_run(data.draw(st.sampled_from([0, 3_000, EVERYTHING_BYTES])))
-        turns.take(run)
+        take(turns, run)
         order += run
     assert sorted(order) == [step.number for step in the_plan.steps]
     assert [turns[number] for number in order] == list(range(len(order)))
@@ -149,7 +169,7 @@ def test_whenever_the_order_changes_every_step_has_one_turn_after_those_that_it_
             case "promote":
                 turns.promote(data.draw(st.sets(st.integers(0, len(the_plan.steps) - 1), max_size=3)))
         run = turns.next_run(data.draw(st.sampled_from([0, 3_000, EVERYTHING_BYTES])))
-        turns.take(run)
+        take(turns, run)
         order += run
     assert sorted(order) == list(range(len(the_plan.steps)))
     for number in order:

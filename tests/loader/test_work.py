@@ -179,6 +179,22 @@ def test_parts_without_a_digest_are_read_into_their_slab() -> None:
     assert work.next_step() is None
 
 
+def test_all_connections_share_the_first_group_even_where_it_is_one_part() -> None:
+    """Or the first layer would come as late as a few connections bring it, while others read what comes later."""
+    layers = [(f"layers.{number}", {f"w{number}": ("F32", (1024, 1024))}) for number in range(2)]
+    built = build_artifact(layers, packed=False, draft_elements=1024 * 1024)
+    plan = plan_load(built.manifest, Order.EXACT)
+    assert [step.part.group for step in plan.steps] == [0, 1]
+    arena = Arena([group.slab_bytes for group in built.manifest.groups])
+    budget = Budget(range_bytes=1 << 24, connections=8, staging_bytes=1 << 26)
+    work = WorkQueue(plan, Staging(0), arena.slabs, Pace(budget))
+    reads = [task[0] for _ in range(8) if (task := work.next_read())]
+    sizes = [read.end_bytes - read.start_bytes for read in reads]
+    assert {read.pieces[0].step for read in reads} == {0}
+    assert sum(sizes) == plan.steps[0].part.size_bytes
+    assert max(sizes) == min(sizes) == 512 * 1024
+
+
 def small_parts() -> BuiltArtifact:
     return build_artifact([("only", {"w": ("BF16", (100, 60))})], draft_elements=1_000, refine_elements=1_000)
 

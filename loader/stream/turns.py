@@ -16,6 +16,19 @@ from .plan import Plan, follows
 MAX_RUN_STEPS = 64
 
 
+class _Awaited:
+    """What somebody waits for: `total_bytes`, until none of it is unread."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._unread_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """More than nothing: to be read, too. Less: it is being read."""
+        self._unread_bytes += size_bytes
+        self.total_bytes = self.total_bytes + max(0, size_bytes) if self._unread_bytes else 0
+
+
 class Turns:
     """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
 
@@ -26,14 +39,14 @@ class Turns:
         self._sooner: deque[int] = deque()
         self._had: dict[int, int] = {}  # number of the turn, by step
         self._were_sooner: set[int] = set()  # of those that had their turn
-        self._sooner_bytes = 0
-        self._num_first = 0  # steps of the group that comes first
-        self._first_bytes = 0  # of them, not asked for yet
+        self._wished = _Awaited()  # what was asked for
+        self._first = _Awaited()  # the group that comes first
+        self._num_first = 0
         for step in plan.steps:
             if step.part.group != plan.steps[0].part.group:
                 break
             self._num_first += 1
-            self._first_bytes += step.part.size_bytes
+            self._first.add(step.part.size_bytes)
 
     def __getitem__(self, number: int) -> int:
         """When the step had its turn, counted from 0. Raises `KeyError` before."""
@@ -41,8 +54,10 @@ class Turns:
 
     @property
     def awaited_bytes(self) -> int | None:
-        """What somebody waits for and nobody reads yet: of steps asked for, else of the first group; None beyond."""
-        return self._sooner_bytes or self._first_bytes or None
+        """What somebody waits for, some of it still unread: the steps that were asked for, else the first group. None
+        where all of that is on its way.
+        """
+        return self._wished.total_bytes or self._first.total_bytes or None
 
     def next_run(self, most_bytes: int) -> list[int]:
         """The next step, and those behind it that one range of `most_bytes` can read with it; empty at the end."""
@@ -75,9 +90,9 @@ class Turns:
     def handed_out(self, number: int, size_bytes: int) -> None:
         """So much of a step that had its turn is being read; less than nothing: it is to be read again."""
         if number in self._were_sooner:
-            self._sooner_bytes -= size_bytes
+            self._wished.add(-size_bytes)
         if number < self._num_first:
-            self._first_bytes -= size_bytes
+            self._first.add(-size_bytes)
 
     def promote(self, numbers: Iterable[int]) -> None:
         """Give these steps, and those that they need, their turn before all others."""
@@ -85,7 +100,7 @@ class Turns:
         wanted.update(needed for number in list(wanted) for needed in self._steps[number].needs)
         wanted.difference_update(self._had, self._sooner)
         self._sooner.extend(sorted(wanted))
-        self._sooner_bytes += sum(self._steps[number].part.size_bytes for number in wanted)
+        self._wished.add(sum(self._steps[number].part.size_bytes for number in wanted))
 
     def reorder(self, order: Order) -> None:
         """Give what had no turn yet its turn in another order of the plan. What was asked for sooner comes before."""

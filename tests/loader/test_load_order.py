@@ -182,7 +182,8 @@ def test_the_speed_of_the_nodes_cache_decides_nothing_about_what_it_lacks(
         for group in built.manifest.groups:
             load.wait(group.index, timeout_s=WAIT_S)
         said = decisions(timeline)[0].attributes
-        assert said["rate_bytes_per_s"] == pytest.approx(load.statistics().link.rate_bytes_per_s, rel=0.9)
+        rate = load.statistics().link.rate_bytes_per_s  # goes on to change, as much as a busy machine likes
+        assert rate / 10 < said["rate_bytes_per_s"] < rate * 10
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])

@@ -62,12 +62,12 @@ def test_what_is_asked_for_comes_next_and_brings_what_it_needs() -> None:
     assert take_one(turns) == 2
 
 
-def test_the_first_group_is_awaited_until_it_is_asked_for() -> None:
+def test_the_first_group_is_awaited_until_all_of_it_is_asked_for() -> None:
     the_plan = plan()
     turns = Turns(the_plan)
     first = [step for step in the_plan.steps if step.part.group == 1]
-    for left in range(len(first), 0, -1):
-        assert turns.awaited_bytes == sum(step.part.size_bytes for step in first[-left:])
+    for _ in first:
+        assert turns.awaited_bytes == sum(step.part.size_bytes for step in first)
         take_one(turns)
     assert turns.awaited_bytes is None
 
@@ -82,7 +82,9 @@ def test_what_is_to_be_read_again_is_awaited_again() -> None:
     turns.handed_out(0, -first[0].part.size_bytes)
     assert turns.awaited_bytes == first[0].part.size_bytes
     turns.handed_out(0, first[0].part.size_bytes - 7)
-    assert turns.awaited_bytes == 7
+    assert turns.awaited_bytes == first[0].part.size_bytes
+    turns.handed_out(0, 7)
+    assert turns.awaited_bytes is None
 
 
 def test_a_run_is_what_lies_together_and_fits_one_range() -> None:

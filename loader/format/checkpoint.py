@@ -10,12 +10,14 @@ pickle.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
-from ..errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
+from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
 from ..side_by_side import map_side_by_side
-from ..sources.base import ObjectInfo, Source, check_name
+from ..sources.base import ObjectInfo, Remote, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from .limits import MAX_SMALL_FILE_BYTES
 from .manifest import (
@@ -31,7 +33,7 @@ from .manifest import (
     Tensor,
     Tier,
 )
-from .safetensors import MAX_TENSORS, Entry, SafetensorsFile, decode_object, read_header
+from .safetensors import FIRST_READ_BYTES, MAX_TENSORS, Entry, SafetensorsFile, decode_object, read_header
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -120,15 +122,45 @@ def open_checkpoint(source: Source) -> Checkpoint:
     Raises `CheckpointError` for a directory that is damaged, hostile, incomplete or of another format,
     `NotFoundError` for one that is empty or absent, and the source's own errors.
     """
+    guess = _Guess(source) if isinstance(source, Remote) else None
     found = _find_objects(source)
     shards = _choose_shards(source, found)
-    headers = map_side_by_side(lambda info: read_header(source, info), shards.infos, num_threads=_CONNECTIONS)
+
+    def read(info: ObjectInfo) -> SafetensorsFile:
+        return read_header(source, info, start=b"" if guess is None else guess.start_of(info))
+
+    headers = map_side_by_side(read, shards.infos, num_threads=_CONNECTIONS)
     tensors = _merge(shards.infos, headers)
     _check_index(shards.weight_map, tensors, shards.infos)
     metadata: dict[str, str] = {}
     for header in reversed(headers):
         metadata.update(header.metadata)
     return Checkpoint(source.url, shards.infos, tensors, _small_files(found), metadata)
+
+
+class _Guess:
+    """The beginning of the file that most models have their weights in, asked for while it is being found out which
+    files there are: a request in vain for those that have others.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._start = bytearray(FIRST_READ_BYTES)
+        self._version: str | None = None  # of what was read
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def start_of(self, info: ObjectInfo) -> bytes:
+        """The file's first bytes, if they are what was read. Waits for that if they may be."""
+        if info.name != SINGLE_NAME:
+            return b""
+        self._thread.join()
+        return bytes(self._start) if self._version == info.version else b""
+
+    def _read(self) -> None:
+        # There is no such file, or it is shorter, or the store is ill: whoever needs it will ask again.
+        with suppress(TeneralError):
+            self._version = self._source.read_into(SINGLE_NAME, 0, memoryview(self._start))
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:

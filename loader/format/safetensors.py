@@ -28,7 +28,7 @@ MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 1 << 48  # of one tensor, also with its empty dimensions counted as 1
 METADATA_KEY = "__metadata__"
 
-_FIRST_READ_BYTES = 128 * 1024  # holds the whole header of all but unusual files, so that one request does
+FIRST_READ_BYTES = 128 * 1024  # holds the whole header of all but unusual files, so that one request does
 _ALIGNMENT_BYTES = 8  # tensor data starts at a multiple of it, as the reference implementation's does
 
 _INCOMPLETE_HINT = "It was cut off, perhaps by an interrupted download: fetch it again."
@@ -71,8 +71,10 @@ class SafetensorsFile(NamedTuple):
     size_bytes: int
 
 
-def read_header(source: Source, info: ObjectInfo) -> SafetensorsFile:
+def read_header(source: Source, info: ObjectInfo, *, start: bytes = b"") -> SafetensorsFile:
     """Read and check the header of one file, in one request where it is of usual size.
+
+    `start` is what the caller has of this file already: its first `FIRST_READ_BYTES`, or nothing.
 
     Raises `CheckpointError`, or the source's own errors. Memory: see `parse_header`.
     """
@@ -83,11 +85,13 @@ def read_header(source: Source, info: ObjectInfo) -> SafetensorsFile:
             where=where,
             hint=_INCOMPLETE_HINT,
         )
-    start = bytearray(min(info.size_bytes, _FIRST_READ_BYTES))
-    source.read_into(info.name, 0, memoryview(start), version=info.version)
-    end = PREFIX_BYTES + header_size(bytes(start[:PREFIX_BYTES]), info.size_bytes, where=where)
+    if not start:
+        first = bytearray(min(info.size_bytes, FIRST_READ_BYTES))
+        source.read_into(info.name, 0, memoryview(first), version=info.version)
+        start = bytes(first)
+    end = PREFIX_BYTES + header_size(start[:PREFIX_BYTES], info.size_bytes, where=where)
     if end <= len(start):
-        return parse_header(bytes(start[PREFIX_BYTES:end]), info.size_bytes, where=where)
+        return parse_header(start[PREFIX_BYTES:end], info.size_bytes, where=where)
     header = bytearray(end - PREFIX_BYTES)
     already = len(start) - PREFIX_BYTES
     header[:already] = start[PREFIX_BYTES:]

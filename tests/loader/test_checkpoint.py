@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +20,12 @@ from tests.support.checkpoints import (
 from teneral.loader.errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
 from teneral.loader.format.manifest import Codec, Encoding, Manifest, Tier
+from teneral.loader.format.safetensors import FIRST_READ_BYTES
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
+
+WAIT_S = 30.0
 
 
 class Unlistable(MemoryStore):
@@ -220,3 +224,64 @@ def test_a_folder_without_weights_says_what_was_expected() -> None:
     with pytest.raises(CheckpointError, match=r"neither manifest\.json nor") as caught:
         open_checkpoint(MemoryStore({"README.md": b"hello"}))
     assert "model.safetensors" in caught.value.hint
+
+
+class Afar(MemoryStore):
+    """As a store across the network. A list of its objects is not there before the first read has come."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.reads: list[tuple[str, int]] = []
+        self.after_first_read: dict[str, bytes] = {}  # objects that are replaced then
+        self._was_read = threading.Event()
+
+    def rest(self) -> None:
+        """Nothing is kept."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        assert self._was_read.wait(WAIT_S)
+        return super().list(prefix)
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        self.reads.append((name, start))
+        try:
+            return super().read_into(name, start, buffer, version=version)
+        finally:
+            for replaced, data in self.after_first_read.items():
+                self.put(replaced, data)
+            self.after_first_read = {}
+            self._was_read.set()
+
+
+def large(seed: int = 0) -> dict[str, bytes]:
+    contents = {"w": random_content("F32", (200, 200), seed), "b": random_content("F32", (8,), seed)}
+    return {"model.safetensors": safetensors_file(contents)}
+
+
+def test_the_usual_files_header_is_on_its_way_while_others_are_looked_for() -> None:
+    store = Afar(large())
+    assert open_checkpoint(store) == open_checkpoint(store.reopen())
+    assert store.reads == [("model.safetensors", 0)]
+
+
+def test_a_header_that_came_before_its_file_was_replaced_does_not_count() -> None:
+    store = Afar(large())
+    contents = {"other": random_content("F32", (300, 200))}
+    store.after_first_read = {"model.safetensors": safetensors_file(contents)}
+    assert set(open_checkpoint(store).tensors) == {"other"}
+    assert store.reads == [("model.safetensors", 0)] * 2
+
+
+def test_a_file_that_is_shorter_than_what_was_asked_for_is_read_as_it_is() -> None:
+    store = Afar({"model.safetensors": safetensors_file({"w": random_content("F32", (9, 9))})})
+    assert len(store.read("model.safetensors", max_bytes=1 << 30)[0]) < FIRST_READ_BYTES
+    assert open_checkpoint(store) == open_checkpoint(store.reopen())
+
+
+def test_a_model_in_shards_is_asked_in_vain_for_the_usual_file() -> None:
+    objects = model_objects(llama_contents(), num_shards=2)
+    assert "model.safetensors" not in objects
+    store = Afar(objects)
+    assert open_checkpoint(store) == open_checkpoint(store.reopen())

@@ -159,6 +159,8 @@ def _check_version(document: dict[str, Any]) -> None:
 
 # Values ← JSON
 
+_TensorSpec: TypeAlias = tuple[str, str, tuple[int, ...], Encoding]  # name, dtype, shape and encoding
+
 
 def _parse_blob(value: Any, where: str) -> Blob:
     blob = JsonObject(value, where, _BLOB_KEYS)
@@ -192,7 +194,31 @@ def _parse_groups(items: Iterable[tuple[Any, str]]) -> tuple[tuple[Group, ...], 
     return tuple(groups), tuple(tensors)
 
 
-def _parse_tensor(value: Any, where: str) -> tuple[str, str, tuple[int, ...], Encoding]:
+# Most of a manifest is tensors, parts, segments and planes: what is right there is seen at a glance, and only what is
+# not is looked at value by value, to say where it is wrong.
+
+
+def _parse_tensor(value: Any, where: str) -> _TensorSpec:
+    return _right_tensor(value) or _doubtful_tensor(value, where)
+
+
+def _right_tensor(value: Any) -> _TensorSpec | None:
+    try:
+        name, dtype, shape = value["name"], _DTYPES[value["dtype"]], value["shape"]
+        encoding = Encoding.find(value["encoding"])
+        is_right = (
+            len(value) == len(_TENSOR_KEYS)
+            and is_text(name)
+            and type(shape) is list
+            and len(shape) <= MAX_DIMENSIONS
+            and _are_integers(*shape)
+        )
+    except (LookupError, TypeError):
+        return None
+    return (name, dtype, tuple(shape), encoding) if is_right and encoding is not None else None
+
+
+def _doubtful_tensor(value: Any, where: str) -> _TensorSpec:
     tensor = JsonObject(value, where, _TENSOR_KEYS)
     return (
         tensor.text("name"),
@@ -216,23 +242,53 @@ def _parse_parts(
 
 
 def _parse_part(index: int, value: Any, where: str) -> Part:
-    """As `_parse_segment` does it."""
-    if type(value) is dict and value.keys() == _PART_KEYS:
-        tier, digest, segments = value["tier"], value["blake3"], value["segments"]
+    return _right_part(index, value) or _doubtful_part(index, value, where)
+
+
+def _right_part(index: int, value: Any) -> Part | None:
+    try:
         group, blob, offset, size = value["group"], value["blob"], value["offset"], value["size"]
-        if (
-            type(tier) is str
-            and tier in _TIERS
-            and type(group) is type(blob) is type(offset) is type(size) is int
-            and min(group, blob, offset, size) >= 0
-            and max(group, blob, offset, size) <= MAX_INTEGER
+        tier, digest, segments = _TIERS[value["tier"]], value["blake3"], value["segments"]
+        is_right = (
+            len(value) == len(_PART_KEYS)
+            and _are_integers(group, blob, offset, size)
             and is_digest(digest)
             and type(segments) is list
             and len(segments) <= MAX_PART_SEGMENTS
-        ):
-            places = [f"{where}.segments[{number}]" for number in range(len(segments))]
-            parsed = tuple(map(_parse_segment, segments, places))
-            return Part(index, _TIERS[tier], group, blob, offset, size, bytes.fromhex(digest), parsed)
+        )
+        parsed = tuple([_right_segment(segment) for segment in segments])
+    except (LookupError, TypeError, ValueError):
+        return None
+    return Part(index, tier, group, blob, offset, size, bytes.fromhex(digest), parsed) if is_right else None
+
+
+def _right_segment(value: Any) -> Segment:
+    """Raises some `LookupError`, `TypeError` or `ValueError` where anything is not right."""
+    tensor, start, count, planes = value["tensor"], value["start"], value["count"], value["planes"]
+    if (
+        len(value) != len(_SEGMENT_KEYS)
+        or not _are_integers(tensor, start, count)
+        or type(planes) is not list
+        or len(planes) > MAX_PLANES
+    ):
+        raise ValueError
+    parsed = []
+    for plane in planes:
+        name, offset, size = plane
+        if type(plane) is not list or not _are_integers(offset, size):
+            raise ValueError
+        parsed.append(Plane(_CODECS[name], offset, size))
+    return Segment(tensor, start, count, tuple(parsed))
+
+
+def _are_integers(*values: Any) -> bool:
+    for value in values:  # noqa: SIM110 - a generator takes three times as long
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            return False
+    return True
+
+
+def _doubtful_part(index: int, value: Any, where: str) -> Part:
     part = JsonObject(value, where, _PART_KEYS)
     return Part(
         index=index,
@@ -242,43 +298,25 @@ def _parse_part(index: int, value: Any, where: str) -> Part:
         offset_bytes=part.integer("offset"),
         size_bytes=part.integer("size"),
         digest=part.digest("blake3"),
-        segments=tuple(_parse_segment(*item) for item in part.items("segments", MAX_PART_SEGMENTS)),
+        segments=tuple(_doubtful_segment(*item) for item in part.items("segments", MAX_PART_SEGMENTS)),
     )
 
 
-def _parse_segment(value: Any, where: str) -> Segment:
-    """Most of a manifest is parts, segments and planes, so what is right is seen at a glance; only what is not is
-    looked at one by one, to say where it is wrong.
-    """
-    if type(value) is dict and value.keys() == _SEGMENT_KEYS:
-        tensor, start, count, planes = value["tensor"], value["start"], value["count"], value["planes"]
-        are_integers = type(tensor) is type(start) is type(count) is int
-        if (
-            are_integers
-            and 0 <= tensor <= MAX_INTEGER
-            and 0 <= start <= MAX_INTEGER
-            and 0 <= count <= MAX_INTEGER
-            and type(planes) is list
-            and len(planes) <= MAX_PLANES
-        ):
-            return Segment(tensor, start, count, tuple([_parse_plane(plane, where) for plane in planes]))
+def _doubtful_segment(value: Any, where: str) -> Segment:
     segment = JsonObject(value, where, _SEGMENT_KEYS)
     return Segment(
         tensor=segment.integer("tensor"),
         start=segment.integer("start"),
         count=segment.integer("count"),
-        planes=tuple(_parse_plane(item, where) for item, _ in segment.items("planes", MAX_PLANES)),
+        planes=tuple(_doubtful_plane(item, where) for item, _ in segment.items("planes", MAX_PLANES)),
     )
 
 
-def _parse_plane(value: Any, where: str) -> Plane:
+def _doubtful_plane(value: Any, where: str) -> Plane:
     if type(value) is not list or len(value) != 3:
         refuse("a plane is a list of its codec, offset and size", where)
     name, offset, size = value
     codec = _CODECS.get(name) if type(name) is str else None
-    are_integers = type(offset) is type(size) is int
-    if codec is not None and are_integers and 0 <= offset <= MAX_INTEGER and 0 <= size <= MAX_INTEGER:
-        return Plane(codec, offset, size)
     if codec is None:
         refuse(f"the codec is not one of {', '.join(_CODECS)}", where, hint=NEWER)
     return Plane(codec, _integer(offset, where), _integer(size, where))

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ..format.manifest import Blob, Part
 from ..memory import MIB, available_bytes
 from ..sources.base import Remote, Source
+from ..timeline import Timeline
 from .options import LoadOptions
 from .plan import FIRST_GROUP
 
@@ -51,11 +52,18 @@ class ReadAhead:
     """For one load. `look` is for one thread; `take` may be called by any."""
 
     def __init__(
-        self, source: Source, options: LoadOptions, *, weights_are_here: bool = True, held_bytes: int = 0
+        self,
+        source: Source,
+        options: LoadOptions,
+        *,
+        timeline: Timeline | None = None,
+        weights_are_here: bool = True,
+        held_bytes: int = 0,
     ) -> None:
         """`held_bytes` are held for weights already; those of another device need no room here."""
         self._source = source
         self._options = options
+        self._timeline = timeline or Timeline()
         self._weights_are_here = weights_are_here
         self._held_bytes = held_bytes
         self._slices: list[_Slice] = []
@@ -106,7 +114,8 @@ class ReadAhead:
 
     def _read(self, each: _Slice) -> None:
         try:
-            each.version = self._source.read_into(each.blob, each.start_bytes, memoryview(each.data))
+            with self._timeline.span("fetch", "ahead", bytes=len(each.data)):
+                each.version = self._source.read_into(each.blob, each.start_bytes, memoryview(each.data))
         except Exception:  # noqa: BLE001 - whatever it was, the load will meet it where it can be told
             each.has_failed = True
         each.done.set()

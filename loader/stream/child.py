@@ -121,7 +121,9 @@ def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manif
 
             is_here = task.device == "cpu"
             held = held_bytes(memory_fd) if is_here else 0
-            ahead = ReadAhead(source, task.load_options, weights_are_here=is_here, held_bytes=held)
+            ahead = ReadAhead(
+                source, task.load_options, timeline=timeline, weights_are_here=is_here, held_bytes=held
+            )
         return ahead.look(weight_bytes, blob, part)
 
     with timeline.span("manifest", "open"):

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..format.manifest import Manifest
-from ..sources import checks
 from ..sources.base import Source
 from ..timeline import Timeline
 from .blame import blame_part
 from .plan import Plan, Step
 from .progress import Meter, Phase
 from .trace import add_part_span
+from .versions import BlobVersions
 from .work import Piece, Read, WorkQueue
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Fetcher:
         timeline: Timeline,
         settle: Callable[[Step], None],
         between: Callable[[], None],
+        versions: BlobVersions,
         cache: PartCache | None = None,
         ahead: ReadAhead | None = None,
     ) -> None:
@@ -55,10 +56,7 @@ class Fetcher:
         self._between = between
         self._cache = cache
         self._ahead = ahead
-        # By blob: what the manifest says, or else the source of the first range.
-        self._versions = {
-            number: blob.version for number, blob in enumerate(manifest.blobs) if blob.version is not None
-        }
+        self._versions = versions
 
     def run(self) -> None:
         """Read until nothing is left or the queue is stopped. Raises the source's errors, naming the part."""
@@ -99,26 +97,16 @@ class Fetcher:
     def _read_source(self, number: int, start: int, memory: memoryview) -> bool:
         """Fill the memory from this blob. Whether nothing of that had been asked for ahead. Raises `ChangedError` when
         it is not of the version that others were of.
-
-        Threads that ask before any has been answered cannot ask for a version. They find out here, before their range
-        counts as read.
         """
         name = self._manifest.blobs[number].name
         rest = memory
         while rest and self._ahead is not None and (taken := self._ahead.take(name, start, rest)) is not None:
-            self._check_version(number, name, taken.version)
+            self._versions.check(number, taken.version)
             start, rest = start + taken.num_bytes, rest[taken.num_bytes :]
         if rest:
-            version = self._source.read_into(name, start, rest, version=self._versions.get(number))
-            self._check_version(number, name, version)
+            version = self._source.read_into(name, start, rest, version=self._versions.of(number))
+            self._versions.check(number, version)
         return len(rest) == len(memory)
-
-    def _check_version(self, number: int, name: str, version: str | None) -> None:
-        if version is None:
-            return
-        first = self._versions.setdefault(number, version)  # atomic: one of them is the first
-        if version != first:
-            raise checks.changed(self._source.url, name, f"version {first} was expected, {version} is there")
 
     def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
         """Whether the cache has filled the memory; verified or not is for the decoder to say, as always."""

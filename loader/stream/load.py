@@ -39,6 +39,7 @@ from .readiness import Gate, Readiness
 from .sizing import MIN_RANGE_BYTES, Budget
 from .staging import DEFAULT_BYTES, Staging, staging_bytes
 from .trace import mark_ready
+from .versions import BlobVersions
 from .work import WorkQueue
 
 if TYPE_CHECKING:
@@ -77,12 +78,14 @@ class WeightLoad:
         reserve: memoryview | None = None,
         images: ImageSink | None = None,
         ahead: ReadAhead | None = None,
+        versions: BlobVersions | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
         is read yet.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
-        were, and there are no slabs here. What was read `ahead` is not read again. Raises `InsufficientMemoryError`
+        were, and there are no slabs here. What was read `ahead` is not read again. Loads that
+        share `versions` read the same version of each blob. Raises `InsufficientMemoryError`
         when it would not fit.
         """
         self.manifest = manifest
@@ -91,6 +94,7 @@ class WeightLoad:
         self._timeline = timeline or Timeline()
         self._images = images
         self._ahead = ahead
+        self._versions = versions or BlobVersions(manifest, source.url)
         self._plan = plan_load(
             manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
         )
@@ -347,6 +351,7 @@ class WeightLoad:
             timeline=self._timeline,
             settle=self._settle,
             between=self._between_reads,
+            versions=self._versions,
             cache=self._cache,
             ahead=self._ahead,
         )

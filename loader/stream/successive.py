@@ -21,6 +21,7 @@ from ..timeline import Timeline
 from .load import WeightLoad
 from .options import MIB, LoadOptions
 from .trace import describe_part
+from .versions import BlobVersions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +91,7 @@ class SuccessiveLoad:
         self._manifest = manifest
         self._options = options or LoadOptions()
         self._timeline = timeline or Timeline()
+        self._versions = BlobVersions(manifest, source.url)
         chosen = range(len(manifest.groups)) if groups is None else groups
         self._waiting = cut_windows(manifest, chosen, window_bytes)
         self._windows: list[_Window] = []  # being read or taken: two at most
@@ -148,7 +150,11 @@ class SuccessiveLoad:
         groups = self._waiting.pop(0)
         # A timeline of its own, because to it every group that is not its business looks ready.
         load = WeightLoad(
-            self._source, restrict(self._manifest, groups), options=self._options, timeline=Timeline()
+            self._source,
+            restrict(self._manifest, groups),
+            options=self._options,
+            timeline=Timeline(),
+            versions=self._versions,
         )
         self._windows.append(_Window(groups, load, now_s))
         load.start()

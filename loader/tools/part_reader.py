@@ -23,6 +23,7 @@ from ..format.manifest import Manifest, Part, Segment
 from ..host import available_cores
 from ..sources.base import Source
 from ..stream.trace import describe_part
+from ..stream.versions import BlobVersions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,16 +43,21 @@ class PartReader:
     def __init__(self, source: Source, manifest: Manifest) -> None:
         self._source = source
         self._manifest = manifest
+        self._versions = BlobVersions(manifest, source.url)
         self._max_part_bytes = max((part.size_bytes for part in manifest.parts), default=0)
         segments = (segment for part in manifest.parts for segment in part.segments)
         self._max_segment_bytes = max(map(self.segment_bytes, segments), default=0)
         self._own = threading.local()
 
     def read(self, part: Part) -> memoryview:
-        """The part's verified bytes. Raises `IntegrityError` when they are wrong, and the source's errors."""
+        """The part's verified bytes. Raises `IntegrityError` when they are wrong, `ChangedError` when it is of another
+        version than parts before it, and the source's errors.
+        """
         stored = self._buffer("stored", self._max_part_bytes)[: part.size_bytes].data
-        blob = self._manifest.blobs[part.blob]
-        self._source.read_into(blob.name, part.offset_bytes, stored, version=blob.version)
+        name = self._manifest.blobs[part.blob].name
+        expected = self._versions.of(part.blob)
+        version = self._source.read_into(name, part.offset_bytes, stored, version=expected)
+        self._versions.check(part.blob, version)
         if part.digest is not None:
             got = blake3(stored).digest()
             if got != part.digest:

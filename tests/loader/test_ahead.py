@@ -25,6 +25,7 @@ from teneral.loader.stream import ahead
 from teneral.loader.stream.ahead import ROOM_BYTES, ReadAhead
 from teneral.loader.stream.load import WeightLoad
 from teneral.loader.stream.options import LoadOptions
+from teneral.loader.timeline import Timeline
 
 SLICE_BYTES = 10_000
 NUM_SLICES = 4
@@ -55,10 +56,15 @@ def source(store: FaultyStore) -> Iterator[HttpSource]:
 
 
 def begun(
-    source: Source, manifest: Manifest, options: LoadOptions = OPTIONS, *, weights_are_here: bool = True
+    source: Source,
+    manifest: Manifest,
+    options: LoadOptions = OPTIONS,
+    *,
+    timeline: Timeline | None = None,
+    weights_are_here: bool = True,
 ) -> ReadAhead:
     """What has been shown the manifest as its parser would."""
-    reader = ReadAhead(source, options, weights_are_here=weights_are_here)
+    reader = ReadAhead(source, options, timeline=timeline, weights_are_here=weights_are_here)
     for part in manifest.parts:
         if reader.look(manifest.weight_bytes, manifest.blobs[part.blob], part):
             break
@@ -86,12 +92,14 @@ def test_every_byte_is_asked_for_once_and_those_ahead_before_all_others(
     manifest = store.built.manifest
     first = manifest.parts[0]
     assert first.size_bytes > NUM_SLICES * SLICE_BYTES
-    reader = begun(source, manifest)
+    reader = begun(source, manifest, timeline=(timeline := Timeline()))
     slices = [(first.offset_bytes + SLICE_BYTES * number, SLICE_BYTES) for number in range(NUM_SLICES)]
     load(store, source, reader)
     asked = sorted((start, end) for _, start, end in asked_for(store))
     assert set(asked) >= {(start, start + size) for start, size in slices}
     assert sum(end - start for start, end in asked) == sum(part.size_bytes for part in manifest.parts)
+    spans = [(span.lane, span.name, span.attributes) for span in timeline.spans()]
+    assert spans == [("fetch", "ahead", {"bytes": SLICE_BYTES})] * NUM_SLICES
 
 
 @pytest.mark.parametrize("seed", range(5))

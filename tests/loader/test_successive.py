@@ -9,7 +9,7 @@ import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.paced import PacedSource, reads_of
 
-from teneral.loader.errors import IntegrityError, UnavailableError
+from teneral.loader.errors import ChangedError, IntegrityError, UnavailableError
 from teneral.loader.format.manifest import Tier
 from teneral.loader.stream import successive
 from teneral.loader.stream.load import WeightLoad
@@ -154,3 +154,13 @@ def test_the_timeline_has_a_span_for_each_window(built):
         "layers.2 … layers.3",
         "layers.4 … layers.5",
     ]
+
+
+def test_an_object_that_is_replaced_between_two_windows_is_refused_as_changed(built: BuiltArtifact) -> None:
+    with SuccessiveLoad(built.store, built.manifest, window_bytes=1) as load:
+        slabs = load.slabs()
+        next(slabs)
+        for blob in built.manifest.blobs:
+            built.store.put(blob.name, built.store.read(blob.name, max_bytes=1 << 30)[0])
+        with pytest.raises(ChangedError, match=r"part \d+"):
+            list(slabs)

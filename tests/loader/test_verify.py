@@ -19,6 +19,7 @@ from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack import pack
+from teneral.loader.tools.progress_bar import TransferProgress
 from teneral.loader.tools.verify import verify
 
 
@@ -166,3 +167,21 @@ def test_progress_rises_to_all_that_is_stored(artifact: MemoryStore) -> None:
     report = verify(artifact, progress=lambda progress: seen.append(progress.done_bytes))
     assert seen == sorted(seen)
     assert seen[-1] == report.read_bytes
+
+
+def test_an_object_that_is_replaced_meanwhile_is_called_changed_and_not_damaged(
+    artifact: MemoryStore,
+) -> None:
+    manifest = open_artifact(artifact)
+    blob = manifest.blobs[0].name
+    content = iter([artifact.read(blob, max_bytes=1 << 30)[0]])
+
+    def replace(_: TransferProgress) -> None:
+        if data := next(content, None):
+            artifact.put(blob, data)
+
+    report = verify(artifact, threads=1, progress=replace)
+    assert report.problems
+    for problem in report.problems:
+        assert problem.part.blob == 0
+        assert "replaced or truncated" in problem.message

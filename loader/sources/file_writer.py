@@ -37,6 +37,7 @@ class FileWriter(Writer):
         self, folder: Folder, name: str, *, if_absent: bool = False, if_version: str | None = None
     ) -> None:
         super().__init__()
+        self._maker = 0  # the process whose temporary file it is, once there is one
         self._folder = folder
         self._name = name
         self._path = folder.path_of(name)
@@ -44,6 +45,15 @@ class FileWriter(Writer):
         self._if_version = if_version
         with folder.translated(name):
             self._fd, self._temporary = _new_temporary(folder, os.path.dirname(self._path))
+        self._maker = os.getpid()
+
+    def __del__(self) -> None:
+        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders that are left empty are
+        # removed with the object, which whoever gives up deletes.
+        if self._is_open and self._maker == os.getpid():
+            with suppress(OSError):
+                os.unlink(self._temporary)
+            os.close(self._fd)
 
     def _append(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data).cast("B")
@@ -108,14 +118,19 @@ def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
             folder.make(directory)
             _remove_leftovers(directory)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            with suppress(OSError):  # a file system without locks: then nobody's leftovers are removed either
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink > 0:
+                return fd, path
         except FileNotFoundError:  # pruned meanwhile by another writer that gave up or deleted
             if attempts_left:
                 continue
             raise
-        with suppress(OSError):  # a file system without locks: then nobody's leftovers are removed either
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink > 0:
-            return fd, path
+        except BaseException:  # Ctrl-C, or the disk: nobody has the file yet who could remove it
+            with suppress(OSError):
+                os.unlink(path)
+            folder.prune(directory)
+            raise
         os.close(fd)  # taken for a leftover before it was locked
     raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), directory)
 

@@ -22,6 +22,7 @@ from teneral.loader.errors import (
     SourceError,
     UsageError,
 )
+from teneral.loader.sources import file_writer
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.open import open_source, open_store
 
@@ -222,6 +223,26 @@ def test_no_space_is_said_and_nothing_is_left(folder: Path, store: FileStore, sm
         writer.write(bytes(3 * small_files))
     assert "Free some space" in caught.value.hint
     assert files(folder) == []
+
+
+def test_a_writer_that_nobody_has_leaves_nothing(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "new" / "artifact")
+    store.create("blobs/one")
+    assert files(tmp_path) == ["new", "new/artifact", "new/artifact/blobs"]
+    store.delete("blobs/one")
+    assert not (tmp_path / "new").exists()
+
+
+def test_ctrl_c_while_a_writer_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(fd: int, operation: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(file_writer.fcntl, "flock", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        FileStore(tmp_path / "new" / "artifact").create("blobs/one")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_where_nothing_can_be_made_is_refused(tmp_path: Path) -> None:

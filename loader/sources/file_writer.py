@@ -48,8 +48,8 @@ class FileWriter(Writer):
         self._maker = os.getpid()
 
     def __del__(self) -> None:
-        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders that are left empty are
-        # removed with the object, which whoever gives up deletes.
+        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders that are left empty
+        # are removed with the object, which whoever gives up deletes.
         if self._is_open and self._maker == os.getpid():
             with suppress(OSError):
                 os.unlink(self._temporary)

@@ -71,6 +71,8 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
     timeline = Timeline(started_at=task.started_at)
+    # From now on nobody but the load takes pages.
+    memory = None if reserve is None else reserve.hand_over()
     try:
         if task.surroundings is not None:
             task.surroundings.take()
@@ -79,7 +81,6 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
         _reporter(stream, timeline).send(error=error)
     else:
         reporter = _reporter(stream, timeline)
-        memory = None if reserve is None else reserve.hand_over()
         try:
             _load(task, source, manifest, ahead, memory_fd, files_fd, reporter, inbox, memory)
         except TeneralError as error:

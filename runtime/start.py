@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..loader.helper_process import Surroundings
     from ..loader.stream.device_load import DeviceLoad
     from ..loader.stream.process_load import ProcessLoad
+    from .text.chat import ChatWorker
     from .text.launch import LaunchedTokenizer, PreparedTokenizer
     from .text.remote import TokenizerProcess
 
@@ -31,6 +32,7 @@ class SentFor(NamedTuple):
     load: Launched
     tokenizer: LaunchedTokenizer
     kernel_dir: str | None = None  # as the configuration has it
+    chat_worker: ChatWorker | None = None  # one that waits
 
     def take_over(self, timeline: Timeline) -> Helpers:
         """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
@@ -38,7 +40,8 @@ class SentFor(NamedTuple):
         """
         from .text.remote import TokenizerProcess  # while they are at work
 
-        return Helpers(self._follow(timeline), TokenizerProcess(self.tokenizer, timeline=timeline))
+        tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
+        return Helpers(self._follow(timeline), tokenizer)
 
     def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad:
         device = self.load.task.device
@@ -75,6 +78,7 @@ def send_for(
     *,
     prepared: Prepared | None = None,
     tokenizer: PreparedTokenizer | None = None,
+    chat_worker: ChatWorker | None = None,
     surroundings: Surroundings | None = None,
     fork: bool = False,
 ) -> SentFor | None:
@@ -88,6 +92,8 @@ def send_for(
         for each in (prepared, tokenizer):
             if each is not None:
                 each.discard()
+        if chat_worker is not None:
+            chat_worker.end()
         return None
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
@@ -101,7 +107,7 @@ def send_for(
 
     tokenizer = tokenizer or PreparedTokenizer(files=prepared.files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, surroundings))
-    return SentFor(load, launched, config.kernel_dir)
+    return SentFor(load, launched, config.kernel_dir, chat_worker)
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:

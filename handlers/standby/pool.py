@@ -26,8 +26,9 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.memory import available, check_fits
 from ...loader.stream.prepare import Prepared
 from ...loader.timeline import Timeline
-from ...runtime.errors import PortInUseError
+from ...runtime.errors import ModelError, PortInUseError
 from ...runtime.start import send_for
+from ...runtime.text.chat import ChatWorker
 from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandoverError, Order, check_path
 
@@ -256,13 +257,17 @@ class _Ahead(NamedTuple):
 
     load: Prepared
     tokenizer: PreparedTokenizer
+    chat_worker: ChatWorker | None  # None where the system has no more processes
 
     @classmethod
     def fork(cls, reserve_bytes: int) -> Self:
         load = Prepared(fork=True, reserve_bytes=reserve_bytes)
-        ahead = cls(load, PreparedTokenizer(files=load.files, fork=True))
+        tokenizer = PreparedTokenizer(files=load.files, fork=True)
+        chat_worker = None
+        with suppress(ModelError):  # then it is started when it is needed, or not
+            chat_worker = ChatWorker()
         load.reserve()
-        return ahead
+        return cls(load, tokenizer, chat_worker)
 
 
 def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, report: Callable[[TeneralError], int]) -> None:
@@ -345,6 +350,7 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[Tene
             timeline,
             prepared=ahead.load,
             tokenizer=ahead.tokenizer,
+            chat_worker=ahead.chat_worker,
             surroundings=order.surroundings,
         )
         serve_on(socket.socket(fileno=order.listener), order.config, timeline, sent)

@@ -59,10 +59,11 @@ class ChatTemplate:
         max_prompt_chars: int = MAX_PROMPT_CHARS,
         max_render_s: float = MAX_RENDER_S,
         memory_bytes: int = MEMORY_BYTES,
+        worker: ChatWorker | None = None,
     ) -> None:
         """`templates` has "default", and may have "tool_use" for requests with tools. `special_tokens`
-        (bos_token and so on) are variables of the templates. Raises `ModelError` for a template that is too
-        long; one with a wrong syntax is found out at the first `render`.
+        (bos_token and so on) are variables of the templates. A `worker` that waits is taken over when one is needed.
+        Raises `ModelError` for a template that is too long; one with a wrong syntax is found out at the first `render`.
         """
         for name, text in templates.items():
             if len(text) > MAX_TEMPLATE_CHARS:
@@ -72,7 +73,8 @@ class ChatTemplate:
         self._max_prompt_chars = max_prompt_chars
         self._max_render_s = max_render_s
         self._memory_bytes = memory_bytes
-        self._worker: _Worker | None = None
+        self._waiting = worker
+        self._worker: ChatWorker | None = None
         self._broken = ""  # why no template can be rendered
         self._lock = threading.Lock()
 
@@ -88,6 +90,9 @@ class ChatTemplate:
         """End the process. A later `render` starts a new one."""
         with self._lock:
             self._drop_worker()
+            if self._waiting is not None:
+                self._waiting.end()
+                self._waiting = None
 
     @property
     def process_id(self) -> int | None:
@@ -148,21 +153,30 @@ class ChatTemplate:
                 hint=_HINT,
             ) from error
 
-    def _await_ready(self, worker: _Worker) -> None:
+    def _await_ready(self, worker: ChatWorker) -> None:
         answer = worker.receive(time.monotonic() + MAX_START_S)
         worker.is_ready = True
         if "error" in answer:
             self._broken = str(answer.get("message", ""))
             self._drop_worker()
 
-    def _start_worker(self) -> _Worker:
+    def _start_worker(self) -> ChatWorker:
         limits = {
             "memory_bytes": self._memory_bytes,
             "output_chars": self._max_prompt_chars,
             "cpu_s": int(self._max_render_s) + 1,
         }
-        worker = _Worker()
-        worker.send(_encode({"templates": self._templates, "limits": limits}), time.monotonic() + MAX_START_S)
+        task = {"templates": self._templates, "limits": limits, "time_zone": os.environ.get("TZ")}
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            try:
+                waiting.send(_encode(task), time.monotonic() + MAX_START_S)
+            except OSError:  # it has died meanwhile
+                waiting.end()
+            else:
+                return waiting
+        worker = ChatWorker()
+        worker.send(_encode(task), time.monotonic() + MAX_START_S)
         return worker
 
     def _drop_worker(self) -> None:
@@ -171,15 +185,15 @@ class ChatTemplate:
             self._worker = None
 
 
-class _Worker:
-    """The process, and the socket to it. Used by one thread at a time."""
+class ChatWorker:
+    """The process, and the socket to it. Used by one thread at a time. `end` it; it ends with its owner, too."""
 
     def __init__(self) -> None:
-        """Raises `ModelError` when no process can be started."""
+        """Start it: it imports what it needs, and waits for templates. Raises `ModelError` when none can be started."""
         self._socket, theirs = socket.socketpair()
         program = Path(__file__).with_name("chat_worker.py")
         paths = json.dumps([path for path in sys.path if path])
-        passed_on = ("TZ", "LD_LIBRARY_PATH")  # the date's place, and where Python's own libraries may lie
+        passed_on = ("LD_LIBRARY_PATH",)  # where Python's own libraries may lie
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(program), paths],

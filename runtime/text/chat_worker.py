@@ -18,6 +18,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +31,8 @@ MAX_ERROR_CHARS = 1_000
 
 def main() -> None:
     """Serve until standard input ends."""
+    with suppress(ImportError):  # whoever asks is told
+        make_environment()  # what it imports takes 0.1 s, in which the first message may be on its way
     templates: dict[str, jinja2.Template] = {}
     limits: dict[str, int] = {}
     while (message := _receive()) is not None:
@@ -36,6 +40,7 @@ def main() -> None:
             if "templates" in message:
                 limits = message["limits"]
                 _limit_process(limits)
+                _set_time_zone(message["time_zone"])
                 compiled = make_environment().from_string
                 templates = {name: compiled(text) for name, text in message["templates"].items()}
                 answer: dict[str, Any] = {}
@@ -146,6 +151,12 @@ def _kind(error: Exception) -> str:
     if isinstance(error, MemoryError | RecursionError | OverflowError):
         return "too much"
     return "failed"
+
+
+def _set_time_zone(name: str | None) -> None:
+    if name is not None:
+        os.environ["TZ"] = name
+        time.tzset()
 
 
 def _limit_process(limits: dict[str, int]) -> None:

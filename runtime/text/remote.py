@@ -27,6 +27,7 @@ from .tokenizer import TextTokenizer, make_chat_template
 
 if TYPE_CHECKING:
     from ...loader.format.manifest import Manifest
+    from .chat import ChatWorker
     from .pieces import PieceTable
     from .settings import TextSettings
 
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
 class TokenizerProcess:
     """A `Backend`, once `load` has returned. Thread-safe."""
 
-    def __init__(self, launched: LaunchedTokenizer, *, timeline: Timeline) -> None:
-        """Takes over a process that was launched; its spans go to `timeline`."""
+    def __init__(
+        self, launched: LaunchedTokenizer, *, timeline: Timeline, chat_worker: ChatWorker | None = None
+    ) -> None:
+        """Takes over a process that was launched; its spans go to `timeline`. And one that waits for chat templates."""
         self._timeline = timeline
         self._child = _Child(launched)
+        self._chat_worker = chat_worker
         self._manifest: Manifest | None = None
         self._table: PieceTable | None = None
         self._lock = threading.Lock()  # over starting another child, and over the end
@@ -57,7 +61,8 @@ class TokenizerProcess:
         self._manifest = manifest.without_weights()
         try:
             settings = self._child.settings(self._manifest)
-            chat_template = make_chat_template(settings)
+            worker, self._chat_worker = self._chat_worker, None
+            chat_template = make_chat_template(settings, worker)
             try:
                 self.vocab_size, self._special_ids, spans = self._child.receive()
             except TeneralError:
@@ -100,6 +105,8 @@ class TokenizerProcess:
         with self._lock:
             self._closed = True
             self._child.end()
+            if self._chat_worker is not None:
+                self._chat_worker.end()
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         child = self._child

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import RequestError
 from .backend import MAX_TOKEN, Backend, LocalBackend
-from .chat import DEFAULT_TEMPLATE, ChatTemplate, Message
+from .chat import DEFAULT_TEMPLATE, ChatTemplate, ChatWorker, Message
 from .settings import Files, TextSettings, read_tokenizer_file
 
 MAX_TEXT_CHARS = 1 << 20  # tokenising takes up to 0.7 s for so many, and more than in proportion beyond
@@ -111,10 +111,12 @@ def _check_text(text: str) -> None:
         raise RequestError("the text has half of a surrogate pair in it", param="prompt") from None
 
 
-def make_chat_template(settings: TextSettings) -> ChatTemplate:
-    """The model's template, its process started; or the default one."""
+def make_chat_template(settings: TextSettings, worker: ChatWorker | None = None) -> ChatTemplate:
+    """The model's template, its process started; or the default one. Takes over a `worker` that waits, or ends it."""
     if not settings.templates:
+        if worker is not None:
+            worker.end()
         return ChatTemplate({"default": DEFAULT_TEMPLATE}, settings.special_tokens)
-    template = ChatTemplate(settings.templates, settings.special_tokens)
+    template = ChatTemplate(settings.templates, settings.special_tokens, worker=worker)
     template.start()  # beside the parsing of tokenizer.json, which takes as long
     return template

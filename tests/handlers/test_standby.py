@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,7 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.standby_processes import WAIT_S, Pool, Server
+from tests.support.standby_processes import (
+    WAIT_S,
+    Pool,
+    Server,
+    command_line,
+    descendants,
+    runs,
+    until,
+)
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
@@ -84,6 +93,33 @@ def test_a_client_that_is_killed_takes_its_server_with_it(pool: Pool, model: Pat
             break
         assert time.monotonic() < until_s
         time.sleep(0.05)
+
+
+def test_a_standby_renders_chats_with_a_process_that_it_had_ready(pool: Pool, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    save_tiny("llama", model)
+    settings = {"chat_template": "{{ messages[0].content }}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    waiting = pool.wait_full()
+    until(lambda: all(len(_chat_workers(process)) == 1 for process in waiting), "each has one ready")
+    ready = {worker for process in waiting for worker in _chat_workers(process)}
+    server = Server(model, pool.path)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 1}
+    status, answer = server.get("/v1/chat/completions", body)
+    assert status == 200, answer
+    (served,) = set(waiting) - set(pool.waiting())
+    (taken,) = _chat_workers(served)
+    assert taken in ready
+    assert server.end()[0] == 0
+    until(lambda: not runs(taken), "it ends with the server")
+
+
+def _chat_workers(process_id: int) -> list[int]:
+    return [
+        number
+        for number in descendants(process_id)
+        if any("chat_worker" in word for word in command_line(number))
+    ]
 
 
 def test_an_error_of_the_model_is_said_where_it_was_asked_for(pool: Pool, tmp_path: Path) -> None:

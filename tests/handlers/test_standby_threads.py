@@ -68,7 +68,7 @@ def test_who_forks_has_one_thread_and_so_have_its_forks(pool: Pool, model: Path)
         server.complete()
         until(lambda: len(set(pool.waiting()) - set(before)) == 1, "another in its place")
         for waiting in pool.wait_full():
-            until(lambda pid=waiting: len(children(pid)) == 2, "its loader and its tokenizer")
+            until(lambda pid=waiting: len(children(pid)) == 3, "its loader, tokenizer and chat renderer")
             assert num_threads(waiting) == 1
         assert num_threads(pool.process.pid) == 1
 

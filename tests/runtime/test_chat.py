@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,15 @@ from tests.support.small_host import small_backend
 from transformers import PreTrainedTokenizerFast
 
 from teneral.runtime.errors import ModelError, RequestError
-from teneral.runtime.text.chat import DEFAULT_TEMPLATE, MAX_MESSAGES, MAX_TEMPLATE_CHARS, ChatTemplate
+from teneral.runtime.text.chat import (
+    DEFAULT_TEMPLATE,
+    MAX_MESSAGES,
+    MAX_TEMPLATE_CHARS,
+    ChatTemplate,
+    ChatWorker,
+)
+from teneral.runtime.text.settings import TextSettings
+from teneral.runtime.text.tokenizer import make_chat_template
 
 USER = [{"role": "user", "content": "hi"}]
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -453,6 +462,58 @@ def test_a_template_that_nobody_holds_ends_its_process():
     del one
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
+
+
+def test_a_process_that_waits_is_taken_over():
+    worker = ChatWorker()
+    one = ChatTemplate({"default": "fine"}, {}, worker=worker)
+    assert one.render(USER) == "fine"
+    assert one.process_id == worker.process.pid
+    with open(f"/proc/{one.process_id}/limits") as file:
+        assert "Max address space         unlimited" not in file.read()
+    one.close()
+    assert worker.process.poll() is not None
+    assert one.render(USER) == "fine"
+    one.close()
+
+
+def test_one_that_waited_and_died_is_replaced():
+    worker = ChatWorker()
+    worker.process.kill()
+    worker.process.wait()
+    one = ChatTemplate({"default": "fine"}, {}, worker=worker)
+    one.start()
+    assert one.render(USER) == "fine"
+    assert one.process_id != worker.process.pid
+    one.close()
+
+
+def test_one_that_waits_ends_with_a_template_that_did_not_need_it():
+    worker = ChatWorker()
+    ChatTemplate({"default": "fine"}, {}, worker=worker).close()
+    assert worker.process.poll() is not None
+
+
+def test_one_that_waits_ends_where_the_model_has_no_template():
+    worker = ChatWorker()
+    settings = TextSettings.read({"tokenizer_config.json": b"{}"}.get)
+    template = make_chat_template(settings, worker)
+    assert worker.process.poll() is not None
+    assert template.render(USER) == "User: hi\n\nAssistant:"
+    template.close()
+
+
+def test_the_time_is_told_as_it_is_where_the_server_was_asked_for(monkeypatch):
+    """Not where the process that waited was started."""
+    monkeypatch.setenv("TZ", "UTC+3")
+    worker = ChatWorker()
+    monkeypatch.setenv("TZ", "ABC-5")  # east of Greenwich
+    one = ChatTemplate({"default": "{{ strftime_now('%d %H') }}"}, {}, worker=worker)
+    there = timezone(timedelta(hours=5))
+    before = datetime.now(there)
+    told = one.render(USER)
+    assert told in [when.strftime("%d %H") for when in (before, datetime.now(there))]
+    one.close()
 
 
 def test_many_threads_share_one_process(template):

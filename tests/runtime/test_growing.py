@@ -24,7 +24,7 @@ def said() -> Any:
 
 @pytest.fixture(scope="module")
 def whole(said: Any) -> LocalBackend:
-    return LocalBackend.from_file(json.dumps(said).encode(), {})
+    return LocalBackend.from_file(json.dumps(said, ensure_ascii=False).encode(), {})
 
 
 def tokens_of(backend: GrowingBackend | LocalBackend, text: str) -> tuple[list[int], Any, str]:
@@ -33,7 +33,7 @@ def tokens_of(backend: GrowingBackend | LocalBackend, text: str) -> tuple[list[i
 
 
 def test_it_says_the_same_before_and_after(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said).encode(), {})
+    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
     assert not backend.is_whole
     assert not backend.has_decoded.is_set()
     for text in TEXTS[:-1]:
@@ -49,7 +49,7 @@ def test_it_says_the_same_before_and_after(said: Any, whole: LocalBackend) -> No
 
 
 def test_a_text_that_needs_all_of_it_has_it_parsed(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said).encode(), {})
+    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda text: tokens_of(backend, text), TEXTS * 3))
     assert answers == [tokens_of(whole, text) for text in TEXTS * 3]
@@ -62,7 +62,7 @@ def test_a_small_one_is_whole_at_once() -> None:
 
 
 def test_completing_under_those_who_ask_changes_nothing(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said).encode(), {})
+    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
     expected = tokens_of(whole, TEXTS[1])
     thread = threading.Thread(target=backend.complete)
     answers = [tokens_of(backend, TEXTS[1])]
@@ -74,7 +74,7 @@ def test_completing_under_those_who_ask_changes_nothing(said: Any, whole: LocalB
 
 def test_what_cannot_be_parsed_is_an_error_from_then_on(said: Any) -> None:
     model = said["model"] | {"merges": [*said["model"]["merges"], "no such"]}
-    backend = GrowingBackend(json.dumps(said | {"model": model}).encode(), {})
+    backend = GrowingBackend(json.dumps(said | {"model": model}, ensure_ascii=False).encode(), {})
     assert backend.encode("the", add_special_tokens=True)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):

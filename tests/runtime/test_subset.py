@@ -119,7 +119,7 @@ def file_of(tokenizer: Tokenizer, *, paired: bool = False) -> dict[str, Any]:
 def both(
     said: dict[str, Any], special_tokens: dict[str, str] = SPECIAL
 ) -> tuple[SubsetTokenizer, LocalBackend]:
-    data = json.dumps(said).encode()
+    data = json.dumps(said, ensure_ascii=False).encode()
     with patch.object(subset, "MIN_FILE_BYTES", 0):
         made = SubsetTokenizer.from_file(data, special_tokens)
     assert made is not None
@@ -229,6 +229,7 @@ OTHERS: dict[str, Any] = {
     "prefix": change(continuing_subword_prefix="##"),
     "suffix": change(end_of_word_suffix="</w>"),
     "no vocabulary": change(vocab=None),
+    "an empty one": change(vocab={}),
     "no merges": change(merges=None),
     "numbers of their own": file_of(gpt()) | {"added_tokens": [{"content": "<x>", "id": 5_000}]},
     "one character": file_of(gpt()) | {"added_tokens": [{"content": "蜻", "id": 600}]},
@@ -240,7 +241,8 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_others_are_left_to_the_library(kind: str) -> None:
     with patch.object(subset, "MIN_FILE_BYTES", 0):
-        assert SubsetTokenizer.from_file(json.dumps(OTHERS[kind]).encode(), {}) is None
+        data = json.dumps(OTHERS[kind], ensure_ascii=False).encode()
+        assert SubsetTokenizer.from_file(data, {}) is None
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, "{}".encode("utf-16")])
@@ -256,4 +258,4 @@ def test_small_files_are_left_to_the_library() -> None:
 def test_what_the_library_refuses_is_refused() -> None:
     said = file_of(gpt()) | {"pre_tokenizer": {"type": "Absurd"}}
     with patch.object(subset, "MIN_FILE_BYTES", 0), pytest.raises(ModelError, match="cannot be read"):
-        SubsetTokenizer.from_file(json.dumps(said).encode(), {})
+        SubsetTokenizer.from_file(json.dumps(said, ensure_ascii=False).encode(), {})

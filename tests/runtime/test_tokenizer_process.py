@@ -97,7 +97,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny("llama", path)
     files = tokenizer_files(32_000, encoder=False)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_text(json.dumps(files[name]))
+        (path / name).write_text(json.dumps(files[name], ensure_ascii=False))
     return path
 
 

@@ -30,7 +30,7 @@ from .activations import activation
 from .compute_dtype import ComputeDtype, ComputePolicy
 from .config import DecoderConfig
 from .embeddings import take_embeddings
-from .expanded import ExpandedLinear, expansion_of
+from .expanded import MIN_COLUMNS, ExpandedLinear, as_columns, expansion_of
 from .forward_pass import ForwardPass, OnLayer
 from .linear import take_linear, take_stacked
 from .norm import HeadRMSNorm, RMSNorm
@@ -293,8 +293,18 @@ class GatedMLP:
         self.down = take_linear(parameters, "mlp.down_proj", inner_size, hidden_size, bias=config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+        gate_up, down = self.gate_up, self.down
+        if (
+            isinstance(gate_up, ExpandedLinear)
+            and isinstance(down, ExpandedLinear)
+            and len(x) >= MIN_COLUMNS
+            and x.dtype is gate_up.expansion.dtype
+        ):
+            # What is in between is the largest of all and stays as it comes; only x's size is turned.
+            gate, up = gate_up.of_columns(as_columns(x)).chunk(2)
+            return down.of_columns(self.activation(gate).mul_(up))[:, : len(x)].t()
+        gate, up = gate_up(x).chunk(2, dim=-1)
+        return down(self.activation(gate).mul_(up))
 
 
 def _choose(

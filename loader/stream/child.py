@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..format.manifest import Blob, Manifest, Part
     from ..sources.base import Source
     from .ahead import ReadAhead
-    from .arena import Reserve
+    from .arena import Reserve, Reserved
     from .launch import Task
     from .load import WeightLoad
     from .options import Order
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 AHEAD = ("blake3", "..format.manifest_json", ".ahead", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
-# Of a standby, whose parent computes its first token at once: this process's end takes 0.07 s of CPU for 1 GB, since all
-# of the memory is mapped in small pages here.
+# Of a standby, whose parent computes its first token at once: the end of this process takes 0.07 s of CPU for 1 GB, all
+# of which is mapped here in small pages.
 LINGER_S = 2.0
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
 PLAIN_SIGNS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")  # of a store that may do without TLS
@@ -148,7 +148,7 @@ def _load(
     files_fd: int,
     reporter: Reporter,
     inbox: _Inbox,
-    reserve: memoryview | None,
+    reserve: Reserved | None,
 ) -> None:
     from .load import WeightLoad
 

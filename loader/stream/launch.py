@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..helper_process import HelperProcess, Surroundings
 from ..sources.base import SourceOptions
 from .options import LoadOptions
 from .prepare import Prepared
+
+if TYPE_CHECKING:
+    from .arena import Reserved
 
 
 class Task(NamedTuple):
@@ -32,7 +35,7 @@ class Launched(NamedTuple):
     task: Task
     process: HelperProcess
     memory_fd: int  # the memory file that the weights, or images of them, will lie in
-    reserve: memoryview | None = None  # a mapping of its beginning, where there is one
+    reserve: Reserved | None = None  # a mapping of its beginning, where there is one
 
 
 def launch(task: Task, prepared: Prepared | None = None) -> Launched:

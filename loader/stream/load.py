@@ -25,7 +25,7 @@ from ..host import available_cores
 from ..memory import MIB, Available, available, check_fits
 from ..sources.base import Source
 from ..timeline import Timeline
-from .arena import Arena, as_array, held_bytes
+from .arena import Arena, Reserved, as_array, held_bytes
 from .decode import Decoder
 from .fetch import Fetcher
 from .guards import Guards
@@ -75,7 +75,7 @@ class WeightLoad:
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
         shared_fd: int | None = None,
-        reserve: memoryview | None = None,
+        reserve: Reserved | None = None,
         images: ImageSink | None = None,
         ahead: ReadAhead | None = None,
         versions: BlobVersions | None = None,

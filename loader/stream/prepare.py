@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..helper_process import HelperProcess
 
 if TYPE_CHECKING:
-    from .arena import Reserve
+    from .arena import Reserve, Reserved
 
 
 class Prepared:
@@ -50,7 +50,7 @@ class Prepared:
         if os.fstat(self.memory_fd).st_size:
             self._reserve = Reserve(self.memory_fd)
 
-    def hand_over_reserve(self) -> memoryview | None:
+    def hand_over_reserve(self) -> Reserved | None:
         """What `reserve` has mapped, if it was called."""
         return None if self._reserve is None else self._reserve.hand_over()
 

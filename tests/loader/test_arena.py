@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
+from teneral.loader.stream import arena as arena_module
 from teneral.loader.stream.arena import (
     MAX_SLOW_STEPS,
     PREFAULT_STEP_BYTES,
     Arena,
     Reserve,
+    Reserved,
     as_array,
     held_bytes,
     map_bytes,
@@ -115,15 +117,16 @@ def test_pages_that_another_process_has_taken_can_be_mapped_ahead() -> None:
     os.close(fd)
 
 
-def reserved(size_bytes: int) -> tuple[int, memoryview]:
-    """A memory file all of which a reserve has taken from the system, and the mapping that it leaves."""
+def reserved(size_bytes: int) -> tuple[int, Reserved]:
+    """A memory file all of which a reserve has taken from the system, and what that leaves."""
     fd = os.memfd_create("test")
     os.ftruncate(fd, size_bytes)
     reserve = Reserve(fd)
     until_s = time.monotonic() + 30
-    while held_bytes(fd) < size_bytes:
+    while reserve._taken_bytes < size_bytes:
         assert time.monotonic() < until_s
         time.sleep(0.01)
+    assert held_bytes(fd) == size_bytes
     return fd, reserve.hand_over()
 
 
@@ -143,12 +146,26 @@ def test_slabs_lie_in_memory_that_was_taken_ahead_and_its_rest_is_given_back() -
 
 
 @prefaults
+def test_pages_that_were_taken_ahead_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd, mapping = reserved(4 * PREFAULT_STEP_BYTES)
+    advised: list[int] = []
+    monkeypatch.setattr(arena_module, "_adviser", lambda _: lambda offset, *_: advised.append(offset) is None)
+    for taken_bytes, expected in ((mapping.taken_bytes, []), (PREFAULT_STEP_BYTES, [PREFAULT_STEP_BYTES])):
+        arena = Arena([2 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=Reserved(mapping.memory, taken_bytes))
+        assert arena.prefault(stopped=lambda: False)
+        assert advised == expected
+        arena.map_ahead()
+        assert advised == expected * 2
+    os.close(fd)
+
+
+@prefaults
 def test_weights_that_are_larger_than_what_was_taken_ahead_use_it_all_the_same() -> None:
     fd, mapping = reserved(2 * PREFAULT_STEP_BYTES)
     arena = Arena([4 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=mapping)
     assert held_bytes(fd) == 2 * PREFAULT_STEP_BYTES
     as_array(arena.slabs[0])[:] = 9
-    assert mapping[-1] == 9, "they are the same pages"
+    assert mapping.memory[-1] == 9, "they are the same pages"
     os.close(fd)
 
 

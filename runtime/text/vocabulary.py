@@ -26,7 +26,6 @@ Words = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int32]  # of bytes in the file
 
 MAX_BYTES = (1 << 31) - 64
-
 MAX_QUOTES = 1 << 23  # whose places take 32 MiB
 MAX_ESCAPES = 1 << 16  # they are looked at one by one
 MAX_DIGITS = 7  # of a token
@@ -55,7 +54,7 @@ class UnusualFileError(ValueError):
 
 
 class Vocabulary:
-    """Of a BPE model. Immutable, but for what is found out later; thread-safe."""
+    """Of a BPE model. Immutable, so thread-safe."""
 
     def __init__(self, data: bytes) -> None:
         """`data` is the content of tokenizer.json; up to three times as much is held. Raises `UnusualFileError`."""

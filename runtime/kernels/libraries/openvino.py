@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from ...models.packed import CannotPackError
-from ...models.quantized import QuantizedLinear
+from ...models.quantized import QuantizedLinear, dequantize
 from .layout import in_column_order, is_for, largest_block, pairs
 
 BLOCKS = (32, 64)  # columns whose inputs share a scale
 MAX_ROWS = 64  # at a time: more are no faster, and each product keeps room for as many as it ever had
 # What weights are while they are multiplied. For a processor without such kernels they would be made into floats.
 INTEGERS = {"i8", "i4", "u4"}
+CHECKED_OUTPUTS = 64  # of a copy, when it is made
+MAX_DIFFERENCE = 0.05  # of their length; rounding the inputs leaves a fifth of that
 _MODEL_BYTES = 1 << 20  # of a model, its code, and its threads
 
 
@@ -63,12 +65,23 @@ class Product:
             self._nothing = tuple(
                 self._tensor(np.empty((0, width), np.float32)) for width in (weight.num_in, weight.num_out)
             )
-            # Only now the integers are brought into their order.
-            self(torch.zeros(MAX_ROWS, weight.num_in), None)
+            self._check(weight)  # only now the integers are brought into their order, too
         except CannotPackError:
             raise
         except Exception as error:  # of the library: RuntimeError, or whatever importing it raises
             raise CannotPackError(f"OpenVINO could not pack weights: {error}") from error
+
+    def _check(self, weight: QuantizedLinear) -> None:
+        """Groups of 192 and 320 were seen to give wrong products on a processor with AVX2 alone (OpenVINO 2026.4), of 33
+        rows and not of 8. Raises CannotPackError.
+        """
+        x = torch.randn(MAX_ROWS, weight.num_in, generator=torch.Generator().manual_seed(0))
+        zero = None if weight.zero is None else weight.zero[:CHECKED_OUTPUTS]
+        floats = dequantize(weight.weight[:CHECKED_OUTPUTS], weight.scale[:CHECKED_OUTPUTS], zero)
+        expected = x @ floats.float().T
+        difference = self(x, None)[:, :CHECKED_OUTPUTS] - expected
+        if not torch.linalg.norm(difference) <= MAX_DIFFERENCE * torch.linalg.norm(expected):
+            raise CannotPackError("OpenVINO computes something else from such weights on this processor")
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x (T, in) bf16 or fp32 → x @ weight.T + bias, (T, out) of the same dtype, rounded once."""

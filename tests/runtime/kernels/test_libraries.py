@@ -107,10 +107,25 @@ def test_a_product_is_off_by_what_rounding_the_inputs_makes_it(library, kind, sh
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 96), (4, 192), (8, 320)])
 def test_groups_may_be_of_any_size_that_the_blocks_of_inputs_divide(library, bits, group_size):
+    """Or are refused, as by OpenVINO on processors where it gets some wrong."""
     weight = matrix(40, 960, bits=bits, group_size=group_size, zeros=bits == 4)
-    product = library.Product(weight, num_threads=THREADS)
-    x = inputs(33, 960)
-    assert error_of(product(x, None), reference(weight, x)) < MAX_ERROR
+    try:
+        product = library.Product(weight, num_threads=THREADS)
+    except CannotPackError as error:
+        if library is openvino and "something else" in str(error):
+            return
+        raise
+    for num_rows in ROWS:
+        x = inputs(num_rows, 960)
+        assert error_of(product(x, None), reference(weight, x)) < MAX_ERROR
+
+
+def test_a_copy_that_computes_something_else_is_refused(monkeypatch):
+    pytest.importorskip("openvino")
+    weight = matrix(96, 128, bits=8)
+    monkeypatch.setattr(openvino, "dequantize", lambda *_: torch.ones(64, 128))
+    with pytest.raises(CannotPackError, match="something else"):
+        openvino.Product(weight, num_threads=THREADS)
 
 
 def test_nothing_but_the_bias_that_is_given_is_added(library):

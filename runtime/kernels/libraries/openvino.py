@@ -72,8 +72,8 @@ class Product:
             raise CannotPackError(f"OpenVINO could not pack weights: {error}") from error
 
     def _check(self, weight: QuantizedLinear) -> None:
-        """Raises CannotPackError. Groups of 192 and 320 were seen to give wrong products on a processor with AVX2 alone,
-        with 33 rows of input, not with 8 (OpenVINO 2026.4).
+        """Raises CannotPackError. Groups of 192 and 320 were seen to give wrong products of 33 rows, not of 8, on a
+        processor with AVX2 alone (OpenVINO 2026.4).
         """
         x = torch.randn(MAX_ROWS, weight.num_in, generator=torch.Generator().manual_seed(0))
         zero = None if weight.zero is None else weight.zero[:CHECKED_OUTPUTS]

@@ -99,7 +99,7 @@ class Vocabulary:
         return piece
 
     def as_dict(self) -> dict[str, int]:
-        """All of it, read now: holds the GIL for 0.04 s for 150,000 pieces."""
+        """All of it, read now: holds the GIL for 0.09 s for 150,000 pieces."""
         pieces: dict[str, int] = _read(b"{" + self._file.data[self._entries] + b"}")
         return pieces
 

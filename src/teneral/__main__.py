@@ -20,9 +20,7 @@ def main() -> int:
         from .loader.stream import launch  # noqa: F401 - as above
         from .loader.stream.prepare import Prepared, is_possible
 
-        # … unless a standby process has one, as it probably does where such a socket is named.
-        has_standby = any(argument.partition("=")[0] == "--standby-socket" for argument in sys.argv)
-        prepared = Prepared(fork=True) if is_possible() and not has_standby else None
+        prepared = Prepared(fork=True) if is_possible() else None
     from .cli import run
 
     return run(sys.argv[1:], prepared)

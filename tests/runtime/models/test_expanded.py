@@ -242,8 +242,9 @@ def test_one_token_and_many_agree_in_a_quantised_model(tmp_path):
     many, stepper = Stepper(decoder).step({"a": prompt})["a"], Stepper(decoder)
     single = torch.cat([stepper.step({"a": [token]})["a"] for token in prompt])
 
-    # bf16 rounds at other places in one and in the other, and where is the processor's: 0.9988 on one with AVX2 alone.
-    assert torch.cosine_similarity(many, single, dim=-1).min() > 0.997
+    # Where bf16 rounds is the processor's: without products of it, sums are rounded at other places (0.9988 was seen).
+    bound = 0.999 if CpuDtypes.of_this_machine().bfloat16 else 0.998
+    assert torch.cosine_similarity(many, single, dim=-1).min() > bound
 
 
 def test_two_threads_have_scratch_of_their_own(monkeypatch):

@@ -327,8 +327,11 @@ def test_a_checkpoint_is_computed_over_copies_of_what_it_was_converted_to(kind, 
 
     assert len(integers) >= 4 * len(decoder.layers)
     assert all(linear.packed is not None for linear in integers)
+    difference = float((over_copies - before).norm() / before.norm())
+    assert difference < 0.05
     # OpenVINO rounds inputs to 8 bits where the processor multiplies those, and not at all with AVX2 alone.
-    assert float((over_copies - before).norm() / before.norm()) < 0.05
+    if backend != "openvino" or torch.cpu._is_vnni_supported():
+        assert difference > 0
 
 
 @pytest.mark.parametrize("kind", ["gptq", "gptq in its order of activation", "awq"])

@@ -1,0 +1,136 @@
+"""Ways to compute a model: what a decoder and an encoder ask of them, and how they say what they lack.
+
+An executor is made of a spec and weights, by a backend, and handed to the model: models import no executor. Each lists
+what it implements, and refuses, with a reason, every spec that has more: nothing is computed silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..kv.kinds import KVKind
+from ..step.batch import Int64s, StepBatch
+from .spec import DecoderSpec, EncoderSpec
+
+Activations = Any  # (T, hidden_size) in the spec's dtype, in a form of the executor's own
+Floats = npt.NDArray[np.float32]
+
+Accepts = Callable[[Any], bool]
+
+
+class Executor(Protocol):
+    """Computes a decoder's steps. One thread at a time; all calls drop the GIL where they take long.
+
+    The decoder opens the gates: what a call reads of the weights is there, and does not change during the call. Token
+    ids, slots and block tables are checked by the executor before they reach memory: an id outside of the vocabulary
+    raises, it never reads.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the backend, for logs and figures."""
+
+    @property
+    def runs_layers_together(self) -> bool:
+        """Whether one call for several layers is faster than a call for each."""
+
+    def embed(self, batch: StepBatch) -> Activations:
+        """The rows of the batch's tokens. Reads no other rows of the embeddings."""
+
+    def begin(self, batch: StepBatch, kv: Any) -> Any:
+        """What all layers share in one pass over this batch, for `layers`. Reads no weights. `kv` is from `new_kv`."""
+
+    def layers(self, step: Any, first: int, end: int, x: Activations) -> Activations:
+        """x through the layers [first, end): writes the rows' keys and values, and then attends. x may be changed, and
+        is not used again. `step` is from `begin`, for the batch whose rows x has.
+        """
+
+    def logits(self, x: Activations, rows: Int64s) -> Any:
+        """(R, vocab_size) fp32 of these rows of what the last layer made; R may be 0. A new array on the host; on a
+        device whatever the backend's sampler takes.
+        """
+
+    def join(self, parts: Sequence[Activations]) -> Activations:
+        """The rows of all of them, behind one another: two passes that met go on as one."""
+
+    def select(self, x: Activations, rows: Int64s) -> Activations:
+        """These rows, ascending: some sequences have left the pass."""
+
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
+        """Empty storage for keys and values, a `KVPool`; num_blocks times `kv_block_bytes`. Its memory is not touched
+        before it is written. Raises `ModelError` for a kind that this executor lacks.
+        """
+
+    def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
+        """The size of one block in what `new_kv` makes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextBatch:
+    """Texts as tokens, back to back, without padding."""
+
+    tokens: Int64s  # (T,)
+    starts: Int64s  # (N + 1,), ascending from 0 to T: text i has the tokens [starts[i], starts[i + 1]), at least one
+
+
+class EncoderExecutor(Protocol):
+    """Computes an encoder's batches. As `Executor` in everything that it does not say itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def runs_layers_together(self) -> bool: ...
+
+    def embed(self, batch: TextBatch) -> Activations:
+        """norm(word + position + type 0) of each token."""
+
+    def layers(self, batch: TextBatch, first: int, end: int, x: Activations) -> Activations:
+        """x through the layers [first, end). x may be changed, and is not used again."""
+
+    def finish(self, batch: TextBatch, x: Activations) -> Floats:
+        """(N, spec.num_columns): pooled and normalised states, or a classifier's scores. A new array."""
+
+
+def any_value(value: Any) -> bool:
+    """For fields of which an executor implements whatever a spec may have."""
+    return True
+
+
+def one_of(*values: Any) -> Accepts:
+    """For fields of which it implements only these values."""
+    return lambda value: value in values
+
+
+def refusal_of(
+    spec: DecoderSpec | EncoderSpec, implemented: Mapping[str, Accepts], executor: str
+) -> str | None:
+    """Why `executor`, which implements this, must not compute this model; None: it may.
+
+    `implemented` has an entry for each field that the executor knows, nested ones as "rotary.dim", which says whether
+    it implements the field's value. A field without an entry is one that the executor does not know: refused whatever
+    its value.
+    """
+    for name, value in _fields_of(spec):
+        accepts = implemented.get(name)
+        if accepts is None:
+            return f"{executor} does not know {name}"
+        if not accepts(value):
+            return f"{executor} does not implement {name} = {value!s:.80}"
+    return None
+
+
+def _fields_of(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        if is_dataclass(inner):
+            found += _fields_of(inner, f"{prefix}{field.name}.")
+        else:
+            found.append((f"{prefix}{field.name}", inner))
+    return found

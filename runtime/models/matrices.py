@@ -1,0 +1,242 @@
+"""Weights as an executor takes them: arrays with their types, matrices, and the matrices of each layer.
+
+Storage exists, at its final address, when these values are made; its content arrives later, and is there once the gate
+of its layer is open. Nothing here is copied or computed, but for matrices of GPTQ and AWQ (`Projection.matrices`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dtypes import DType
+
+if TYPE_CHECKING:
+    from ..weights import Gate, RowGate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """An array and what its elements are; BF16 is held as uint16. C-contiguous.
+
+    On the host `array` is numpy's. On a device it is what that device's backend computes with.
+    """
+
+    dtype: DType
+    array: Any
+    device: str = "cpu"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.size_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseMatrix:
+    """y = x @ weight.T + bias."""
+
+    weight: Tensor  # (N, K) BF16, F16 or F32
+    bias: Tensor | None = None  # (N,) of the same type
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntegerMatrix:
+    """y = x @ w.T + bias of w (N, K) = (q - zero) · scale, with a scale for each of G equal groups of a row.
+
+    docs/quantize.md, "The layout", is the norm.
+    """
+
+    weight: (
+        Tensor  # (N, K) I8, or (N, K / 2) U8 with two numbers of 4 bits in each; then K is a multiple of 64
+    )
+    scale: Tensor  # (N, G) BF16 or F32; G divides K
+    zero: Tensor | None = None  # (N, G) U8 with 4 bits, I16 with 8; None means 8 with 4 bits and 0 with 8
+    bias: Tensor | None = None  # (N,) BF16, F16 or F32
+    columns: npt.NDArray[np.int64] | None = (
+        None  # (K,): x[:, columns] takes the place of x (GPTQ's act-order)
+    )
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.weight.dtype is DType.U8 else 8
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1] * 8 // self.bits
+
+    @property
+    def num_out(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        return self.num_in // self.scale.shape[1]
+
+
+Matrix = DenseMatrix | IntegerMatrix
+
+
+class Projection(Protocol):
+    """One product, (T, K) → (T, N): matrices of the same input, whose outputs lie side by side in this order."""
+
+    @property
+    def num_in(self) -> int: ...
+
+    @property
+    def num_out(self) -> int: ...
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether `matrices` gives the same objects from now on. Always so of matrices that are used as stored."""
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        """What is to be multiplied with, behind the layer's open gate. Matrices of GPTQ and AWQ are converted by the
+        first call, which takes a while, and anew by each call until their content is exact.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredProjection:
+    """Matrices that are used where the loader put them: one, where their rows lie back to back."""
+
+    parts: tuple[Matrix, ...]
+
+    @property
+    def num_in(self) -> int:
+        return self.parts[0].num_in
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.num_out for part in self.parts)
+
+    @property
+    def is_settled(self) -> bool:
+        return True
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.parts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingTable:
+    """A row for each token: floats, or int8 times the row's scale, rounded to the spec's dtype."""
+
+    weight: Tensor  # (vocab, hidden) BF16, F16, F32, or I8
+    scale: Tensor | None = None  # (vocab, 1) BF16 or F32, where the weight is I8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayerWeights:
+    """Norm weights are (size,) of any of BF16, F16, F32, and are rounded to the spec's dtype before they multiply."""
+
+    attention_norm: Tensor  # (hidden,)
+    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each
+    query_norm: Tensor | None  # (head_dim,)
+    key_norm: Tensor | None
+    output: Projection
+    mlp_norm: Tensor
+    gate_up: Projection  # gate, then up
+    down: Projection
+    gate: Gate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """A decoder's weights, with the gates behind which they become readable."""
+
+    embeddings: EmbeddingTable
+    layers: tuple[DecoderLayerWeights, ...]
+    norm: Tensor
+    head: Projection
+    entry_gate: RowGate  # of those rows of the embeddings that a step has
+    head_gate: Gate  # of the norm and the head
+    all_gate: Gate
+
+    @property
+    def device(self) -> str:
+        return self.embeddings.weight.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerNormWeights:
+    """(hidden,) each, of any of BF16, F16, F32."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderLayerWeights:
+    qkv: Projection
+    output: Projection
+    attention_norm: LayerNormWeights
+    up: Projection
+    down: Projection
+    mlp_norm: LayerNormWeights
+    gate: Gate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderWeights:
+    """An encoder's weights; a classifier's have `dense` and `scores`."""
+
+    words: Tensor  # (vocab, hidden)
+    positions: Tensor  # (max_positions, hidden)
+    types: Tensor  # (type_vocab, hidden): only row 0 is used
+    norm: LayerNormWeights
+    layers: tuple[EncoderLayerWeights, ...]
+    entry_gate: RowGate
+    dense: Projection | None = None
+    scores: Projection | None = None
+    head_gate: Gate | None = None  # of dense and scores
+
+    @property
+    def device(self) -> str:
+        return self.words.device
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors joined along their first dimension, as a view; None unless they lie back to back on the host."""
+    first = tensors[0]
+    arrays = [tensor.array for tensor in tensors]
+    end = _address(arrays[0])
+    for tensor, array in zip(tensors, arrays, strict=True):
+        is_alike = tensor.dtype is first.dtype and array.shape[1:] == arrays[0].shape[1:]
+        if not is_alike or _address(array) != end or not array.flags.c_contiguous:
+            return None
+        end += array.nbytes
+    shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
+    base = _owner(arrays[0])
+    if any(_owner(array) is not base for array in arrays):
+        return None
+    whole = np.lib.stride_tricks.as_strided(arrays[0], shape, arrays[0].strides, writeable=False)
+    return Tensor(first.dtype, whole)
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _owner(array: npt.NDArray[Any]) -> Any:
+    """The array, or the buffer, that owns this one's memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return base

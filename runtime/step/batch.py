@@ -1,0 +1,78 @@
+"""One step's work as the model sees it: tokens of several sequences back to back, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """One sequence's share of a step: rows [start, start + length) of the batch.
+
+    `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached +
+    length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size].
+    """
+
+    start: int
+    length: int
+    context_len: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """T tokens of all sequences together, R rows whose logits are wanted. All arrays are contiguous."""
+
+    tokens: Int64s  # (T,)
+    positions: Int64s  # (T,), position of each token in its own sequence
+    slots: Int64s  # (T,), block * block_size + offset: where this step's keys and values go
+    spans: tuple[SequenceSpan, ...]
+    logit_rows: Int64s  # (R,), indices into the T rows
+    on_device: Any = None  # the same once more, where a backend has sent it to a device
+
+
+def join(batches: Sequence[StepBatch]) -> StepBatch:
+    """All of them as one, their rows behind one another."""
+    spans: list[SequenceSpan] = []
+    logit_rows: list[Int64s] = []
+    num_rows = 0
+    for batch in batches:
+        spans += [replace(span, start=span.start + num_rows) for span in batch.spans]
+        logit_rows.append(batch.logit_rows + num_rows)
+        num_rows += len(batch.tokens)
+    return StepBatch(
+        np.concatenate([batch.tokens for batch in batches]),
+        np.concatenate([batch.positions for batch in batches]),
+        np.concatenate([batch.slots for batch in batches]),
+        tuple(spans),
+        np.concatenate(logit_rows),
+    )
+
+
+def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]:
+    """Only these spans of it, by number, ascending; and which of its rows they are."""
+    kept = [batch.spans[number] for number in numbers]
+    rows = [row for span in kept for row in range(span.start, span.start + span.length)]
+    place = {row: index for index, row in enumerate(rows)}
+    spans: list[SequenceSpan] = []
+    start = 0
+    for span in kept:
+        spans.append(replace(span, start=start))
+        start += span.length
+    logit_rows = [place[row] for row in batch.logit_rows.tolist() if row in place]
+    index = np.array(rows, dtype=np.int64)
+    chosen = StepBatch(
+        batch.tokens[index],
+        batch.positions[index],
+        batch.slots[index],
+        tuple(spans),
+        np.array(logit_rows, dtype=np.int64),
+    )
+    return chosen, index

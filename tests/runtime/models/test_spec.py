@@ -1,0 +1,82 @@
+"""What a spec says, and that an executor refuses what it does not know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, make_dataclass, replace
+
+import numpy as np
+import pytest
+from tests.support.tiny_models import config_json, tiny_model
+
+from teneral.runtime.dtypes import DType
+from teneral.runtime.models.config import DecoderConfig, EncoderConfig
+from teneral.runtime.models.executor import any_value, one_of, refusal_of
+from teneral.runtime.models.rotary import Rotary
+from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
+
+ROTARY = tuple(f"rotary.{field.name}" for field in fields(Rotary))
+FIELDS = {
+    DecoderSpec: (*(field.name for field in fields(DecoderSpec) if field.name != "rotary"), *ROTARY),
+    EncoderSpec: tuple(field.name for field in fields(EncoderSpec)),
+}
+
+
+def decoder_spec() -> DecoderSpec:
+    return DecoderSpec.of(DecoderConfig.from_json(config_json(tiny_model("qwen3"))), DType.BF16)
+
+
+def encoder_spec() -> EncoderSpec:
+    return EncoderSpec.of(EncoderConfig.from_json(config_json(tiny_model("bert"))), DType.F32)
+
+
+@pytest.mark.parametrize("spec", [decoder_spec(), encoder_spec()], ids=["decoder", "encoder"])
+def test_a_spec_is_taken_when_all_of_its_fields_are_implemented(spec):
+    assert refusal_of(spec, dict.fromkeys(FIELDS[type(spec)], any_value), "it") is None
+
+
+@pytest.mark.parametrize("spec", [decoder_spec(), encoder_spec()], ids=["decoder", "encoder"])
+def test_a_field_that_is_not_listed_is_refused_by_name(spec):
+    for missing in FIELDS[type(spec)]:
+        listed = dict.fromkeys((name for name in FIELDS[type(spec)] if name != missing), any_value)
+        assert refusal_of(spec, listed, "it") == f"it does not know {missing}"
+
+
+def test_a_new_field_is_refused_even_with_a_harmless_value():
+    @dataclass(frozen=True, slots=True)
+    class Softcapped(DecoderSpec):
+        softcap: float = 0.0
+
+    spec = decoder_spec()
+    newer = Softcapped(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+    assert (
+        refusal_of(newer, dict.fromkeys(FIELDS[DecoderSpec], any_value), "it") == "it does not know softcap"
+    )
+
+
+def test_a_new_field_of_the_rotary_embedding_is_refused():
+    spec = decoder_spec()
+    interleaved = make_dataclass("Interleaved", [("interleaved", bool, False)], bases=(Rotary,), frozen=True)
+    rotary = interleaved(*(getattr(spec.rotary, field.name) for field in fields(Rotary)))
+
+    refusal = refusal_of(replace(spec, rotary=rotary), dict.fromkeys(FIELDS[DecoderSpec], any_value), "it")
+
+    assert refusal == "it does not know rotary.interleaved"
+
+
+def test_a_value_that_is_not_implemented_is_refused_with_the_value():
+    listed = {**dict.fromkeys(FIELDS[DecoderSpec], any_value), "activation": one_of(Activation.SILU)}
+    assert refusal_of(decoder_spec(), listed, "it") is None
+
+    relu = replace(decoder_spec(), activation=Activation.RELU)
+
+    assert refusal_of(relu, listed, "it") == "it does not implement activation = relu"
+
+
+def test_a_rotary_table_in_pieces_is_the_table():
+    rotary = decoder_spec().rotary
+    whole = rotary.tables(0, 9_000)
+
+    for begin, end in [(0, 1), (4_095, 4_097), (8_000, 9_000)]:
+        for piece, table in zip(rotary.tables(begin, end), whole, strict=True):
+            np.testing.assert_array_equal(piece, table[begin:end])

@@ -14,6 +14,7 @@
     │   ├── ManifestError
     │   ├── CheckpointError      a safetensors file or a model directory
     │   └── IntegrityError       bytes that differ from their digest
+    ├── NativeLibraryError       the native core's library does not load, or is of another version
     ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadError                a load ended before all weights were there
         └── LoadCancelledError   … because somebody asked it to
@@ -134,6 +135,10 @@ class LoadError(TeneralError):
 
 class LoadCancelledError(LoadError):
     """The load was cancelled by its owner."""
+
+
+class NativeLibraryError(TeneralError):
+    """A library of the native core that does not load or does not fit the Python side."""
 
 
 class InsufficientMemoryError(TeneralError):

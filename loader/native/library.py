@@ -1,0 +1,125 @@
+"""The native core's shared library: found, loaded and checked for this processor.
+
+`docs/native.md` has the list of instruction sets. The first call of `library` loads the best one that the processor
+has; `TENERAL_ISA` names a lower one. Where there is none, callers compute with numpy. Importing this loads nothing. It
+does not know the library's functions: their signatures stand where they are called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+from ..errors import NativeLibraryError, UsageError
+from ..host import available_cores
+
+VERSION = 1  # of the interface, `TN_VERSION` in core.h
+ISA_VARIABLE = "TENERAL_ISA"
+_CPUINFO = "/proc/cpuinfo"
+_MAX_CPUINFO_BYTES = 64 << 10  # of which the first processor's lines are needed
+_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+_ISAS: dict[str, dict[str, frozenset[str]]] = {  # the best first, with what they need of /proc/cpuinfo
+    "x86_64": {"x86_64_v4_bf16": _V4 | {"avx512_bf16", "avx512_vnni"}, "x86_64_v4": _V4, "x86_64_v3": _V3},
+    "aarch64": {"aarch64_bf16": frozenset({"asimd", "bf16", "i8mm"}), "aarch64": frozenset({"asimd"})},
+}
+
+
+class Library:
+    """A loaded library. `functions` are the C functions by name; `isa` is the instruction set it was built for."""
+
+    __slots__ = ("functions", "isa", "sizes")
+
+    def __init__(self, path: str) -> None:
+        """Raises `NativeLibraryError` where it does not load or has another version."""
+        try:
+            self.functions = ctypes.CDLL(path)
+        except OSError as error:
+            raise NativeLibraryError(
+                f"{os.path.basename(path)} does not load: {error}",
+                hint=f"name another instruction set in {ISA_VARIABLE}",
+            ) from error
+        describe = self.functions.tn_describe
+        describe.restype = ctypes.c_char_p
+        facts = dict(line.split(" ", 1) for line in describe().decode("ascii").splitlines())
+        self.isa = facts.pop("isa")
+        version = int(facts.pop("version"))
+        if version != VERSION:
+            raise NativeLibraryError(
+                f"{os.path.basename(path)} has version {version} of the interface, and {VERSION} is needed",
+                hint="build it again: python build_native.py",
+            )
+        self.sizes = {name: int(size) for name, size in facts.items()}
+
+    def check_struct(self, name: str, declared: type[ctypes.Structure]) -> None:
+        """Raises `NativeLibraryError` where the library's struct has another size than it was declared with here."""
+        if self.sizes.get(name) != ctypes.sizeof(declared):
+            raise NativeLibraryError(
+                f"the native library's {name} has {self.sizes.get(name)} bytes, and {ctypes.sizeof(declared)} are "
+                "declared",
+                hint="build it again: python build_native.py",
+            )
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library for this processor, with as many threads as the container has cores; None where there is none.
+
+    Raises `UsageError` where `TENERAL_ISA` names one that cannot be used, and `NativeLibraryError` as `Library` does.
+    """
+    isa = choose_isa(os.environ.get(ISA_VARIABLE), usable_isas())
+    if isa is None:
+        return None
+    loaded = Library(library_path(isa))
+    loaded.functions.tn_set_threads(available_cores())
+    return loaded
+
+
+def library_path(isa: str) -> str:
+    return os.path.join(_FOLDER, f"teneral_{isa}.so")
+
+
+def usable_isas() -> list[str]:
+    """Instruction sets that this processor has and that there are libraries for, the best first."""
+    supported = supported_isas(os.uname().machine, _cpu_features())
+    return [isa for isa in supported if os.path.exists(library_path(isa))]
+
+
+def supported_isas(machine: str, features: frozenset[str]) -> list[str]:
+    """Instruction sets of a processor with these features of /proc/cpuinfo, the best first."""
+    return [isa for isa, needed in _ISAS.get(machine, {}).items() if needed <= features]
+
+
+def choose_isa(named: str | None, usable: list[str]) -> str | None:
+    """The best instruction set, or the named one. Raises `UsageError` where that is not usable."""
+    if not named:
+        return usable[0] if usable else None
+    if named not in usable:
+        raise UsageError(
+            f"{ISA_VARIABLE}={named}: there is no library for that instruction set, or the processor lacks it",
+            key=ISA_VARIABLE,
+            hint=f"this machine can use {', '.join(usable) or 'none'}",
+        )
+    return named
+
+
+def _cpu_features() -> frozenset[str]:
+    """Of the first processor in /proc/cpuinfo; none where that cannot be read."""
+    try:
+        with open(_CPUINFO, "rb") as file:
+            text = file.read(_MAX_CPUINFO_BYTES).decode("ascii", "replace")
+    except OSError:
+        return frozenset()
+    return cpu_features(text)
+
+
+def cpu_features(cpuinfo: str) -> frozenset[str]:
+    """The features in a text of /proc/cpuinfo: `flags` of x86-64, `Features` of aarch64."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()

@@ -1,0 +1,112 @@
+/* AVX2 with FMA and F16C. Read through isa.h only. */
+#include <immintrin.h>
+
+#define TN_LANES 8
+typedef __m256 vf;
+
+/* All ones in the first `count` lanes. */
+TN_INLINE __m256i v_mask(int count) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+TN_INLINE __m128i v_load16_part(const uint16_t *from, int count) {
+    uint16_t lanes[TN_LANES] = {0};
+    for (int lane = 0; lane < count; lane++) lanes[lane] = from[lane];
+    return _mm_loadu_si128((const void *)lanes);
+}
+
+TN_INLINE vf vf_set(float value) { return _mm256_set1_ps(value); }
+TN_INLINE vf vf_zero(void) { return _mm256_setzero_ps(); }
+
+TN_INLINE vf vf_load(const float *from) { return _mm256_loadu_ps(from); }
+TN_INLINE vf vf_load_part(const float *from, int count) { return _mm256_maskload_ps(from, v_mask(count)); }
+TN_INLINE void vf_store(float *to, vf value) { _mm256_storeu_ps(to, value); }
+TN_INLINE void vf_store_part(float *to, vf value, int count) { _mm256_maskstore_ps(to, v_mask(count), value); }
+
+TN_INLINE vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+TN_INLINE vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+TN_INLINE vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+TN_INLINE vf vf_div(vf a, vf b) { return _mm256_div_ps(a, b); }
+TN_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); } /* a * b + c, rounded once */
+TN_INLINE vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }            /* b where either is NaN */
+TN_INLINE vf vf_min(vf a, vf b) { return _mm256_min_ps(a, b); }            /* b where either is NaN */
+TN_INLINE vf vf_sqrt(vf a) { return _mm256_sqrt_ps(a); }
+TN_INLINE vf vf_round(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+/* a < b ? then : otherwise, lane by lane; of a NaN otherwise. */
+TN_INLINE vf vf_if_less(vf a, vf b, vf then, vf otherwise) {
+    return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+
+/* 2^n for whole n in [-126, 127]. */
+TN_INLINE vf vf_pow2(vf n) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+
+/* ---- widening and rounding ---- */
+
+TN_INLINE vf v_of_bf16(__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+TN_INLINE vf vf_load_bf16(const uint16_t *from) { return v_of_bf16(_mm_loadu_si128((const void *)from)); }
+TN_INLINE vf vf_load_bf16_part(const uint16_t *from, int count) { return v_of_bf16(v_load16_part(from, count)); }
+TN_INLINE vf vf_load_f16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const void *)from)); }
+TN_INLINE vf vf_load_f16_part(const uint16_t *from, int count) { return _mm256_cvtph_ps(v_load16_part(from, count)); }
+TN_INLINE vf vf_load_i8(const int8_t *from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+}
+
+TN_INLINE __m128i v_to_bf16(vf value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i chosen = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+    const __m256i packed = _mm256_packus_epi32(chosen, chosen); /* within each half */
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+TN_INLINE void vf_store_bf16(uint16_t *to, vf value) { _mm_storeu_si128((void *)to, v_to_bf16(value)); }
+TN_INLINE void vf_store_bf16_part(uint16_t *to, vf value, int count) {
+    uint16_t lanes[TN_LANES];
+    vf_store_bf16(lanes, value);
+    for (int lane = 0; lane < count; lane++) to[lane] = lanes[lane];
+}
+TN_INLINE void vf_store_f16(uint16_t *to, vf value) {
+    _mm_storeu_si128((void *)to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* Integers of 4 bits: TN_LANES bytes, whose low and whose high halves are 2 * TN_LANES levels. */
+TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)from));
+    *low = _mm256_cvtepi32_ps(_mm256_and_si256(bytes, _mm256_set1_epi32(15)));
+    *high = _mm256_cvtepi32_ps(_mm256_srli_epi32(bytes, 4));
+}
+
+/* ---- over lanes ---- */
+
+TN_INLINE __m128 v_halves(__m256 a) { /* 8 lanes → 4 */
+    return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+}
+
+TN_INLINE float vf_sum(vf a) {
+    __m128 four = v_halves(a);
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+TN_INLINE float vf_largest(vf a) { /* no lane may be NaN */
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+/* to[0..3] = first ? sums : to[0..3] + sums, of the lanes of a, b, c and d: each the tree that `vf_sum` has. */
+TN_INLINE void vf_reduce4(float *to, vf a, vf b, vf c, vf d, int first) {
+    const __m128 a4 = v_halves(a), b4 = v_halves(b), c4 = v_halves(c), d4 = v_halves(d);
+    const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a4, b4), _mm_unpackhi_ps(a4, b4)); /* a0+a2 b0+b2 a1+a3 b1+b3 */
+    const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c4, d4), _mm_unpackhi_ps(c4, d4));
+    __m128 four = _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab));
+    if (!first) four = _mm_add_ps(_mm_loadu_ps(to), four);
+    _mm_storeu_ps(to, four);
+}

@@ -1,0 +1,142 @@
+/* AVX-512 F, BW, DQ and VL; and BF16 where the compiler has it. Read through isa.h only. */
+#include <immintrin.h>
+
+#define TN_LANES 16
+typedef __m512 vf;
+
+TN_INLINE __mmask16 v_mask(int count) { return (__mmask16)((1u << count) - 1); }
+
+TN_INLINE vf vf_set(float value) { return _mm512_set1_ps(value); }
+TN_INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
+
+TN_INLINE vf vf_load(const float *from) { return _mm512_loadu_ps(from); }
+TN_INLINE vf vf_load_part(const float *from, int count) { return _mm512_maskz_loadu_ps(v_mask(count), from); }
+TN_INLINE void vf_store(float *to, vf value) { _mm512_storeu_ps(to, value); }
+TN_INLINE void vf_store_part(float *to, vf value, int count) { _mm512_mask_storeu_ps(to, v_mask(count), value); }
+
+TN_INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+TN_INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+TN_INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+TN_INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+TN_INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); } /* a * b + c, rounded once */
+TN_INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }            /* b where either is NaN */
+TN_INLINE vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }            /* b where either is NaN */
+TN_INLINE vf vf_sqrt(vf a) { return _mm512_sqrt_ps(a); }
+TN_INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+/* a < b ? then : otherwise, lane by lane; of a NaN otherwise. */
+TN_INLINE vf vf_if_less(vf a, vf b, vf then, vf otherwise) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
+}
+
+/* 2^n for whole n in [-126, 127]. */
+TN_INLINE vf vf_pow2(vf n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+
+/* ---- widening and rounding ---- */
+
+TN_INLINE vf v_of_bf16(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+TN_INLINE vf vf_load_bf16(const uint16_t *from) { return v_of_bf16(_mm256_loadu_si256((const void *)from)); }
+TN_INLINE vf vf_load_bf16_part(const uint16_t *from, int count) {
+    return v_of_bf16(_mm256_maskz_loadu_epi16(v_mask(count), from));
+}
+TN_INLINE vf vf_load_f16(const uint16_t *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)from)); }
+TN_INLINE vf vf_load_f16_part(const uint16_t *from, int count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(v_mask(count), from));
+}
+TN_INLINE vf vf_load_i8(const int8_t *from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+}
+
+/* The processor's own rounding would flush denormals. */
+TN_INLINE __m256i v_to_bf16(vf value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16));
+}
+TN_INLINE void vf_store_bf16(uint16_t *to, vf value) { _mm256_storeu_si256((void *)to, v_to_bf16(value)); }
+TN_INLINE void vf_store_bf16_part(uint16_t *to, vf value, int count) {
+    _mm256_mask_storeu_epi16(to, v_mask(count), v_to_bf16(value));
+}
+TN_INLINE void vf_store_f16(uint16_t *to, vf value) {
+    _mm256_storeu_si256((void *)to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* Integers of 4 bits: TN_LANES bytes, whose low and whose high halves are 2 * TN_LANES levels. */
+TN_INLINE void vf_load_u4(const uint8_t *from, vf *low, vf *high) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from));
+    *low = _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15)));
+    *high = _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4));
+}
+
+/* ---- over lanes ---- */
+
+TN_INLINE __m128 v_halves(__m512 a) { /* 16 lanes → 4 */
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+}
+
+TN_INLINE float vf_sum(vf a) {
+    __m128 four = v_halves(a);
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+
+TN_INLINE float vf_largest(vf a) { return _mm512_reduce_max_ps(a); } /* no lane may be NaN */
+
+/* to[0..3] = first ? sums : to[0..3] + sums, of the lanes of a, b, c and d: each the tree that `vf_sum` has. */
+TN_INLINE void vf_reduce4(float *to, vf a, vf b, vf c, vf d, int first) {
+    const vf ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const vf cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    vf sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    __m128 four = _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums));
+    if (!first) four = _mm_add_ps(_mm_loadu_ps(to), four);
+    _mm_storeu_ps(to, four);
+}
+
+#if defined(__AVX512BF16__)
+#define TN_BF16_DOT 1
+typedef __m512bh vb;
+
+TN_INLINE vb vb_load(const uint16_t *from) { return (vb)_mm512_loadu_si512(from); }
+TN_INLINE vb vb_load_part(const uint16_t *from, int count) { /* count < 2 * TN_LANES */
+    return (vb)_mm512_maskz_loadu_epi16((1u << count) - 1, from);
+}
+TN_INLINE vf vb_dot(vf sums, vb a, vb b) { return _mm512_dpbf16_ps(sums, a, b); }
+
+/* 32 integers less `zero` as bf16, exactly: they have at most 8 bits. */
+TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
+    const __m512i less = _mm512_set1_epi32(zero);
+    const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from));
+    const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + 16)));
+    const vb both = _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_sub_epi32(high, less)),
+                                        _mm512_cvtepi32_ps(_mm512_sub_epi32(low, less)));
+    _mm512_storeu_si512(to, (__m512i)both);
+}
+
+/* The sixteen levels less `zero` as bf16, for `vb_expand_u4`. */
+typedef __m512i vb_levels;
+TN_INLINE vb_levels vb_levels_of(int zero) {
+    const __m512i counting = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vf levels = _mm512_cvtepi32_ps(_mm512_sub_epi32(counting, _mm512_set1_epi32(zero)));
+    return _mm512_castsi256_si512(v_to_bf16(levels));
+}
+
+/* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */
+TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
+    const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
+    const __m512i nibbles = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
+    _mm512_storeu_si512(low, _mm512_permutexvar_epi16(nibbles, lows));
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), highs));
+}
+#endif

@@ -1,0 +1,445 @@
+/* Products of inputs (rows, K) with weights (columns, K), for every dtype that weights have.
+ *
+ * An element of the result is one sum over K, in an order that depends on K, the dtypes and the instruction set only:
+ * K is cut into blocks of BLOCK elements; within one, lanes sum over consecutive vectors, a tree of halves adds the
+ * lanes, and the blocks are added ascending. Where weights have scales, the lanes of each group are multiplied with the
+ * group's scale and added, ascending, before the tree. So neither the number of rows, nor how tiles, chunks or threads
+ * cut the work, changes a bit.
+ *
+ * There are two ways to multiply: pairs of bf16 into fp32, where the processor has that and the inputs are bf16; and
+ * fused fp32. Weights of another form are first written into a strip, exactly: some columns of one block, which stay
+ * in the cache while all rows are multiplied with them. Inputs are used as they are.
+ *
+ * A tile is up to TILE_ROWS rows by 4 columns of the result, in registers. Its functions are written once, for a
+ * number of rows that the compiler knows.
+ */
+#include "linear.h"
+
+#include <assert.h>
+#include <stdbool.h>
+
+#include "isa.h"
+#include "team.h"
+
+enum {
+    BLOCK = 1024,            /* elements of K; a multiple of every vector, and of the runs of U4 */
+    GROUP_STEP = 32,         /* groups are multiples of it, unless there is one a row */
+    QUAD = 4,                /* columns of a tile */
+    STRIP_COLUMNS = TN_LINEAR_COLUMNS,
+    PANEL_ROWS = 192,        /* whose sums are kept while K is gone through */
+    MAX_GROUPS = BLOCK / GROUP_STEP + 1, /* that share a block */
+    AHEAD_BYTES = 2048,      /* of a column, asked for before they are needed */
+    ALONE_PRODUCTS = 1 << 18 /* below so many, waking threads costs more than it gains */
+};
+
+/* Rows of a tile: what the registers hold. With scales there are two sums for each element. */
+#if TN_LANES == 8
+enum { TILE_ROWS = 3, SCALED_TILE_ROWS = 2 };
+#else
+enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4 };
+#endif
+
+/* Weights of 4 columns in one block of K: bf16 or fp32, from where they were loaded or from a strip. */
+typedef struct {
+    const void *column[QUAD];
+    const float (*scale)[QUAD]; /* of each group, (groups, QUAD); NULL without scales */
+    int first_count;            /* elements of the first group that are in this block */
+    int group_size;
+    int count;                  /* elements of the block */
+    bool prefetch;
+} quad_t;
+
+/* ---- tiles ---- */
+
+#if TN_BF16_DOT
+/* Lanes of the products of `count` bf16 of each row with each column. */
+TN_INLINE void sum_bf16(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quad_t *w, int begin,
+                        int end) {
+    const uint16_t *const *column = (const uint16_t *const *)w->column;
+    int k = begin;
+    for (; k + 2 * TN_LANES <= end; k += 2 * TN_LANES) {
+        vb weights[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            if (w->prefetch) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            weights[j] = vb_load(column[j] + k);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vb inputs = vb_load(x + i * x_stride + k);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+        }
+    }
+    if (k == end) return;
+    for (int i = 0; i < rows; i++) {
+        const vb inputs = vb_load_part(x + i * x_stride + k, end - k);
+        for (int j = 0; j < QUAD; j++)
+            sums[i][j] = vb_dot(sums[i][j], inputs, vb_load_part(column[j] + k, end - k));
+    }
+}
+#endif
+
+TN_INLINE vf load_input(const void *x, int64_t place, const bool is_bf16) {
+    return is_bf16 ? vf_load_bf16((const uint16_t *)x + place) : vf_load((const float *)x + place);
+}
+
+TN_INLINE vf load_input_part(const void *x, int64_t place, const bool is_bf16, int count) {
+    return is_bf16 ? vf_load_bf16_part((const uint16_t *)x + place, count)
+                   : vf_load_part((const float *)x + place, count);
+}
+
+/* The same in fp32; inputs are widened as they are loaded. */
+TN_INLINE void sum_f32(const int rows, const bool is_bf16, vf sums[][QUAD], const void *x, int64_t x_stride,
+                       const quad_t *w, int begin, int end) {
+    const float *const *column = (const float *const *)w->column;
+    int k = begin;
+    for (; k + TN_LANES <= end; k += TN_LANES) {
+        vf inputs[TILE_ROWS];
+        for (int i = 0; i < rows; i++) inputs[i] = load_input(x, i * x_stride + k, is_bf16);
+        for (int j = 0; j < QUAD; j++) {
+            if (w->prefetch) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            const vf weights = vf_load(column[j] + k);
+            for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
+        }
+    }
+    if (k == end) return;
+    for (int i = 0; i < rows; i++) {
+        const vf inputs = load_input_part(x, i * x_stride + k, is_bf16, end - k);
+        for (int j = 0; j < QUAD; j++)
+            sums[i][j] = vf_fma(inputs, vf_load_part(column[j] + k, end - k), sums[i][j]);
+    }
+}
+
+typedef enum { BF16_PAIRS, BF16_IN_F32, F32_IN_F32 } way_t;
+
+TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
+                         const quad_t *w, int begin, int end) {
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
+#if TN_BF16_DOT
+    if (way == BF16_PAIRS) {
+        sum_bf16(rows, sums, x, x_stride, w, begin, end);
+        return;
+    }
+#endif
+    sum_f32(rows, way == BF16_IN_F32, sums, x, x_stride, w, begin, end);
+}
+
+/* Write, or add where the block is not the first, one block's share of `rows` by 4 sums into the panel. */
+TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quad_t *w, float *panel,
+                    bool first) {
+    vf sums[TILE_ROWS][QUAD];
+    sum_lanes(rows, way, sums, x, x_stride, w, 0, w->count);
+    for (int i = 0; i < rows; i++)
+        vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
+}
+
+/* The same with scales. */
+TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quad_t *w,
+                           float *panel, bool first) {
+    vf totals[SCALED_TILE_ROWS][QUAD], sums[SCALED_TILE_ROWS][QUAD];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
+    int begin = 0, end = w->first_count;
+    for (int group = 0; begin < w->count; group++) {
+        sum_lanes(rows, way, sums, x, x_stride, w, begin, end);
+        for (int j = 0; j < QUAD; j++) {
+            const vf scale = vf_set(w->scale[group][j]);
+            for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[i][j], scale, totals[i][j]);
+        }
+        begin = end;
+        end = end + w->group_size < w->count ? end + w->group_size : w->count;
+    }
+    for (int i = 0; i < rows; i++)
+        vf_reduce4(panel + i * STRIP_COLUMNS, totals[i][0], totals[i][1], totals[i][2], totals[i][3], first);
+}
+
+/* A tile of the number of rows that `rows` is: a function each, so that sums stay in registers. */
+#define AT_MOST(most, rows) ((rows) < (most) ? (rows) : (most))
+#define EACH_HEIGHT(function, most, way)                                               \
+    switch (rows) {                                                                    \
+    case 1: function(1, way, x, x_stride, w, panel, first); return;                    \
+    case 2: function(AT_MOST(most, 2), way, x, x_stride, w, panel, first); return;     \
+    case 3: function(AT_MOST(most, 3), way, x, x_stride, w, panel, first); return;     \
+    case 4: function(AT_MOST(most, 4), way, x, x_stride, w, panel, first); return;     \
+    case 5: function(AT_MOST(most, 5), way, x, x_stride, w, panel, first); return;     \
+    default: function(AT_MOST(most, 6), way, x, x_stride, w, panel, first); return;    \
+    }
+
+typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first);
+
+#define TILES(way)                                                                                                   \
+    static void tile_##way(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first) {  \
+        EACH_HEIGHT(tile, TILE_ROWS, way)                                                                            \
+    }                                                                                                                \
+    static void scaled_##way(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first) { \
+        EACH_HEIGHT(scaled_tile, SCALED_TILE_ROWS, way)                                                              \
+    }
+TILES(BF16_PAIRS)
+TILES(BF16_IN_F32)
+TILES(F32_IN_F32)
+
+static tile_t tile_for(way_t way, bool is_scaled) {
+    switch (way) {
+    case BF16_PAIRS: return is_scaled ? scaled_BF16_PAIRS : tile_BF16_PAIRS;
+    case BF16_IN_F32: return is_scaled ? scaled_BF16_IN_F32 : tile_BF16_IN_F32;
+    default: return is_scaled ? scaled_F32_IN_F32 : tile_F32_IN_F32;
+    }
+}
+
+/* ---- strips: weights as the tiles take them ---- */
+
+/* Columns of one block, and the scales of its groups. */
+typedef struct {
+    _Alignas(64) float weights[STRIP_COLUMNS][BLOCK]; /* or twice as many bf16 */
+    float scale[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
+    quad_t quad[STRIP_COLUMNS / QUAD];
+} strip_t;
+
+/* What is taken off the integers of a group. */
+static int zero_of(const tn_matrix *w, int64_t column, int64_t group) {
+    if (w->zero == NULL) return w->dtype == TN_U4 ? 8 : 0;
+    const int64_t place = column * (w->num_in / w->group_size) + group;
+    return w->dtype == TN_U4 ? ((const uint8_t *)w->zero)[place] : ((const int16_t *)w->zero)[place];
+}
+
+static float scale_of(const tn_matrix *w, int64_t column, int64_t group) {
+    const int64_t place = column * (w->num_in / w->group_size) + group;
+    return w->scale_dtype == TN_BF16 ? f32_of_bf16(((const uint16_t *)w->scale)[place])
+                                     : ((const float *)w->scale)[place];
+}
+
+static void widen_16(float *to, const uint16_t *from, int count, bool is_bf16) {
+    int k = 0;
+    for (; k + TN_LANES <= count; k += TN_LANES) {
+        __builtin_prefetch((const char *)(from + k) + AHEAD_BYTES);
+        vf_store(to + k, is_bf16 ? vf_load_bf16(from + k) : vf_load_f16(from + k));
+    }
+    if (k < count)
+        vf_store(to + k, is_bf16 ? vf_load_bf16_part(from + k, count - k) : vf_load_f16_part(from + k, count - k));
+}
+
+static void expand_i8_f32(float *to, const int8_t *from, int count, int zero) {
+    int k = 0;
+    for (; k + TN_LANES <= count; k += TN_LANES) {
+        __builtin_prefetch(from + k + AHEAD_BYTES);
+        vf_store(to + k, vf_sub(vf_load_i8(from + k), vf_set((float)zero)));
+    }
+    for (; k < count; k++) to[k] = (float)(from[k] - zero);
+}
+
+/* A run of 64 columns, of which the first 32 and the others may have zeros of their own. */
+static void expand_u4_f32(float *to, const uint8_t *from, int low_zero, int high_zero) {
+    for (int place = 0; place < 32; place += TN_LANES) {
+        vf low, high;
+        vf_load_u4(from + place, &low, &high);
+        vf_store(to + place, vf_sub(low, vf_set((float)low_zero)));
+        vf_store(to + 32 + place, vf_sub(high, vf_set((float)high_zero)));
+    }
+}
+
+#if TN_BF16_DOT
+static void expand_i8_bf16(uint16_t *to, const int8_t *from, int count, int zero) {
+    int k = 0;
+    for (; k + 32 <= count; k += 32) {
+        __builtin_prefetch(from + k + AHEAD_BYTES);
+        vb_expand_i8(to + k, from + k, zero);
+    }
+    for (; k < count; k++) to[k] = bf16_of_f32((float)(from[k] - zero));
+}
+#endif
+
+/* Elements [begin, begin + count) of a column of I8, group by group where each has a zero of its own. */
+static void expand_i8(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, bool to_bf16) {
+    const int8_t *from = (const int8_t *)w->data + column * w->num_in + begin;
+    for (int k = 0, next; k < count; k = next) {
+        const int64_t group = (begin + k) / w->group_size;
+        const int64_t group_end = (group + 1) * w->group_size - begin;
+        next = w->zero == NULL || group_end > count ? count : (int)group_end;
+        const int zero = zero_of(w, column, group);
+#if TN_BF16_DOT
+        if (to_bf16) {
+            expand_i8_bf16((uint16_t *)to + k, from + k, next - k, zero);
+            continue;
+        }
+#endif
+        (void)to_bf16;
+        expand_i8_f32((float *)to + k, from + k, next - k, zero);
+    }
+}
+
+static void expand_u4(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, bool to_bf16) {
+    const uint8_t *from = (const uint8_t *)w->data + (column * w->num_in + begin) / 2;
+#if TN_BF16_DOT
+    vb_levels low = vb_levels_of(8), high = low;
+#endif
+    for (int k = 0; k < count; k += 64, from += 32) {
+        __builtin_prefetch(from + AHEAD_BYTES);
+        int low_zero = 8, high_zero = 8;
+        if (w->zero != NULL) {
+            low_zero = zero_of(w, column, (begin + k) / w->group_size);
+            high_zero = zero_of(w, column, (begin + k + 32) / w->group_size);
+        }
+#if TN_BF16_DOT
+        if (to_bf16) {
+            if (w->zero != NULL) {
+                low = vb_levels_of(low_zero);
+                high = vb_levels_of(high_zero);
+            }
+            vb_expand_u4((uint16_t *)to + k, (uint16_t *)to + k + 32, from, low, high);
+            continue;
+        }
+#endif
+        (void)to_bf16;
+        expand_u4_f32((float *)to + k, from, low_zero, high_zero);
+    }
+}
+
+/* Elements [begin, begin + count) of a column: where they are if a tile can take them, else written to `to`. */
+static const void *weights_of(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, way_t way) {
+    const int64_t place = column * w->num_in + begin;
+    switch (w->dtype) {
+    case TN_F32: return (const float *)w->data + place;
+    case TN_BF16:
+        if (way == BF16_PAIRS) return (const uint16_t *)w->data + place;
+        widen_16(to, (const uint16_t *)w->data + place, count, true);
+        return to;
+    case TN_F16: widen_16(to, (const uint16_t *)w->data + place, count, false); return to;
+    case TN_I8: expand_i8(to, w, column, begin, count, way == BF16_PAIRS); return to;
+    default: expand_u4(to, w, column, begin, count, way == BF16_PAIRS); return to;
+    }
+}
+
+/* Fill the strip with columns [first, first + num) in elements [begin, begin + count) of K.
+ *
+ * The last quad's missing columns are its last one again: what is computed of them is not used. */
+static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, int64_t begin, int count, way_t way) {
+    for (int n = 0; n < (num + QUAD - 1) / QUAD * QUAD; n++) {
+        quad_t *quad = &strip->quad[n / QUAD];
+        const int from = n < num ? n : num - 1;
+        quad->column[n % QUAD] = n < num ? weights_of(strip->weights[n], w, first + n, begin, count, way)
+                                         : quad->column[from % QUAD];
+        quad->count = count;
+        quad->scale = NULL;
+        if (w->scale == NULL) continue;
+        quad->scale = (const float(*)[QUAD])strip->scale[n / QUAD];
+        quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
+        const int64_t first_group = begin / w->group_size, last_group = (begin + count - 1) / w->group_size;
+        const int64_t first_end = (first_group + 1) * w->group_size - begin;
+        quad->first_count = (int)(first_end < count ? first_end : count);
+        for (int64_t group = first_group; group <= last_group; group++)
+            strip->scale[n / QUAD][group - first_group][n % QUAD] = scale_of(w, first + from, group);
+    }
+}
+
+/* ---- columns ---- */
+
+static way_t way_of(const tn_linear_args *args) {
+    if (args->x_dtype == TN_F32) return F32_IN_F32;
+#if TN_BF16_DOT
+    const int dtype = args->weight->dtype;
+    if (dtype == TN_BF16 || dtype == TN_I8 || dtype == TN_U4) return BF16_PAIRS;
+#endif
+    return BF16_IN_F32;
+}
+
+/* Heights that leave no thin rest: 8 rows are 4 and 4, not 6 and 2. */
+static int tile_rows(int64_t left, int most) {
+    if (left <= most) return (int)left;
+    return left < 2 * most ? (int)(left + 1) / 2 : most;
+}
+
+/* Sums of `rows` rows over all of K with the columns [first, first + num). */
+static void sum_panel(float *panel, strip_t *strip, const tn_linear_args *args, int64_t first_row, int rows,
+                      int64_t first, int num) {
+    const tn_matrix *w = args->weight;
+    const way_t way = way_of(args);
+    const tile_t tile_of = tile_for(way, w->scale != NULL);
+    const int most = w->scale != NULL ? SCALED_TILE_ROWS : TILE_ROWS;
+    const int64_t x_bytes = args->x_dtype == TN_F32 ? 4 : 2;
+    for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
+        const int count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK);
+        fill_strip(strip, w, first, num, begin, count, way);
+        for (int row = 0, height; row < rows; row += height) {
+            height = tile_rows(rows - row, most);
+            const char *x = (const char *)args->x + ((first_row + row) * args->x_stride + begin) * x_bytes;
+            for (int n = 0; n < num; n += QUAD) {
+                strip->quad[n / QUAD].prefetch = row == 0;
+                tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], panel + row * STRIP_COLUMNS + n, begin == 0);
+            }
+        }
+    }
+}
+
+/* Sums → results: with the bias, rounded where the result is bf16. */
+static void finish_panel(const float *panel, const tn_linear_args *args, int64_t first_row, int rows, int64_t first,
+                         int num) {
+    const tn_matrix *w = args->weight;
+    float bias[STRIP_COLUMNS] = {0};
+    for (int n = 0; n < num && w->bias != NULL; n++) {
+        const uint16_t *half = (const uint16_t *)w->bias + first + n;
+        bias[n] = w->bias_dtype == TN_F32    ? ((const float *)w->bias)[first + n]
+                  : w->bias_dtype == TN_BF16 ? f32_of_bf16(*half)
+                                             : vf_sum(vf_load_f16_part(half, 1));
+    }
+    for (int row = 0; row < rows; row++) {
+        const int64_t place = (first_row + row) * args->out_stride + first;
+        for (int n = 0; n < num; n += TN_LANES) {
+            const int count = num - n < TN_LANES ? num - n : TN_LANES;
+            vf sums = vf_load_part(panel + row * STRIP_COLUMNS + n, count);
+            if (w->bias != NULL) sums = vf_add(sums, vf_load(bias + n));
+            if (args->out_dtype == TN_F32)
+                vf_store_part((float *)args->out + place + n, sums, count);
+            else
+                vf_store_bf16_part((uint16_t *)args->out + place + n, sums, count);
+        }
+    }
+}
+
+void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
+    strip_t strip;
+    float panel[PANEL_ROWS * STRIP_COLUMNS];
+    /* Where one tile takes all rows, a column is read from end to end. */
+    const int width = args->num_rows <= SCALED_TILE_ROWS ? QUAD : STRIP_COLUMNS;
+    for (int64_t first = begin; first < end; first += width) {
+        const int num = (int)(end - first < width ? end - first : width);
+        for (int64_t row = 0; row < args->num_rows; row += PANEL_ROWS) {
+            const int rows = (int)(args->num_rows - row < PANEL_ROWS ? args->num_rows - row : PANEL_ROWS);
+            sum_panel(panel, &strip, args, row, rows, first, num);
+            finish_panel(panel, args, row, rows, first, num);
+        }
+    }
+}
+
+int64_t tn_linear_chunk(int64_t num_out, int num_threads) {
+    const int64_t about = num_out / (8 * num_threads) + 1;
+    return (about + TN_LINEAR_COLUMNS - 1) / TN_LINEAR_COLUMNS * TN_LINEAR_COLUMNS;
+}
+
+/* ---- the exported function ---- */
+
+static void linear_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_linear_args *args = arg;
+    const int64_t num_out = args->weight->num_out, chunk = tn_linear_chunk(num_out, region->num);
+    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < num_out;)
+        tn_linear_columns(args, begin, begin + chunk < num_out ? begin + chunk : num_out);
+}
+
+int tn_linear_check(const tn_linear_args *args) {
+    if (args->size != sizeof *args) return TN_REFUSED;
+    const tn_matrix *w = args->weight;
+    const bool is_integer = w->dtype == TN_I8 || w->dtype == TN_U4;
+    if (!is_integer && w->dtype != TN_F32 && w->dtype != TN_BF16 && w->dtype != TN_F16) return TN_REFUSED;
+    if (is_integer != (w->scale != NULL)) return TN_REFUSED;
+    if (args->x_dtype != TN_F32 && args->x_dtype != TN_BF16) return TN_REFUSED;
+    if (args->out_dtype != TN_F32 && args->out_dtype != TN_BF16) return TN_REFUSED;
+    assert(!is_integer || (w->num_in % w->group_size == 0 && (w->group_size % GROUP_STEP == 0 || w->group_size == w->num_in)));
+    assert(w->dtype != TN_U4 || w->num_in % 64 == 0);
+    return TN_OK;
+}
+
+int tn_linear(const tn_linear_args *args) {
+    if (tn_linear_check(args) != TN_OK) return TN_REFUSED;
+    const bool is_small = args->num_rows * args->weight->num_out * args->weight->num_in < ALONE_PRODUCTS;
+    (is_small ? tn_run_alone : tn_run)(linear_body, (void *)args);
+    return TN_OK;
+}

@@ -1,0 +1,83 @@
+"""Arrays as the native core takes them: dtypes, addresses, alignment. The only place that takes addresses.
+
+numpy has no bf16: here uint16 always means bf16. Integers of 4 bits lie two a byte and need a name from the caller.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+SLAB_ALIGNMENT = 64  # bytes
+
+
+class DType(enum.IntEnum):
+    """`tn_dtype` of core.h."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    I8 = 3
+    U8 = 4
+    I16 = 5
+    U4 = 6
+
+
+_DTYPES = {
+    np.dtype(np.float32): DType.F32,
+    np.dtype(np.uint16): DType.BF16,
+    np.dtype(np.float16): DType.F16,
+    np.dtype(np.int8): DType.I8,
+    np.dtype(np.uint8): DType.U8,
+    np.dtype(np.int16): DType.I16,
+}
+
+
+def dtype_of(array: Array) -> DType:
+    """Raises `ValueError` for one that the core does not know."""
+    dtype = _DTYPES.get(array.dtype)
+    if dtype is None:
+        raise ValueError(f"the native core has no dtype {array.dtype}")
+    return dtype
+
+
+def address(array: Array) -> int:
+    """Where the first element is. The caller keeps the array until the core is done with it."""
+    return int(array.__array_interface__["data"][0])
+
+
+def address_or_null(array: Array | None) -> int | None:
+    return None if array is None else address(array)
+
+
+def row_stride(array: Array, what: str) -> int:
+    """Elements from one row of (rows, columns) to the next. Raises `ValueError` where a row is not contiguous."""
+    row_bytes, item_bytes = array.strides[0], array.itemsize
+    is_row = array.shape[1] <= 1 or array.strides[1] == item_bytes
+    if not is_row or row_bytes % item_bytes or (len(array) > 1 and row_bytes < array.shape[1] * item_bytes):
+        raise ValueError(f"{what}: rows must be contiguous and in order, and its strides are {array.strides}")
+    return row_bytes // item_bytes
+
+
+def check_contiguous(array: Array, what: str) -> None:
+    """Raises `ValueError` where the core could not read the array as one stretch of aligned elements."""
+    if not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(f"{what} must be contiguous and aligned")
+
+
+def to_bf16(values: Array) -> NDArray[np.uint16]:
+    """fp32 → bf16, rounded to nearest, ties to even; a NaN stays one."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def from_bf16(values: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (values.astype(np.uint32) << 16).view(np.float32)

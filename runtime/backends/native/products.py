@@ -1,0 +1,180 @@
+"""Products with the weights where the loader put them: bf16, fp32, fp16, or integers with scales.
+
+Every argument is checked here, since C trusts its caller. Results depend on no number of rows or threads. Calls drop
+the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import arrays
+from .arrays import DType
+
+if TYPE_CHECKING:
+    from ....loader.native.library import Library
+    from .arrays import Array
+
+_GROUP_STEP = 32
+_RUN = 64  # columns of 4 bits whose bytes lie together
+_ZERO_RANGE = (-129, 128)  # of I16: less one of these, 8 bits are still exact as bf16
+_FLOATS = (DType.F32, DType.BF16, DType.F16)
+
+
+class Matrix(ctypes.Structure):
+    """`tn_matrix` of core.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_out", ctypes.c_int64),
+        ("num_in", ctypes.c_int64),
+        ("group_size", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("scale_dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """`tn_linear_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("weight", ctypes.POINTER(Matrix)),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("x_dtype", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+    )
+
+
+class Weight:
+    """Weights w (num_out, num_in) of x @ w.T + bias, with the record of addresses that the core reads.
+
+    Keeps the arrays. They may still be without content, but for an int16 `zero`, whose values are checked.
+    """
+
+    __slots__ = ("_arrays", "num_in", "num_out", "record")
+
+    def __init__(
+        self, data: Array, *, scale: Array | None = None, zero: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """`data`: (N, K) float32, uint16 (bf16), float16 or int8, or (N, K / 2) uint8 of two numbers each.
+
+        `scale`: (N, groups) of integers; `zero` likewise, uint8 with 4 bits and int16 with 8; `bias`: (N,).
+        Raises `ValueError` for what the core does not take.
+        """
+        dtype = arrays.dtype_of(data)
+        if data.ndim != 2 or 0 in data.shape:
+            raise ValueError(f"weights must be (num_out, num_in), not {data.shape}")
+        if dtype is DType.U8:
+            dtype = DType.U4
+        self.num_out = int(data.shape[0])
+        self.num_in = int(data.shape[1]) * (2 if dtype is DType.U4 else 1)
+        if dtype not in (*_FLOATS, DType.I8, DType.U4):
+            raise ValueError(f"no product with weights of {data.dtype}")
+        self._arrays = (data, scale, zero, bias)
+        for array, what in zip(self._arrays, ("weights", "scale", "zero", "bias"), strict=True):
+            if array is not None:
+                arrays.check_contiguous(array, what)
+        if bias is not None and (bias.shape != (self.num_out,) or arrays.dtype_of(bias) not in _FLOATS):
+            raise ValueError(f"bias must be ({self.num_out},) floats, not {bias.shape} {bias.dtype}")
+        self.record = Matrix(
+            data=arrays.address(data),
+            scale=arrays.address_or_null(scale),
+            zero=arrays.address_or_null(zero),
+            bias=arrays.address_or_null(bias),
+            num_out=self.num_out,
+            num_in=self.num_in,
+            group_size=self._check_groups(dtype, scale, zero),
+            dtype=dtype,
+            scale_dtype=0 if scale is None else arrays.dtype_of(scale),
+            bias_dtype=0 if bias is None else arrays.dtype_of(bias),
+        )
+
+    def _check_groups(self, dtype: DType, scale: Array | None, zero: Array | None) -> int:
+        """The group size, 0 for floats."""
+        if dtype in _FLOATS:
+            if scale is not None or zero is not None:
+                raise ValueError("weights of floats have no scales and no zeros")
+            return 0
+        if dtype is DType.U4 and self.num_in % _RUN:
+            raise ValueError(f"rows of 4 bits must be a multiple of {_RUN}, not {self.num_in}")
+        if scale is None or scale.ndim != 2 or len(scale) != self.num_out or not scale.shape[1]:
+            raise ValueError(f"integers need scales of ({self.num_out}, groups)")
+        if arrays.dtype_of(scale) not in (DType.F32, DType.BF16):
+            raise ValueError(f"scales must be fp32 or bf16, not {scale.dtype}")
+        group_size, rest = divmod(self.num_in, int(scale.shape[1]))
+        if rest or (group_size % _GROUP_STEP and group_size != self.num_in):
+            raise ValueError(
+                f"groups must be a multiple of {_GROUP_STEP} columns or a whole row: {scale.shape[1]} groups of "
+                f"{self.num_in} columns"
+            )
+        if zero is not None:
+            self._check_zero(dtype, scale, zero)
+        return group_size
+
+    def _check_zero(self, dtype: DType, scale: Array, zero: Array) -> None:
+        expected = DType.U8 if dtype is DType.U4 else DType.I16
+        if zero.shape != scale.shape or arrays.dtype_of(zero) is not expected:
+            raise ValueError(f"zeros must be {scale.shape} {expected.name}, not {zero.shape} {zero.dtype}")
+        least, most = _ZERO_RANGE
+        if expected is DType.I16 and not (least <= int(zero.min()) and int(zero.max()) <= most):
+            raise ValueError(f"zeros of 8 bits must be from {least} to {most}")
+
+
+class Products:
+    """`tn_linear` of one library."""
+
+    __slots__ = ("_linear",)
+
+    def __init__(self, library: Library) -> None:
+        """Raises `NativeLibraryError` where the library was built from other declarations."""
+        library.check_struct("tn_matrix", Matrix)
+        library.check_struct("tn_linear_args", LinearArgs)
+        self._linear = library.functions.tn_linear
+        self._linear.argtypes = [ctypes.POINTER(LinearArgs)]
+
+    def linear(self, x: Array, weight: Weight, out: Array) -> Array:
+        """out = x @ w.T + bias: x (T, K) and out (T, N), each float32 or uint16 (bf16); returns `out`.
+
+        Sums are fp32, rounded once where `out` is bf16. `out` may not overlap x. Raises `ValueError` for other shapes
+        and dtypes.
+        """
+        _check_rows(x, weight.num_in, "x")
+        _check_rows(out, weight.num_out, "out")
+        if len(x) != len(out):
+            raise ValueError(f"x has {len(x)} rows, and out {len(out)}")
+        if not out.flags.writeable or np.may_share_memory(x, out):
+            raise ValueError("out must be writable, and apart from x")
+        args = LinearArgs(
+            size=ctypes.sizeof(LinearArgs),
+            weight=ctypes.pointer(weight.record),
+            x=arrays.address(x),
+            out=arrays.address(out),
+            num_rows=len(x),
+            x_stride=arrays.row_stride(x, "x"),
+            out_stride=arrays.row_stride(out, "out"),
+            x_dtype=arrays.dtype_of(x),
+            out_dtype=arrays.dtype_of(out),
+        )
+        status = self._linear(ctypes.byref(args))
+        assert status == 0, f"tn_linear refused: {status}"
+        return out
+
+
+def _check_rows(array: Array, num_columns: int, what: str) -> None:
+    if array.ndim != 2 or array.shape[1] != num_columns:
+        raise ValueError(f"{what} must be (rows, {num_columns}), not {array.shape}")
+    if arrays.dtype_of(array) not in (DType.F32, DType.BF16) or not array.flags.aligned:
+        raise ValueError(f"{what} must be aligned fp32 or bf16 (as uint16), not {array.dtype}")

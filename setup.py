@@ -1,0 +1,59 @@
+"""The build's one step that pyproject.toml cannot name: the native core (`build_native.py`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from setuptools import Command, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # a build backend does not
+
+import build_native
+
+
+class BuildNative(Command):
+    """Libraries into the package: beside its sources where it is installed editable."""
+
+    description = "compile the native core"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+        self.editable_mode = False
+        self.built: list[Path] = []
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        assert self.build_lib is not None
+        package = build_native.ROOT if self.editable_mode else Path(self.build_lib, "teneral")
+        self.built = build_native.build(package / build_native.LIBRARY_DIR)
+
+    def get_source_files(self) -> list[str]:
+        return [str(path.relative_to(build_native.ROOT)) for path in build_native.ROOT.glob("native/*.[ch]")]
+
+    def get_outputs(self) -> list[str]:
+        return [] if self.editable_mode else [str(path) for path in self.built]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class BuildWithNative(build):
+    sub_commands: ClassVar[list[tuple[str, Any]]] = [*build.sub_commands, ("build_native", None)]
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for every Python on one platform; for all platforms where it holds no library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        step = self.get_finalized_command("build_native")
+        return ("py3", "none", build_native.wheel_platform() if step.built else "any")
+
+
+setup(cmdclass={"build": BuildWithNative, "build_native": BuildNative, "bdist_wheel": PlatformWheel})

@@ -42,7 +42,7 @@ enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4 };
 /* Weights of 4 columns in one block of K: bf16 or fp32, from where they were loaded or from a strip. */
 typedef struct {
     const void *column[QUAD];
-    const float (*scale)[QUAD]; /* of each group, (groups, QUAD); NULL without scales */
+    const float (*scale)[QUAD]; /* of each group, (groups, QUAD) */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -194,15 +194,13 @@ typedef struct {
     quad_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
 
-/* What is taken off the integers of a group. */
-static int zero_of(const tn_matrix *w, int64_t column, int64_t group) {
+/* What is taken off the integers of a group; `place` is the group's among those of the whole matrix. */
+static int zero_at(const tn_matrix *w, int64_t place) {
     if (w->zero == NULL) return w->dtype == TN_U4 ? 8 : 0;
-    const int64_t place = column * (w->num_in / w->group_size) + group;
     return w->dtype == TN_U4 ? ((const uint8_t *)w->zero)[place] : ((const int16_t *)w->zero)[place];
 }
 
-static float scale_of(const tn_matrix *w, int64_t column, int64_t group) {
-    const int64_t place = column * (w->num_in / w->group_size) + group;
+static float scale_at(const tn_matrix *w, int64_t place) {
     return w->scale_dtype == TN_BF16 ? f32_of_bf16(((const uint16_t *)w->scale)[place])
                                      : ((const float *)w->scale)[place];
 }
@@ -247,86 +245,118 @@ static void expand_i8_bf16(uint16_t *to, const int8_t *from, int count, int zero
 }
 #endif
 
-/* Elements [begin, begin + count) of a column of I8, group by group where each has a zero of its own. */
-static void expand_i8(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, bool to_bf16) {
-    const int8_t *from = (const int8_t *)w->data + column * w->num_in + begin;
-    for (int k = 0, next; k < count; k = next) {
-        const int64_t group = (begin + k) / w->group_size;
-        const int64_t group_end = (group + 1) * w->group_size - begin;
-        next = w->zero == NULL || group_end > count ? count : (int)group_end;
-        const int zero = zero_of(w, column, group);
+/* `count` elements of I8 from `from`; `zero_place` is that of the first one's group, of which `left` follow. */
+static void expand_i8(void *to, const tn_matrix *w, const int8_t *from, int count, int64_t zero_place, int64_t left,
+                      bool to_bf16) {
+    if (w->zero == NULL) left = count;
+    for (int k = 0; k < count; k += (int)left, left = w->group_size, zero_place++) {
+        if (left > count - k) left = count - k;
+        const int zero = zero_at(w, zero_place);
 #if TN_BF16_DOT
         if (to_bf16) {
-            expand_i8_bf16((uint16_t *)to + k, from + k, next - k, zero);
+            expand_i8_bf16((uint16_t *)to + k, from + k, (int)left, zero);
             continue;
         }
 #endif
         (void)to_bf16;
-        expand_i8_f32((float *)to + k, from + k, next - k, zero);
+        expand_i8_f32((float *)to + k, from + k, (int)left, zero);
     }
 }
 
-static void expand_u4(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, bool to_bf16) {
-    const uint8_t *from = (const uint8_t *)w->data + (column * w->num_in + begin) / 2;
+/* The same of U4: whole runs, from the first byte of one. */
+static void expand_u4(void *to, const tn_matrix *w, const uint8_t *from, int count, int64_t zero_place, int64_t left,
+                      bool to_bf16) {
+    int zero[2] = {8, 8};
 #if TN_BF16_DOT
-    vb_levels low = vb_levels_of(8), high = low;
+    vb_levels levels[2] = {vb_levels_of(8), vb_levels_of(8)};
 #endif
     for (int k = 0; k < count; k += 64, from += 32) {
         __builtin_prefetch(from + AHEAD_BYTES);
-        int low_zero = 8, high_zero = 8;
-        if (w->zero != NULL) {
-            low_zero = zero_of(w, column, (begin + k) / w->group_size);
-            high_zero = zero_of(w, column, (begin + k + 32) / w->group_size);
+        for (int half = 0; half < 2 && w->zero != NULL; half++) {
+            if (left == 0) {
+                left = w->group_size;
+                zero_place++;
+            }
+            left -= GROUP_STEP;
+            zero[half] = zero_at(w, zero_place);
+#if TN_BF16_DOT
+            if (to_bf16) levels[half] = vb_levels_of(zero[half]);
+#endif
         }
 #if TN_BF16_DOT
         if (to_bf16) {
-            if (w->zero != NULL) {
-                low = vb_levels_of(low_zero);
-                high = vb_levels_of(high_zero);
-            }
-            vb_expand_u4((uint16_t *)to + k, (uint16_t *)to + k + 32, from, low, high);
+            vb_expand_u4((uint16_t *)to + k, (uint16_t *)to + k + 32, from, levels[0], levels[1]);
             continue;
         }
 #endif
         (void)to_bf16;
-        expand_u4_f32((float *)to + k, from, low_zero, high_zero);
+        expand_u4_f32((float *)to + k, from, zero[0], zero[1]);
     }
 }
 
-/* Elements [begin, begin + count) of a column: where they are if a tile can take them, else written to `to`. */
-static const void *weights_of(void *to, const tn_matrix *w, int64_t column, int64_t begin, int count, way_t way) {
-    const int64_t place = column * w->num_in + begin;
+/* A block of K, and its groups. */
+typedef struct {
+    int64_t begin;       /* elements [begin, begin + count) of K */
+    int count;
+    int64_t num_groups;  /* of a column, all in all; 0 without scales */
+    int64_t first_group; /* that the block begins in */
+    int64_t left;        /* elements of that group from `begin` on */
+} block_t;
+
+static block_t block_at(const tn_matrix *w, int64_t begin) {
+    block_t block = {.begin = begin, .count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK)};
+    if (w->scale != NULL) {
+        block.num_groups = w->num_in / w->group_size;
+        block.first_group = begin / w->group_size;
+        block.left = (block.first_group + 1) * w->group_size - begin;
+    }
+    return block;
+}
+
+/* A column's elements of a block: where they are if a tile can take them, else written to `to`. */
+static const void *weights_of(void *to, const tn_matrix *w, int64_t column, const block_t *block, way_t way) {
+    const int64_t place = column * w->num_in + block->begin;
+    const int64_t zero_place = column * block->num_groups + block->first_group;
+    const bool to_bf16 = way == BF16_PAIRS;
     switch (w->dtype) {
     case TN_F32: return (const float *)w->data + place;
     case TN_BF16:
-        if (way == BF16_PAIRS) return (const uint16_t *)w->data + place;
-        widen_16(to, (const uint16_t *)w->data + place, count, true);
+        if (to_bf16) return (const uint16_t *)w->data + place;
+        widen_16(to, (const uint16_t *)w->data + place, block->count, true);
         return to;
-    case TN_F16: widen_16(to, (const uint16_t *)w->data + place, count, false); return to;
-    case TN_I8: expand_i8(to, w, column, begin, count, way == BF16_PAIRS); return to;
-    default: expand_u4(to, w, column, begin, count, way == BF16_PAIRS); return to;
+    case TN_F16: widen_16(to, (const uint16_t *)w->data + place, block->count, false); return to;
+    case TN_I8:
+        expand_i8(to, w, (const int8_t *)w->data + place, block->count, zero_place, block->left, to_bf16);
+        return to;
+    default:
+        expand_u4(to, w, (const uint8_t *)w->data + place / 2, block->count, zero_place, block->left, to_bf16);
+        return to;
     }
 }
 
-/* Fill the strip with columns [first, first + num) in elements [begin, begin + count) of K.
+/* The scales of the block's groups: those of column `column` as number j of its quad. */
+static void take_scales(quad_t *quad, float (*scale)[QUAD], int j, const tn_matrix *w, int64_t column,
+                        const block_t *block) {
+    const int64_t first = column * block->num_groups + block->first_group;
+    quad->scale = (const float(*)[QUAD])scale;
+    quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
+    quad->first_count = (int)(block->left < block->count ? block->left : block->count);
+    int group = 0;
+    for (int k = quad->first_count; k < block->count; k += quad->group_size, group++)
+        scale[group][j] = scale_at(w, first + group);
+    scale[group][j] = scale_at(w, first + group);
+}
+
+/* Fill the strip with columns [first, first + num) of a block.
  *
  * The last quad's missing columns are its last one again: what is computed of them is not used. */
-static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, int64_t begin, int count, way_t way) {
+static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block, way_t way) {
     for (int n = 0; n < (num + QUAD - 1) / QUAD * QUAD; n++) {
         quad_t *quad = &strip->quad[n / QUAD];
-        const int from = n < num ? n : num - 1;
-        quad->column[n % QUAD] = n < num ? weights_of(strip->weights[n], w, first + n, begin, count, way)
-                                         : quad->column[from % QUAD];
-        quad->count = count;
-        quad->scale = NULL;
-        if (w->scale == NULL) continue;
-        quad->scale = (const float(*)[QUAD])strip->scale[n / QUAD];
-        quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
-        const int64_t first_group = begin / w->group_size, last_group = (begin + count - 1) / w->group_size;
-        const int64_t first_end = (first_group + 1) * w->group_size - begin;
-        quad->first_count = (int)(first_end < count ? first_end : count);
-        for (int64_t group = first_group; group <= last_group; group++)
-            strip->scale[n / QUAD][group - first_group][n % QUAD] = scale_of(w, first + from, group);
+        const int j = n % QUAD, from = n < num ? n : num - 1;
+        quad->column[j] = n < num ? weights_of(strip->weights[n], w, first + n, block, way) : quad->column[j - 1];
+        quad->count = block->count;
+        if (w->scale != NULL) take_scales(quad, strip->scale[n / QUAD], j, w, first + from, block);
     }
 }
 
@@ -356,8 +386,8 @@ static void sum_panel(float *panel, strip_t *strip, const tn_linear_args *args, 
     const int most = w->scale != NULL ? SCALED_TILE_ROWS : TILE_ROWS;
     const int64_t x_bytes = args->x_dtype == TN_F32 ? 4 : 2;
     for (int64_t begin = 0; begin < w->num_in; begin += BLOCK) {
-        const int count = (int)(w->num_in - begin < BLOCK ? w->num_in - begin : BLOCK);
-        fill_strip(strip, w, first, num, begin, count, way);
+        const block_t block = block_at(w, begin);
+        fill_strip(strip, w, first, num, &block, way);
         for (int row = 0, height; row < rows; row += height) {
             height = tile_rows(rows - row, most);
             const char *x = (const char *)args->x + ((first_row + row) * args->x_stride + begin) * x_bytes;

@@ -157,6 +157,8 @@ class Products:
             raise ValueError(f"x has {len(x)} rows, and out {len(out)}")
         if not out.flags.writeable or np.may_share_memory(x, out):
             raise ValueError("out must be writable, and apart from x")
+        if not len(x):
+            return out
         args = LinearArgs(
             size=ctypes.sizeof(LinearArgs),
             weight=ctypes.pointer(weight.record),

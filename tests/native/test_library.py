@@ -1,0 +1,131 @@
+"""The library for a processor: chosen by its features, checked against the declarations."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.native import each_isa, loaded
+
+from teneral.loader.errors import NativeLibraryError, UsageError
+from teneral.loader.native.library import (
+    Library,
+    choose_isa,
+    cpu_features,
+    library_path,
+    supported_isas,
+    usable_isas,
+)
+from teneral.runtime.backends.native.products import LinearArgs, Matrix
+
+AVX2 = {"avx2", "fma", "f16c", "bmi2"}
+AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [
+        (
+            "x86_64",
+            AVX2 | AVX512 | {"avx512_bf16", "avx512_vnni"},
+            ["x86_64_v4_bf16", "x86_64_v4", "x86_64_v3"],
+        ),
+        ("x86_64", AVX2 | AVX512 | {"avx512_bf16"}, ["x86_64_v4", "x86_64_v3"]),
+        ("x86_64", AVX2 | {"avx512f"}, ["x86_64_v3"]),
+        ("x86_64", {"sse4_2", "avx"}, []),
+        ("aarch64", {"asimd", "bf16", "i8mm"}, ["aarch64_bf16", "aarch64"]),
+        ("aarch64", {"asimd"}, ["aarch64"]),
+        ("riscv64", {"asimd", *AVX2}, []),
+    ],
+)
+def test_a_processor_has_what_its_features_say(machine: str, features: set[str], expected: list[str]) -> None:
+    assert supported_isas(machine, frozenset(features)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t\t: other\n",
+            {"fpu", "avx2", "fma"},
+        ),
+        ("Features\t: fp asimd bf16\nCPU implementer\t: 0x41\n", {"fp", "asimd", "bf16"}),
+        ("", set()),
+        ("nothing of the kind\n", set()),
+    ],
+)
+def test_features_are_those_of_the_first_processor(text: str, expected: set[str]) -> None:
+    assert cpu_features(text) == expected
+
+
+def test_the_best_is_chosen_and_a_lower_one_by_name() -> None:
+    usable = ["x86_64_v4", "x86_64_v3"]
+    assert choose_isa(None, usable) == "x86_64_v4"
+    assert choose_isa("", usable) == "x86_64_v4"
+    assert choose_isa("x86_64_v3", usable) == "x86_64_v3"
+    assert choose_isa(None, []) is None
+
+
+@pytest.mark.parametrize("named", ["x86_64_v4_bf16", "avx2", "../x86_64_v3"])
+def test_one_that_cannot_be_used_is_refused_with_those_that_can(named: str) -> None:
+    with pytest.raises(UsageError, match="x86_64_v4, x86_64_v3"):
+        choose_isa(named, ["x86_64_v4", "x86_64_v3"])
+
+
+@each_isa
+def test_a_library_says_what_it_is(isa: str) -> None:
+    library = loaded(isa)
+    assert library.isa == isa
+    library.check_struct("tn_matrix", Matrix)
+    library.check_struct("tn_linear_args", LinearArgs)
+
+
+@each_isa
+def test_a_struct_of_another_size_is_refused(isa: str) -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = (*LinearArgs._fields_, ("more", ctypes.c_int64))
+
+    with pytest.raises(NativeLibraryError, match="tn_linear_args"):
+        loaded(isa).check_struct("tn_linear_args", Longer)
+    linear = Library(library_path(isa)).functions.tn_linear
+    assert linear(ctypes.byref(Longer(size=ctypes.sizeof(Longer)))) == 1
+
+
+def test_a_file_that_is_no_library_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    path = tmp_path / "teneral_x86_64_v3.so"
+    path.write_bytes(b"no library")
+    with pytest.raises(NativeLibraryError, match="TENERAL_ISA"):
+        Library(str(path))
+
+
+@each_isa
+def test_the_environment_names_one(isa: str) -> None:
+    program = "from teneral.loader.native.library import library; print(library().isa)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TENERAL_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.strip() == isa
+    assert isa in usable_isas()
+
+
+def test_importing_it_loads_nothing() -> None:
+    program = """
+import numpy, sys
+before = set(sys.modules)
+import teneral.loader.native.library, teneral.runtime.backends.native.products
+brought = {name for name in set(sys.modules) - before if not name.startswith("teneral")}
+print(sorted(brought), "teneral_" in open("/proc/self/maps").read())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "['__future__'] False"

@@ -1,0 +1,193 @@
+"""Products mean what numpy computes in fp64, for every dtype of weights, shape, tail, stride and grouping."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.support.native import each_isa, pack_nibbles, product, products, widened
+
+from teneral.runtime.backends.native import arrays
+from teneral.runtime.backends.native.products import Weight
+
+Array = NDArray[Any]
+
+KINDS = ("fp32", "bf16", "fp16", "int8", "int4")
+
+
+class Case(NamedTuple):
+    """A weight, and what its rows mean: (N, K) fp64."""
+
+    weight: Weight
+    means: Array
+
+
+def floats(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def make_float(rng: np.random.Generator, kind: str, shape: tuple[int, int], bias: Array | None) -> Case:
+    values = floats(rng, shape)
+    if kind == "bf16":
+        values = arrays.to_bf16(values)
+    elif kind == "fp16":
+        values = values.astype(np.float16)
+    return Case(Weight(values, bias=bias), widened(values))
+
+
+def make_integers(
+    rng: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int],
+    *,
+    group_size: int,
+    has_zero: bool,
+    bf16_scale: bool,
+    bias: Array | None,
+) -> Case:
+    groups = (shape[0], shape[1] // group_size)
+    scale = floats(rng, groups)
+    scale = arrays.to_bf16(scale) if bf16_scale else scale
+    least, most, middle = (-128, 127, 0) if kind == "int8" else (0, 15, 8)
+    levels = rng.integers(least, most + 1, shape)
+    zero = None
+    if has_zero:
+        zero = rng.integers(-129, 129, groups).astype(np.int16)
+        zero = zero if kind == "int8" else rng.integers(0, 16, groups).astype(np.uint8)
+    data = levels.astype(np.int8) if kind == "int8" else pack_nibbles(levels)
+    offsets = np.full(groups, middle) if zero is None else zero.astype(np.int64)
+    means = (levels - np.repeat(offsets, group_size, axis=1)) * np.repeat(widened(scale), group_size, axis=1)
+    return Case(Weight(data, scale=scale, zero=zero, bias=bias), means)
+
+
+@st.composite
+def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
+    kind = draw(st.sampled_from(KINDS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    num_out = draw(st.integers(1, 70))
+    bias = floats(rng, (num_out,)) if with_bias else None
+    if kind in ("fp32", "bf16", "fp16"):
+        return make_float(rng, kind, (num_out, draw(st.integers(1, 2200))), bias)
+    if kind == "int8" and draw(st.booleans()):  # one scale a row, of any length
+        num_in = group_size = draw(st.integers(1, 2200))
+    else:
+        group_size = 32 * draw(st.integers(1, 40))
+        num_in = group_size * draw(st.integers(1, max(1, 2200 // group_size)))
+        num_in *= 2 if kind == "int4" and num_in % 64 else 1
+    return make_integers(
+        rng,
+        kind,
+        (num_out, num_in),
+        group_size=group_size,
+        has_zero=draw(st.booleans()),
+        bf16_scale=draw(st.booleans()),
+        bias=bias,
+    )
+
+
+def inputs(draw: st.DrawFn, num_in: int, max_rows: int = 20) -> Array:
+    """(T, K) fp32 or bf16, whose rows may be apart."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    apart = draw(st.sampled_from([0, 1, 5, 64]))
+    x = floats(rng, (draw(st.integers(1, max_rows)), num_in + apart))
+    return (arrays.to_bf16(x) if draw(st.booleans()) else x)[:, :num_in]
+
+
+def assert_close(out: Array, x: Array, means: Array) -> None:
+    """Within what fp32 sums of so many products may be off."""
+    expected = widened(x) @ means.T
+    allowed = np.abs(widened(x)) @ np.abs(means).T * 4e-7 * np.log2(2 + means.shape[1]) + 1e-36
+    assert (np.abs(out - expected) <= allowed).all()
+
+
+@each_isa
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_product_is_what_numpy_computes(isa: str, data: st.DataObject) -> None:
+    case = data.draw(cases())
+    x = inputs(data.draw, case.weight.num_in)
+    assert_close(product(isa, x, case.weight), x, case.means)
+
+
+@each_isa
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [6, 193, 400])
+def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_rows: int) -> None:
+    rng = np.random.default_rng(num_rows)
+    shape = (37, 1152)
+    if kind in ("int8", "int4"):
+        case = make_integers(rng, kind, shape, group_size=96, has_zero=True, bf16_scale=True, bias=None)
+    else:
+        case = make_float(rng, kind, shape, None)
+    for x in (floats(rng, (num_rows, 1152)), arrays.to_bf16(floats(rng, (num_rows, 1152)))):
+        assert_close(product(isa, x, case.weight), x, case.means)
+
+
+@each_isa
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_bf16_result_is_the_fp32_sum_with_its_bias_rounded_once(isa: str, data: st.DataObject) -> None:
+    case = data.draw(cases(with_bias=True))
+    x = inputs(data.draw, case.weight.num_in)
+    in_fp32 = product(isa, x, case.weight)
+    assert np.array_equal(product(isa, x, case.weight, np.uint16), arrays.to_bf16(in_fp32))
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_bias_of_any_float_is_added_in_fp32(isa: str, dtype: str) -> None:
+    rng = np.random.default_rng(5)
+    values, x = floats(rng, (21, 100)), floats(rng, (3, 100))
+    bias = floats(rng, (21,))
+    stored = {"fp32": bias, "bf16": arrays.to_bf16(bias), "fp16": bias.astype(np.float16)}[dtype]
+    with_bias = product(isa, x, Weight(values, bias=stored))
+    meant = widened(stored).astype(np.float32)
+    assert np.array_equal(with_bias, product(isa, x, Weight(values)) + meant)
+
+
+@each_isa
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
+def test_what_is_no_number_stays_in_its_own_sums(isa: str, kind: str) -> None:
+    rng = np.random.default_rng(3)
+    values, x = floats(rng, (9, 77)), floats(rng, (5, 77))
+    values[2, 3], values[4, 76], values[6, 0] = np.nan, np.inf, -np.inf
+    x[1, 5], x[3, 76] = np.nan, np.inf
+    stored = {"fp32": values, "bf16": arrays.to_bf16(values), "fp16": values.astype(np.float16)}[kind]
+    for given_x in (x, arrays.to_bf16(x)):
+        out = product(isa, given_x, Weight(stored))
+        with np.errstate(invalid="ignore"):
+            expected = widened(given_x) @ widened(stored).T
+        assert np.array_equal(np.isnan(out), np.isnan(expected))
+        assert np.array_equal(np.isposinf(out), np.isposinf(expected))
+        assert np.array_equal(np.isneginf(out), np.isneginf(expected))
+        finite = np.isfinite(expected)
+        assert np.allclose(out[finite], expected[finite], rtol=1e-4, atol=1e-4)
+
+
+@each_isa
+def test_denormals_and_negative_zeros_lose_at_most_what_is_denormal(isa: str) -> None:
+    x = np.array([[1.0, -0.0, 1e-39, 2.0] * 16], np.float32)
+    values = np.array([[1e-40, 5.0, 1.0, -0.0] * 16, [1.0, -0.0, 3.0, 1e-38] * 16], np.float32)
+    out = product(isa, arrays.to_bf16(x), Weight(arrays.to_bf16(values)))
+    expected = widened(arrays.to_bf16(x)) @ widened(arrays.to_bf16(values)).T
+    assert (np.abs(out - expected) <= 64 * 2 * 2.0**-126).all()
+
+
+@each_isa
+def test_results_stay_within_their_rows(isa: str) -> None:
+    rng = np.random.default_rng(1)
+    memory = np.full((7, 50), 7, np.float32)
+    products(isa).linear(floats(rng, (7, 33)), Weight(floats(rng, (30, 33))), memory[:, 10:40])
+    assert (memory[:, :10] == 7).all()
+    assert (memory[:, 40:] == 7).all()
+    assert (memory[:, 10:40] != 7).all()
+
+
+@each_isa
+def test_no_rows_are_no_work(isa: str) -> None:
+    weight = Weight(np.ones((3, 4), np.float32))
+    assert product(isa, np.empty((0, 4), np.float32), weight).shape == (0, 3)

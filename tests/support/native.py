@@ -1,0 +1,60 @@
+"""The native core's libraries that this machine can run, and numpy's answers to compare theirs with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from teneral.loader.native.library import Library, library_path, usable_isas
+from teneral.runtime.backends.native import arrays
+from teneral.runtime.backends.native.products import Products, Weight
+
+Array = NDArray[Any]
+
+_MISSING = pytest.mark.skip(reason="the native libraries are not built here: python build_native.py")
+ISAS = usable_isas() or [pytest.param("", marks=_MISSING)]
+each_isa = pytest.mark.parametrize("isa", ISAS)
+
+
+@functools.cache
+def loaded(isa: str) -> Library:
+    return Library(library_path(isa))
+
+
+@functools.cache
+def products(isa: str) -> Products:
+    return Products(loaded(isa))
+
+
+@contextmanager
+def threads(isa: str, number: int) -> Iterator[None]:
+    """Compute with so many threads inside."""
+    functions = loaded(isa).functions
+    functions.tn_set_threads(number)
+    try:
+        yield
+    finally:
+        functions.tn_set_threads(1)
+
+
+def pack_nibbles(levels: Array) -> Array:
+    """(N, K) below 16 → (N, K / 2), as `docs/quantize.md` lays them out."""
+    halves = levels.reshape(len(levels), -1, 2, 32).astype(np.uint8)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(len(levels), -1)
+
+
+def product(isa: str, x: Array, weight: Weight, out_dtype: type[Any] = np.float32) -> Array:
+    """x @ w.T + bias in fresh memory that was poisoned before."""
+    out = np.full((len(x), weight.num_out), -1, np.int32 if out_dtype is np.float32 else np.int16)
+    return products(isa).linear(x, weight, out.view(out_dtype))
+
+
+def widened(x: Array) -> Array:
+    """What an array of fp32 or bf16 means, in fp64."""
+    return (arrays.from_bf16(x) if x.dtype == np.uint16 else x).astype(np.float64)

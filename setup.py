@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,8 +32,12 @@ class BuildNative(Command):
 
     def run(self) -> None:
         assert self.build_lib is not None
-        package = build_native.ROOT if self.editable_mode else Path(self.build_lib, "teneral")
-        self.built = build_native.build(package / build_native.LIBRARY_DIR)
+        folder = Path(self.build_lib, "teneral", build_native.LIBRARY_DIR)
+        if self.editable_mode:
+            folder = build_native.ROOT / build_native.LIBRARY_DIR
+        elif folder.exists():  # of an earlier build, perhaps for another machine
+            shutil.rmtree(folder)
+        self.built = build_native.build(folder)
 
     def get_source_files(self) -> list[str]:
         return [str(path.relative_to(build_native.ROOT)) for path in build_native.ROOT.glob("native/*.[ch]")]

@@ -88,6 +88,40 @@ TN_EXPORT int tn_linear(const tn_linear_args *args);
 /* to[i] = e^from[i]: at most 1 ulp off, 0 below -104, infinity above 88.73. What attention and activations use. */
 TN_EXPORT void tn_exp(const float *from, float *to, int64_t count);
 
-/* ---- merging planes (merge.c) ---- */
+/* ---- merging planes (merge.c; docs/format.md, "Encodings") ---- */
+
+#define TN_MAX_PLANES 5 /* of a field: of 23 bits they are 8, 8, 4, 2 and 1 */
+
+/* One tier of some floats, from planes into words: whole frames, or a single shorter one.
+ *
+ * The first tier writes exponents, signs and its mantissa bits; a later one replaces mantissa bits of what is there.
+ * Bits that are not known yet become their middle: a 1, then zeros. */
+typedef struct tn_merge_args {
+    size_t size;
+    void *out;                              /* (count,) words of `word_bytes` */
+    const uint8_t *exponents;               /* (count,), none with more bits than the format has; NULL: a later tier */
+    const uint8_t *planes[TN_MAX_PLANES];   /* of the field, its highest bits first */
+    int64_t count;                          /* elements */
+    int64_t frame_elements;                 /* a multiple of 8 */
+    int32_t plane_bits[TN_MAX_PLANES];      /* 8, 4, 2 or 1 */
+    int32_t num_planes;
+    int32_t word_bytes;                     /* 2 or 4 */
+    int32_t mantissa_bits;                  /* of the format */
+    int32_t known_bits;                     /* of these, with this tier */
+    int32_t reserved;                       /* 0 */
+} tn_merge_args;
+
+TN_EXPORT int tn_merge(const tn_merge_args *args);
+
+/* Bytes of elements, from a plane for each byte of an element, little end first. */
+typedef struct tn_interleave_args {
+    size_t size;
+    void *out;                /* (count, num_planes) bytes */
+    const uint8_t *planes[8]; /* (count,) each */
+    int64_t count;
+    int64_t num_planes;       /* 2, 4 or 8 */
+} tn_interleave_args;
+
+TN_EXPORT int tn_interleave(const tn_interleave_args *args);
 
 #endif

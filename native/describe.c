@@ -13,7 +13,8 @@
 
 const char *tn_describe(void) {
     static char text[1024]; /* each call writes the same */
-    snprintf(text, sizeof text, "version " TEXT(TN_VERSION) "\nisa " TEXT(TN_ISA) "\n" SIZE(tn_matrix) SIZE(tn_linear_args),
-             sizeof(tn_matrix), sizeof(tn_linear_args));
+    snprintf(text, sizeof text, "version " TEXT(TN_VERSION) "\nisa " TEXT(TN_ISA) "\n" 
+             SIZE(tn_matrix) SIZE(tn_linear_args) SIZE(tn_merge_args) SIZE(tn_interleave_args),
+             sizeof(tn_matrix), sizeof(tn_linear_args), sizeof(tn_merge_args), sizeof(tn_interleave_args));
     return text;
 }

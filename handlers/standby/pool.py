@@ -111,6 +111,7 @@ def import_everything() -> None:
     import tokenizers  # noqa: F401
 
     from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
+    from ...loader.native.library import library
     from ...loader.sources import file, http, s3  # noqa: F401
     from ...loader.stream import arena, child, load, process_load  # noqa: F401
     from ...runtime import files, instance, weights  # noqa: F401
@@ -118,14 +119,12 @@ def import_everything() -> None:
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
+    library()  # its threads are made by the process that computes
     with suppress(ImportError):  # the extra [cpu]
         from ...runtime.kernels.prepare import keep_somewhere
 
         keep_somewhere()
-        from ...loader.format import merge_loops
         from ...runtime.kernels import decoder  # noqa: F401
-
-        merge_loops.use()
     from .. import function  # noqa: F401
     from ..http import app, command  # noqa: F401
 

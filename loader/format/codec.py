@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import IntegrityError
+from ..native import merge as native
 from . import bit_planes, float_planes, zstd
 from .manifest import (
     DTYPE_BITS,
@@ -274,6 +275,8 @@ def _check_exponents(piece: Bytes, float_format: FloatFormat, where: str) -> Non
 
 
 def _merge_bytes(out: Bytes, pieces: list[Bytes]) -> None:
+    if native.interleave(out, pieces):
+        return
     if len(pieces) == 2:
         _merge_byte_pairs(out, pieces)
         return

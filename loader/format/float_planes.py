@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..native import merge as native
 from .bit_planes import as_lanes, in_each_byte, pack, unpack
 from .encoding import Encoding, FloatFormat, Tier, cut_field
 from .manifest import FRAME_ELEMENTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Bytes = NDArray[np.uint8]
@@ -37,16 +36,6 @@ class Room(NamedTuple):
     words: Bytes
     field: Bytes  # (count,)
     spare: Bytes  # (count,)
-
-
-class OnePass(NamedTuple):
-    """What merges nibbles in one pass (`merge_loops.py`, whose functions say what they take)."""
-
-    first_of_bf16: Callable[[Words, Bytes, Bytes, int], None]
-    later: Callable[[Words, Bytes, int, int, int, int], None]
-
-
-one_pass: OnePass | None = None  # where somebody has compiled it
 
 
 class Chunk(NamedTuple):
@@ -103,13 +92,28 @@ def split(words: Words, encoding: Encoding, tier: Tier, planes: list[Bytes]) -> 
 def merge(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room: Room) -> None:
     """Write what one tier says about a batch into its floats, from the pieces of the tier's planes.
 
-    A later tier needs what the tiers before it wrote, and may be repeated. Exponents must have no bit too many.
+    A later tier needs what the tiers before it wrote, and may be repeated. Exponents must have no bit too many. One
+    pass in the native core; without it, or for floats that are not aligned, numpy's passes, which write the same.
     """
+    float_format = _format_of(encoding)
+    num_before = int(encoding.bits_before(tier) is None)  # planes before the field's: that of the exponents
+    done = native.merge(
+        out.view(word_type(float_format)),
+        pieces[0] if num_before else None,
+        pieces[num_before:],
+        encoding.plane_bits(tier, float_format.bits // 8)[num_before:],
+        frame_elements=FRAME_ELEMENTS,
+        mantissa_bits=float_format.mantissa_bits,
+        known_bits=encoding.mantissa_bits(tier),
+    )
+    if not done:
+        merge_in_numpy(out, pieces, encoding, tier, room)
+
+
+def merge_in_numpy(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room: Room) -> None:
+    """The same in numpy."""
     recipe = _recipe_for(encoding, tier)
     words: Words = out.view(recipe.word)
-    if one_pass is not None and recipe.is_nibbles:
-        _merge_in_one_pass(one_pass, words, pieces, recipe)
-        return
     bits: Words = room.words.view(recipe.word)[: words.size]
     keep = recipe.keep
     if recipe.first is not None:
@@ -130,18 +134,6 @@ def merge(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room:
         np.bitwise_or(words, bits, out=words)
     if recipe.fill is not None:
         np.bitwise_or(words, recipe.fill, out=words)
-
-
-def _merge_in_one_pass(compiled: OnePass, words: Words, pieces: list[Bytes], recipe: _Recipe) -> None:
-    packed = pieces[-1]
-    half = min(packed.size, FRAME_ELEMENTS // 2)
-    if recipe.first is not None:
-        compiled.first_of_bf16(words, pieces[0], packed, half)
-        return
-    assert recipe.keep is not None
-    _, factor = recipe.chunks[0]
-    up = 0 if factor is None else int(factor).bit_length() - 1
-    compiled.later(words, packed, half, int(recipe.keep), up, int(recipe.fill or 0))
 
 
 class _First(NamedTuple):
@@ -170,7 +162,6 @@ class _Recipe(NamedTuple):
         tuple[Chunk, np.integer[Any] | None], ...
     ]  # each with the factor that moves it to its place
     fill: np.integer[Any] | None
-    is_nibbles: bool  # such as `OnePass` takes
 
 
 @functools.cache  # of some hundred encodings, two or three tiers each
@@ -183,8 +174,6 @@ def _recipe_for(encoding: Encoding, tier: Tier) -> _Recipe:
     if before is None:
         first, chunks = _first_of(chunks[0], float_format), chunks[1:]
     ups = [unknown + chunk.below for chunk in chunks]
-    nibbles = first.chunk if first is not None else chunks[0]
-    is_nibbles = nibbles.bits == _NIBBLE and len(chunks) == (first is None) and word.itemsize == 2
     return _Recipe(
         word,
         first,
@@ -193,7 +182,6 @@ def _recipe_for(encoding: Encoding, tier: Tier) -> _Recipe:
             (chunk, word.type(1 << up) if up else None) for chunk, up in zip(chunks, ups, strict=True)
         ),
         fill=word.type(1 << unknown - 1) if unknown else None,
-        is_nibbles=is_nibbles and (first is None or float_format.exponent_bits == 8),
     )
 
 

@@ -19,7 +19,6 @@ import llvmlite.binding
 import numba
 import numpy as np
 
-from ...loader.format import merge_loops
 from .expand import expand_int4, expand_int8
 from .products import INPUT_GROUP
 from .records import INPUT, LAYER_FIELDS, MAX_ROWS, NUM_IN, OUT, PROJECTION_FIELDS
@@ -30,9 +29,8 @@ from .vectors import RUN
 SOURCES = ("vectors", "sizes", "team", "records", "products", "rows", "attention", "step", "expand")
 NICENESS = 10  # beside a process that serves
 
-MERGE = "merge"  # what standby processes merge arriving weights with
 # Kinds as `kind_of_…` below name them: what most models need.
-USUAL_KINDS = ("heads:64", "heads:128", "int8", "int4", MERGE)
+USUAL_KINDS = ("heads:64", "heads:128", "int8", "int4")
 
 
 def kind_of_heads(head_dim: int) -> str:
@@ -65,8 +63,6 @@ def compile_kinds(kinds: Iterable[str]) -> None:
             zeros, out = np.zeros((8, 2), np.uint8), np.zeros((8, INPUT_GROUP), np.uint16)
             for dtype in (np.uint16, np.float32):
                 expand_int4(np.zeros((8, RUN), np.uint8), np.ones((8, 2), dtype), zeros, out)
-        elif name == MERGE:
-            merge_loops.use()
         else:
             raise ValueError(f"{kind!r} is no kind of kernel; the usual ones are {', '.join(USUAL_KINDS)}")
         _stamp(kind).touch()

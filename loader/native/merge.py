@@ -1,0 +1,130 @@
+"""Planes → elements by the native core: `tn_merge` and `tn_interleave` of core.h.
+
+Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`: sizes of planes, unused
+bits, exponents. It does not know encodings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import TYPE_CHECKING, Any
+
+from .library import library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[Any]
+
+_MAX_PLANES = 5  # of a field
+_INTERLEAVED = (2, 4, 8)  # bytes an element
+
+
+class MergeArgs(ctypes.Structure):
+    """`tn_merge_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("out", ctypes.c_void_p),
+        ("exponents", ctypes.c_void_p),
+        ("planes", ctypes.c_void_p * _MAX_PLANES),
+        ("count", ctypes.c_int64),
+        ("frame_elements", ctypes.c_int64),
+        ("plane_bits", ctypes.c_int32 * _MAX_PLANES),
+        ("num_planes", ctypes.c_int32),
+        ("word_bytes", ctypes.c_int32),
+        ("mantissa_bits", ctypes.c_int32),
+        ("known_bits", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class InterleaveArgs(ctypes.Structure):
+    """`tn_interleave_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("out", ctypes.c_void_p),
+        ("planes", ctypes.c_void_p * 8),
+        ("count", ctypes.c_int64),
+        ("num_planes", ctypes.c_int64),
+    )
+
+
+def merge(
+    out: Bytes,
+    exponents: Bytes | None,
+    planes: Sequence[Bytes],
+    plane_bits: Sequence[int],
+    *,
+    frame_elements: int,
+    mantissa_bits: int,
+    known_bits: int,
+) -> bool:
+    """Merge a batch of one tier into the floats `out`; False, and nothing written, without a native library.
+
+    `out`: (n,) uint16 or uint32. `exponents`: (n,) bytes, None in a later tier. `planes`: the field's, highest bits
+    first, of `plane_bits` each. Drops the GIL.
+    """
+    function = _merge_function()
+    if function is None or not out.flags.aligned:
+        return False
+    args = MergeArgs(
+        size=ctypes.sizeof(MergeArgs),
+        out=_address(out),
+        exponents=None if exponents is None else _address(exponents),
+        planes=tuple(map(_address, planes)),
+        count=out.size,
+        frame_elements=frame_elements,
+        plane_bits=tuple(plane_bits),
+        num_planes=len(planes),
+        word_bytes=out.itemsize,
+        mantissa_bits=mantissa_bits,
+        known_bits=known_bits,
+    )
+    status = function(ctypes.byref(args))
+    assert status == 0, f"tn_merge refused: {status}"
+    return True
+
+
+def interleave(out: Bytes, planes: Sequence[Bytes]) -> bool:
+    """Write elements of `len(planes)` bytes, whose planes these are, into `out`, bytes; False as `merge`."""
+    function = _interleave_function()
+    if function is None or len(planes) not in _INTERLEAVED or _address(out) % len(planes):
+        return False
+    args = InterleaveArgs(
+        size=ctypes.sizeof(InterleaveArgs),
+        out=_address(out),
+        planes=tuple(map(_address, planes)),
+        count=planes[0].size,
+        num_planes=len(planes),
+    )
+    status = function(ctypes.byref(args))
+    assert status == 0, f"tn_interleave refused: {status}"
+    return True
+
+
+@functools.cache
+def _merge_function() -> Callable[..., int] | None:
+    return _function("tn_merge", MergeArgs)
+
+
+@functools.cache
+def _interleave_function() -> Callable[..., int] | None:
+    return _function("tn_interleave", InterleaveArgs)
+
+
+def _function(name: str, arguments: type[ctypes.Structure]) -> Callable[..., int] | None:
+    loaded = library()
+    if loaded is None:
+        return None
+    loaded.check_struct(f"{name}_args", arguments)
+    function: Callable[..., int] = getattr(loaded.functions, name)
+    return function
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -124,4 +124,273 @@ typedef struct tn_interleave_args {
 
 TN_EXPORT int tn_interleave(const tn_interleave_args *args);
 
+/* A vector of weights: of a norm. */
+typedef struct tn_vector {
+    const void *data; /* F32, BF16 or F16; NULL: there is none */
+    int32_t dtype;
+    int32_t reserved; /* 0 */
+} tn_vector;
+
+/* ---- rows (rows.c): each row by itself; `dtype` is F32 or BF16, of all rows ---- */
+
+typedef enum tn_activation {
+    TN_SILU = 0,
+    TN_GELU = 1,
+    TN_GELU_TANH = 2,
+    TN_RELU = 3,
+    TN_TANH = 4,
+} tn_activation;
+
+/* The rows of some tokens, rounded once. */
+typedef struct tn_embed_args {
+    size_t size;
+    const void *table;     /* (vocab, num_columns) F32, BF16, F16 or I8 */
+    const void *scale;     /* (vocab,) F32 or BF16, by which rows of I8 are multiplied; else NULL */
+    const int64_t *tokens; /* (num_rows,) below vocab */
+    void *out;             /* (num_rows, num_columns) */
+    int64_t num_rows;
+    int64_t num_columns;
+    int32_t table_dtype;
+    int32_t scale_dtype;
+    int32_t dtype;
+    int32_t reserved;      /* 0 */
+} tn_embed_args;
+
+TN_EXPORT int tn_embed(const tn_embed_args *args);
+
+/* Without a bias the RMS norm: x / sqrt(mean(x^2) + eps), rounded, times the weight, rounded. With one the layer norm:
+ * (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. Weights are rounded to `dtype` first. */
+typedef struct tn_norm_args {
+    size_t size;
+    const void *x; /* (num_rows, num_columns) */
+    void *out;     /* likewise; may be x */
+    tn_vector weight;
+    tn_vector bias;
+    int64_t num_rows;
+    int64_t num_columns;
+    float eps;
+    int32_t dtype;
+} tn_norm_args;
+
+TN_EXPORT int tn_norm(const tn_norm_args *args);
+
+/* activation(gate), rounded, times up, rounded; without `up` the former. */
+typedef struct tn_activate_args {
+    size_t size;
+    const void *gate;   /* (num_rows, num_columns) */
+    const void *up;     /* likewise, or NULL */
+    void *out;          /* likewise; may be gate or up */
+    int64_t num_rows;
+    int64_t num_columns;
+    int64_t in_stride;  /* elements, of gate and up */
+    int64_t out_stride; /* elements */
+    int32_t activation;
+    int32_t dtype;
+} tn_activate_args;
+
+TN_EXPORT int tn_activate(const tn_activate_args *args);
+
+/* ---- keys and values (heads.c) ---- */
+
+/* A pool of keys and values, cut into blocks of slots. */
+typedef struct tn_kv {
+    void *data;         /* (num_layers, 2, num_kv_heads, num_slots, head_dim) F32, BF16 or I8 */
+    void *scale;        /* (num_layers, 2, num_kv_heads, num_slots) F32 or BF16, of I8; else NULL */
+    int64_t num_slots;
+    int64_t block_size; /* slots; divides num_slots */
+    int32_t dtype;
+    int32_t scale_dtype;
+} tn_kv;
+
+/* Turns a step's queries and keys, after their norms where there are some, and puts keys and values into the pool. */
+typedef struct tn_heads_args {
+    size_t size;
+    const tn_kv *kv;
+    void *heads;            /* (num_rows, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values. Changed. */
+    const float *turns;     /* (positions, rotary_dim): cosines, then sines, rounded to `dtype` */
+    const int64_t *turn;    /* (num_rows,) the row of `turns` that each row takes */
+    const int64_t *slots;   /* (num_rows,) below num_slots, no two alike */
+    tn_vector query_norm;   /* (head_dim,) */
+    tn_vector key_norm;
+    int64_t layer;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;       /* at most 256 */
+    int64_t rotary_dim;     /* even, at most head_dim */
+    float norm_eps;
+    int32_t dtype;          /* F32 or BF16 */
+} tn_heads_args;
+
+TN_EXPORT int tn_write_heads(const tn_heads_args *args);
+
+/* ---- attention (attention.c) ---- */
+
+#define TN_MAX_HEAD_DIM 256
+
+/* Rows [start, start + length) of a step: the newest `length` tokens of a sequence of `context_len`. */
+typedef struct tn_span {
+    int64_t start;
+    int64_t length;
+    int64_t context_len;
+    const int64_t *blocks; /* token t lies in block blocks[t / block_size] of the pool */
+} tn_span;
+
+/* Each row's queries over its sequence's keys, up to its own; num_kv_heads divides num_heads. */
+typedef struct tn_attention_args {
+    size_t size;
+    const tn_kv *kv;      /* holds the rows' own keys and values already */
+    const tn_span *spans; /* (num_spans,) in the order of their rows */
+    const void *queries;  /* (rows, num_heads, head_dim) in `dtype` */
+    void *out;            /* likewise */
+    int64_t num_spans;
+    int64_t query_stride; /* elements, of rows */
+    int64_t out_stride;   /* likewise */
+    int64_t layer;
+    int64_t window;       /* tokens that a row sees, its own included; 0: all */
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;     /* at most TN_MAX_HEAD_DIM */
+    float scale;          /* of scores */
+    int32_t dtype;        /* F32 or BF16 */
+} tn_attention_args;
+
+TN_EXPORT int tn_attention(const tn_attention_args *args);
+
+/* Every row of a text over all rows of the same text. */
+typedef struct tn_text_attention_args {
+    size_t size;
+    const void *qkv;       /* (rows, 3, num_heads, head_dim) in `dtype`: queries, keys, values */
+    void *out;             /* (rows, num_heads, head_dim) */
+    const int64_t *starts; /* (num_texts + 1,): text i is rows [starts[i], starts[i + 1]) */
+    int64_t num_texts;
+    int64_t num_heads;
+    int64_t head_dim;      /* at most TN_MAX_HEAD_DIM */
+    float scale;
+    int32_t dtype;         /* F32 or BF16 */
+} tn_text_attention_args;
+
+TN_EXPORT int tn_text_attention(const tn_text_attention_args *args);
+
+/* ---- decoders (decoder.c) ---- */
+
+/* One matrix of a projection. */
+typedef struct tn_part {
+    tn_matrix matrix;
+    const int64_t *columns; /* (num_in,): x[:, columns] takes the place of x; NULL: x as it is */
+} tn_part;
+
+/* A product with matrices of the same input, whose outputs lie side by side. */
+typedef struct tn_projection {
+    const tn_part *parts;
+    int64_t num_parts;
+    int64_t num_in;
+    int64_t num_out; /* of all parts together */
+} tn_projection;
+
+typedef struct tn_decoder_layer {
+    tn_vector attention_norm; /* (hidden_size,) */
+    tn_vector query_norm;     /* (head_dim,) or none */
+    tn_vector key_norm;
+    tn_vector mlp_norm;       /* (hidden_size,) */
+    tn_projection qkv;        /* to query heads, key heads, value heads */
+    tn_projection output;
+    tn_projection gate_up;    /* to gate, then up */
+    tn_projection down;
+    int64_t window;           /* 0: all */
+} tn_decoder_layer;
+
+typedef struct tn_decoder {
+    const tn_decoder_layer *layers; /* those of a call must be filled in */
+    int64_t hidden_size;
+    int64_t intermediate_size;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+    int64_t permuted_size;          /* the most inputs that one projection takes in orders of their parts' own; 0: none */
+    float norm_eps;
+    float attention_scale;
+    int32_t activation;
+    int32_t dtype;                  /* of rows: F32 or BF16 */
+} tn_decoder;
+
+/* Layers [first, end) of a step: writes its keys and values, and then attends. */
+typedef struct tn_decoder_step_args {
+    size_t size;
+    const tn_decoder *model;
+    const tn_kv *kv;
+    const tn_span *spans;
+    const float *turns;   /* as in tn_heads_args */
+    const int64_t *turn;  /* (num_rows,) */
+    const int64_t *slots; /* (num_rows,) */
+    void *x;              /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
+    void *scratch;        /* on 64 bytes */
+    int64_t num_spans;
+    int64_t num_rows;
+    int64_t first;
+    int64_t end;
+} tn_decoder_step_args;
+
+TN_EXPORT int tn_decoder_step(const tn_decoder_step_args *args);
+
+/* Of a step of `num_rows` rows. */
+TN_EXPORT int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_rows);
+
+/* ---- encoders (encoder.c) ---- */
+
+typedef struct tn_encoder_layer {
+    tn_projection qkv; /* to queries, keys and values of all heads */
+    tn_projection output;
+    tn_projection up;
+    tn_projection down;
+    tn_vector attention_norm_weight; /* (hidden_size,) each */
+    tn_vector attention_norm_bias;
+    tn_vector mlp_norm_weight;
+    tn_vector mlp_norm_bias;
+} tn_encoder_layer;
+
+typedef struct tn_encoder {
+    const tn_encoder_layer *layers;
+    int64_t hidden_size;
+    int64_t intermediate_size;
+    int64_t num_heads;
+    int64_t head_dim;
+    float norm_eps;
+    float attention_scale;
+    int32_t activation;
+    int32_t dtype; /* F32 or BF16 */
+} tn_encoder;
+
+/* Layers [first, end) over texts back to back. */
+typedef struct tn_encoder_step_args {
+    size_t size;
+    const tn_encoder *model;
+    const int64_t *starts; /* as in tn_text_attention_args */
+    void *x;               /* (rows, hidden_size): changed */
+    void *scratch;         /* on 64 bytes */
+    int64_t num_texts;
+    int64_t num_rows;
+    int64_t first;
+    int64_t end;
+} tn_encoder_step_args;
+
+TN_EXPORT int tn_encoder_step(const tn_encoder_step_args *args);
+
+TN_EXPORT int64_t tn_encoder_scratch_bytes(const tn_encoder *model, int64_t num_rows);
+
+/* The mean of each text's rows, in fp32; rows are added in order. */
+typedef struct tn_mean_args {
+    size_t size;
+    const void *x;         /* (rows, num_columns) */
+    const int64_t *starts; /* (num_texts + 1,) */
+    float *out;            /* (num_texts, num_columns) */
+    int64_t num_texts;
+    int64_t num_columns;
+    int32_t dtype;         /* F32 or BF16 */
+    int32_t reserved;      /* 0 */
+} tn_mean_args;
+
+TN_EXPORT int tn_mean(const tn_mean_args *args);
+
 #endif

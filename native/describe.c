@@ -9,12 +9,20 @@
 
 #define TEXT_(tokens) #tokens
 #define TEXT(macro) TEXT_(macro)
-#define SIZE(struct) #struct " %zu\n"
+
+#define STRUCTS(each)                                                                                        \
+    each(tn_matrix) each(tn_linear_args) each(tn_merge_args) each(tn_interleave_args)                        \
+    each(tn_vector) each(tn_embed_args) each(tn_norm_args) each(tn_activate_args)                            \
+    each(tn_kv) each(tn_heads_args) each(tn_span) each(tn_attention_args)                                    \
+    each(tn_text_attention_args) each(tn_part) each(tn_projection) each(tn_decoder_layer)                    \
+    each(tn_decoder) each(tn_decoder_step_args) each(tn_encoder_layer) each(tn_encoder)                      \
+    each(tn_encoder_step_args) each(tn_mean_args)
+
+#define FORMAT(name) "\n" #name " %zu"
+#define SIZE(name) , sizeof(name)
 
 const char *tn_describe(void) {
-    static char text[1024]; /* each call writes the same */
-    snprintf(text, sizeof text, "version " TEXT(TN_VERSION) "\nisa " TEXT(TN_ISA) "\n" 
-             SIZE(tn_matrix) SIZE(tn_linear_args) SIZE(tn_merge_args) SIZE(tn_interleave_args),
-             sizeof(tn_matrix), sizeof(tn_linear_args), sizeof(tn_merge_args), sizeof(tn_interleave_args));
+    static char text[2048]; /* each call writes the same */
+    snprintf(text, sizeof text, "version " TEXT(TN_VERSION) "\nisa " TEXT(TN_ISA) STRUCTS(FORMAT) STRUCTS(SIZE));
     return text;
 }

@@ -1,0 +1,507 @@
+/* Attention of rows over the keys and values of their own sequence, paged or as rows of an encoder's.
+ *
+ * Each (row, head) is computed by itself, over chunks of CHUNK keys at absolute positions: the chunk's largest score,
+ * sum of exponentials and weighted values, merged with those before, ascending. A score is a sum over the head's
+ * numbers in lanes and a tree; a chunk's exponentials are summed in lanes by position; values are added one key after
+ * another. Keys that a row does not see are left out, which equals adding an exact 0. So nothing depends on which rows
+ * are computed together, and rows of one sequence that share a key head share its loads: a tile is up to TILE_ROWS of
+ * them by 4 keys, or by 4 vectors of values, in registers.
+ *
+ * Keys and values in 8 bits are first written out as what they mean in the model's dtype, chunk by chunk. */
+#include "attention.h"
+
+#include <stdbool.h>
+
+#include "elements.h"
+
+enum {
+    CHUNK = 256,     /* keys; a multiple of every vector */
+    QUAD = 4,        /* keys, or vectors of values, of a tile */
+    TASK_ROWS = 32,  /* that a thread takes at a time: (row, head) pairs of one key head */
+    ALONE_KEYS = 64, /* with so few rows times keys, waking threads costs more than it gains */
+};
+
+#if TN_LANES == 8
+enum { TILE_ROWS = 3 };
+#else
+enum { TILE_ROWS = 6 };
+#endif
+
+static const float NO_SCORE = -1e30f; /* lower than any; finite, so that differences are no NaN */
+
+/* Queries of one sequence that share a key head, and where its keys and values lie. */
+typedef struct {
+    const void *queries; /* of the first row's first head */
+    void *out;
+    int64_t query_stride, out_stride; /* elements, of rows */
+    int64_t group;                    /* query heads, side by side in a row */
+    int64_t first_position;           /* of the first row */
+    int64_t num_keys;
+    int64_t window;                   /* 0: all */
+    bool sees_all;                    /* also keys behind its own */
+
+    const void *keys, *values;             /* of token 0, or of slot 0 */
+    const void *key_scales, *value_scales; /* of I8 */
+    const int64_t *blocks;                 /* NULL: token t is at t * key_stride */
+    int64_t block_size;
+    int64_t key_stride;                    /* elements, of tokens or slots */
+    int kv_dtype, scale_dtype;
+
+    int64_t head_dim;
+    float scale;
+    int dtype;
+} sequence_t;
+
+/* A task's rows: what they see, and what is known of them after some chunks. */
+typedef struct {
+    int num;
+    int64_t stride;           /* of queries, sums and outputs: head_dim in whole vectors */
+    int64_t first[TASK_ROWS]; /* keys [first, last) are those that the row sees */
+    int64_t last[TASK_ROWS];
+    float largest[TASK_ROWS]; /* score */
+    float total[TASK_ROWS];   /* of exponentials */
+    _Alignas(64) float queries[TASK_ROWS * TN_MAX_HEAD_DIM]; /* bf16 where pairs are multiplied */
+    _Alignas(64) float outputs[TASK_ROWS * TN_MAX_HEAD_DIM];
+
+    int begin[TASK_ROWS], end[TASK_ROWS]; /* what the row sees of the chunk, counted from its first key */
+    _Alignas(64) float scores[TASK_ROWS][CHUNK + QUAD];
+    _Alignas(64) float sums[TASK_ROWS * TN_MAX_HEAD_DIM]; /* of the chunk's values */
+} rows_t;
+
+/* Keys or values of one chunk: number t is at base + place[t] elements. */
+typedef struct {
+    const void *base;
+    const int64_t *place;
+} vectors_t;
+
+/* ---- scores ---- */
+
+#if TN_BF16_DOT
+TN_INLINE void dot_pairs(const int rows, vf sums[][QUAD], const uint16_t *queries, int64_t stride,
+                         const uint16_t *const key[QUAD], int64_t num) {
+    int64_t d = 0;
+    for (; d + 2 * TN_LANES <= num; d += 2 * TN_LANES) {
+        vb keys[QUAD];
+        for (int j = 0; j < QUAD; j++) keys[j] = vb_load(key[j] + d);
+        for (int i = 0; i < rows; i++) {
+            const vb query = vb_load(queries + i * stride + d);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], query, keys[j]);
+        }
+    }
+    if (d == num) return;
+    for (int i = 0; i < rows; i++) {
+        const vb query = vb_load_part(queries + i * stride + d, (int)(num - d));
+        for (int j = 0; j < QUAD; j++)
+            sums[i][j] = vb_dot(sums[i][j], query, vb_load_part(key[j] + d, (int)(num - d)));
+    }
+}
+#endif
+
+TN_INLINE void dot_f32(const int rows, const int dtype, vf sums[][QUAD], const float *queries, int64_t stride,
+                       const void *const key[QUAD], int64_t num) {
+    for (int64_t d = 0; d < num; d += TN_LANES) {
+        const int count = lanes_left(num - d);
+        vf keys[QUAD];
+        for (int j = 0; j < QUAD; j++) keys[j] = load_elements(key[j], dtype, d, count);
+        for (int i = 0; i < rows; i++) {
+            const vf query = vf_load(queries + i * stride + d);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vf_fma(query, keys[j], sums[i][j]);
+        }
+    }
+}
+
+/* Scores of the rows [row, row + rows) with the keys [begin, end) of the chunk. Up to 3 behind them are overwritten. */
+TN_INLINE void score_tile(const int rows, const int dtype, rows_t *task, int row, const vectors_t *keys, int begin,
+                          int end, int64_t head_dim) {
+    for (int t = begin; t < end; t += QUAD) {
+        const void *key[QUAD];
+        for (int j = 0; j < QUAD; j++)
+            key[j] = element_at(keys->base, dtype, keys->place[t + j < end ? t + j : end - 1]);
+        vf sums[TILE_ROWS][QUAD];
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
+#if TN_BF16_DOT
+        if (dtype == TN_BF16)
+            dot_pairs(rows, sums, (const uint16_t *)task->queries + row * task->stride, task->stride,
+                      (const uint16_t *const *)key, head_dim);
+        else
+#endif
+            dot_f32(rows, dtype, sums, task->queries + row * task->stride, task->stride, key, head_dim);
+        for (int i = 0; i < rows; i++)
+            vf_reduce4(task->scores[row + i] + t, sums[i][0], sums[i][1], sums[i][2], sums[i][3], true);
+    }
+}
+
+/* ---- values ---- */
+
+/* Adds to `width` vectors of each row's sums, from element d on, the values of the keys [begin, end). */
+TN_INLINE void value_tile(const int rows, const int width, const int dtype, rows_t *task, int row,
+                          const vectors_t *values, int begin, int end, int64_t d, int count) {
+    float *to = task->sums + row * task->stride + d;
+    vf sums[TILE_ROWS][QUAD];
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) sums[i][j] = vf_load(to + i * task->stride + j * TN_LANES);
+    for (int t = begin; t < end; t++) {
+        const int64_t place = values->place[t] + d;
+        vf value[QUAD];
+        for (int j = 0; j < width; j++) value[j] = load_elements(values->base, dtype, place + j * TN_LANES, count);
+        for (int i = 0; i < rows; i++) {
+            const vf weight = vf_set(task->scores[row + i][t]);
+            for (int j = 0; j < width; j++) sums[i][j] = vf_fma(weight, value[j], sums[i][j]);
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int j = 0; j < width; j++) vf_store(to + i * task->stride + j * TN_LANES, sums[i][j]);
+}
+
+TN_INLINE void value_tiles(const int rows, const int dtype, rows_t *task, int row, const vectors_t *values, int begin,
+                           int end, int64_t head_dim) {
+    int64_t d = 0;
+    for (; d + QUAD * TN_LANES <= head_dim; d += QUAD * TN_LANES)
+        value_tile(rows, QUAD, dtype, task, row, values, begin, end, d, TN_LANES);
+    for (; d + 2 * TN_LANES <= head_dim; d += 2 * TN_LANES)
+        value_tile(rows, 2, dtype, task, row, values, begin, end, d, TN_LANES);
+    for (; d < head_dim; d += TN_LANES)
+        value_tile(rows, 1, dtype, task, row, values, begin, end, d, lanes_left(head_dim - d));
+}
+
+/* ---- tiles of as many rows as there are: a function each, so that sums stay in registers ---- */
+
+#define AT_MOST(most, rows) ((rows) < (most) ? (rows) : (most))
+#define EACH_HEIGHT(function, dtype)                                                                        \
+    switch (rows) {                                                                                         \
+    case 1: function(1, dtype, task, row, vectors, begin, end, head_dim); return;                           \
+    case 2: function(2, dtype, task, row, vectors, begin, end, head_dim); return;                           \
+    case 3: function(3, dtype, task, row, vectors, begin, end, head_dim); return;                           \
+    case 4: function(AT_MOST(TILE_ROWS, 4), dtype, task, row, vectors, begin, end, head_dim); return;       \
+    case 5: function(AT_MOST(TILE_ROWS, 5), dtype, task, row, vectors, begin, end, head_dim); return;       \
+    default: function(AT_MOST(TILE_ROWS, 6), dtype, task, row, vectors, begin, end, head_dim); return;      \
+    }
+
+typedef void (*pass_t)(int rows, rows_t *task, int row, const vectors_t *vectors, int begin, int end, int64_t head_dim);
+
+#define PASS(name, function, dtype)                                                                       \
+    static void name(int rows, rows_t *task, int row, const vectors_t *vectors, int begin, int end,       \
+                     int64_t head_dim) {                                                                  \
+        EACH_HEIGHT(function, dtype)                                                                      \
+    }
+PASS(scores_bf16, score_tile, TN_BF16)
+PASS(scores_f32, score_tile, TN_F32)
+PASS(values_bf16, value_tiles, TN_BF16)
+PASS(values_f32, value_tiles, TN_F32)
+
+/* A pass of `num` rows over what each sees of the chunk: together where all do, and ascending for each. */
+static void tile_pass(pass_t pass, int num, rows_t *task, int row, const vectors_t *vectors, int64_t head_dim) {
+    int begin = 0, end = CHUNK;
+    for (int i = row; i < row + num; i++) {
+        if (task->begin[i] > begin) begin = task->begin[i];
+        if (task->end[i] < end) end = task->end[i];
+    }
+    if (begin > end) end = begin; /* nothing is seen by all */
+    for (int i = row; i < row + num; i++) {
+        const int until = task->end[i] < begin ? task->end[i] : begin;
+        if (task->begin[i] < until) pass(1, task, i, vectors, task->begin[i], until, head_dim);
+    }
+    if (begin < end) pass(num, task, row, vectors, begin, end, head_dim);
+    for (int i = row; i < row + num; i++) {
+        const int from = task->begin[i] > end ? task->begin[i] : end;
+        if (from < task->end[i]) pass(1, task, i, vectors, from, task->end[i], head_dim);
+    }
+}
+
+/* The same of all rows, tile by tile. */
+static void task_pass(pass_t pass, rows_t *task, const vectors_t *vectors, int64_t head_dim) {
+    for (int row = 0, num; row < task->num; row += num) {
+        const int left = task->num - row;
+        num = left <= TILE_ROWS ? left : left < 2 * TILE_ROWS ? (left + 1) / 2 : TILE_ROWS;
+        tile_pass(pass, num, task, row, vectors, head_dim);
+    }
+}
+
+/* ---- exponentials ---- */
+
+static float exp_of(float x) {
+    float lanes[TN_LANES];
+    vf_store(lanes, vf_exp(vf_set(x)));
+    return lanes[0];
+}
+
+/* Scores [begin, end) → exp(score * scale - largest), and 0 for the rest of the vectors; returns their sum. */
+static float exponentials(float *scores, int begin, int end, float scale, float *largest) {
+    const int first = begin / TN_LANES * TN_LANES, last = (end + TN_LANES - 1) / TN_LANES * TN_LANES;
+    for (int t = first; t < begin; t++) scores[t] = -__builtin_inff();
+    for (int t = end; t < last; t++) scores[t] = -__builtin_inff();
+    vf most = vf_set(NO_SCORE);
+    for (int t = first; t < last; t += TN_LANES) {
+        const vf scaled = vf_mul(vf_load(scores + t), vf_set(scale));
+        vf_store(scores + t, scaled);
+        most = vf_max(scaled, most); /* in this order, so that a NaN is passed over here */
+    }
+    *largest = vf_largest(most);
+    vf sum = vf_zero();
+    for (int t = first; t < last; t += TN_LANES) {
+        const vf power = vf_exp(vf_sub(vf_load(scores + t), vf_set(*largest)));
+        vf_store(scores + t, power);
+        sum = vf_add(sum, power);
+    }
+    return vf_sum(sum);
+}
+
+/* Adds a chunk's sums to what a row has from the chunks before. */
+static void merge(rows_t *task, int row, float largest, float total, int64_t head_dim) {
+    const float most = largest > task->largest[row] ? largest : task->largest[row];
+    const float before = exp_of(task->largest[row] - most), now = exp_of(largest - most);
+    task->largest[row] = most;
+    task->total[row] = task->total[row] * before + total * now;
+    const float *sums = task->sums + row * task->stride;
+    float *outputs = task->outputs + row * task->stride;
+    for (int64_t d = 0; d < head_dim; d += TN_LANES)
+        vf_store(outputs + d, vf_fma(vf_load(sums + d), vf_set(now), vf_mul(vf_load(outputs + d), vf_set(before))));
+}
+
+/* ---- chunks ---- */
+
+/* What codes mean: times their scale, rounded to the model's dtype. */
+static void expand(const sequence_t *of, void *to, const void *codes, const void *scales, const int64_t *slots,
+                   int begin, int end) {
+    for (int t = begin; t < end; t++) {
+        const int8_t *from = (const int8_t *)codes + slots[t] * of->key_stride;
+        const float scale = of->scale_dtype == TN_F32 ? ((const float *)scales)[slots[t]]
+                                                      : f32_of_bf16(((const uint16_t *)scales)[slots[t]]);
+        for (int64_t d = 0; d < of->head_dim; d += TN_LANES) {
+            const int count = lanes_left(of->head_dim - d);
+            int8_t part[TN_LANES] = {0};
+            if (count < TN_LANES) memcpy(part, from + d, (size_t)count);
+            const vf value = vf_mul(vf_load_i8(count < TN_LANES ? part : from + d), vf_set(scale));
+            store_elements(to, of->dtype, t * of->head_dim + d, value, count);
+        }
+    }
+}
+
+/* Where the tokens [begin, end) of the chunk that begins with token `first` are, in slots. */
+static void find_slots(const sequence_t *of, int64_t *slots, int64_t first, int begin, int end) {
+    if (of->blocks == NULL) {
+        for (int t = begin; t < end; t++) slots[t] = first + t;
+        return;
+    }
+    for (int t = begin, next; t < end; t = next) {
+        const int64_t block = (first + t) / of->block_size, in_block = (first + t) % of->block_size;
+        const int64_t left = of->block_size - in_block, slot = of->blocks[block] * of->block_size + in_block;
+        next = left < end - t ? t + (int)left : end;
+        for (int i = t; i < next; i++) slots[i] = slot + (i - t);
+    }
+}
+
+/* Codes of the chunk's keys or values written out into `buffer`, or where they are. */
+static vectors_t vectors_of(const sequence_t *of, void *buffer, int64_t *place, const void *data, const void *scales,
+                            const int64_t *slots, int begin, int end) {
+    if (of->kv_dtype != TN_I8) {
+        for (int t = begin; t < end; t++) place[t] = slots[t] * of->key_stride;
+        return (vectors_t){data, place};
+    }
+    expand(of, buffer, data, scales, slots, begin, end);
+    for (int t = begin; t < end; t++) place[t] = t * of->head_dim;
+    return (vectors_t){buffer, place};
+}
+
+/* All rows of a task over the keys [begin, end) of the chunk that begins with token `first`. */
+static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int begin, int end) {
+    _Alignas(64) float buffer[CHUNK * TN_MAX_HEAD_DIM];
+    int64_t slots[CHUNK], place[CHUNK];
+    float largest[TASK_ROWS], total[TASK_ROWS];
+    find_slots(of, slots, first, begin, end);
+    const vectors_t keys = vectors_of(of, buffer, place, of->keys, of->key_scales, slots, begin, end);
+    task_pass(of->dtype == TN_BF16 ? scores_bf16 : scores_f32, task, &keys, of->head_dim);
+    for (int row = 0; row < task->num; row++) {
+        if (task->begin[row] == task->end[row]) continue;
+        total[row] = exponentials(task->scores[row], task->begin[row], task->end[row], of->scale, &largest[row]);
+    }
+    const vectors_t values = vectors_of(of, buffer, place, of->values, of->value_scales, slots, begin, end);
+    memset(task->sums, 0, (size_t)(task->num * task->stride) * sizeof(float));
+    task_pass(of->dtype == TN_BF16 ? values_bf16 : values_f32, task, &values, of->head_dim);
+    for (int row = 0; row < task->num; row++)
+        if (task->begin[row] < task->end[row]) merge(task, row, largest[row], total[row], of->head_dim);
+}
+
+/* ---- tasks ---- */
+
+/* The row and the head, within the group, of a sequence's (row, head) pair. */
+static int64_t row_of(const sequence_t *of, int64_t pair) { return pair / of->group; }
+static int64_t head_of(const sequence_t *of, int64_t pair) { return pair % of->group; }
+
+static void load_query(const sequence_t *of, rows_t *task, int row, int64_t pair) {
+    const int64_t place = row_of(of, pair) * of->query_stride + head_of(of, pair) * of->head_dim;
+#if TN_BF16_DOT
+    if (of->dtype == TN_BF16) {
+        memcpy((uint16_t *)task->queries + row * task->stride, (const uint16_t *)of->queries + place,
+               (size_t)of->head_dim * 2);
+        return;
+    }
+#endif
+    for (int64_t d = 0; d < of->head_dim; d += TN_LANES)
+        vf_store(task->queries + row * task->stride + d,
+                 load_elements(of->queries, of->dtype, place + d, lanes_left(of->head_dim - d)));
+}
+
+static void store_output(const sequence_t *of, const rows_t *task, int row, int64_t pair) {
+    const int64_t place = row_of(of, pair) * of->out_stride + head_of(of, pair) * of->head_dim;
+    for (int64_t d = 0; d < of->head_dim; d += TN_LANES)
+        store_elements(of->out, of->dtype, place + d,
+                       vf_div(vf_load(task->outputs + row * task->stride + d), vf_set(task->total[row])),
+                       lanes_left(of->head_dim - d));
+}
+
+/* Of the keys [first, last) that a row sees, those in the chunk that begins with `chunk`. */
+static void clip(rows_t *task, int row, int64_t chunk) {
+    const int64_t begin = task->first[row] - chunk, end = task->last[row] - chunk;
+    task->begin[row] = begin < 0 ? 0 : begin > CHUNK ? CHUNK : (int)begin;
+    task->end[row] = end > CHUNK ? CHUNK : end < task->begin[row] ? task->begin[row] : (int)end;
+}
+
+/* The pairs [pair, pair + num) of a sequence. */
+static void attend(const sequence_t *of, int64_t pair, int num) {
+    rows_t task;
+    task.num = num;
+    task.stride = (of->head_dim + TN_LANES - 1) / TN_LANES * TN_LANES;
+    memset(task.outputs, 0, (size_t)(num * task.stride) * sizeof(float));
+    for (int row = 0; row < num; row++) {
+        const int64_t position = of->first_position + row_of(of, pair + row);
+        task.first[row] = of->window && position + 1 > of->window ? position + 1 - of->window : 0;
+        task.last[row] = of->sees_all ? of->num_keys : position + 1;
+        task.largest[row] = NO_SCORE;
+        task.total[row] = 0.0f;
+        load_query(of, &task, row, pair + row);
+    }
+    /* Later rows see later keys. */
+    const int64_t last = task.last[num - 1];
+    for (int64_t chunk = task.first[0] / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
+        for (int row = 0; row < num; row++) clip(&task, row, chunk);
+        attend_chunk(of, &task, chunk, task.begin[0], task.end[num - 1]);
+    }
+    for (int row = 0; row < num; row++) store_output(of, &task, row, pair + row);
+}
+
+static int64_t tasks_of(int64_t num_pairs) { return (num_pairs + TASK_ROWS - 1) / TASK_ROWS; }
+
+/* Task number `task` of one key head's pairs. */
+static void run_task(const sequence_t *of, int64_t task, int64_t num_pairs) {
+    const int64_t pair = task * TASK_ROWS, left = num_pairs - pair;
+    attend(of, pair, left < TASK_ROWS ? (int)left : TASK_ROWS);
+}
+
+/* ---- stages ---- */
+
+static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span, int64_t kv_head) {
+    const tn_kv *kv = args->kv;
+    const int64_t group = args->num_heads / args->num_kv_heads, first_head = kv_head * group * args->head_dim;
+    const int64_t key_place = (args->layer * 2 * args->num_kv_heads + kv_head) * kv->num_slots;
+    const int64_t value_place = key_place + args->num_kv_heads * kv->num_slots;
+    const int64_t item = kv->dtype == TN_I8 ? 1 : element_bytes(kv->dtype);
+    const int64_t scale_bytes = kv->scale == NULL ? 0 : element_bytes(kv->scale_dtype);
+    return (sequence_t){
+        .queries = element_at(args->queries, args->dtype, span->start * args->query_stride + first_head),
+        .out = element_at(args->out, args->dtype, span->start * args->out_stride + first_head),
+        .query_stride = args->query_stride,
+        .out_stride = args->out_stride,
+        .group = group,
+        .first_position = span->context_len - span->length,
+        .num_keys = span->context_len,
+        .window = args->window,
+        .keys = (const char *)kv->data + key_place * args->head_dim * item,
+        .values = (const char *)kv->data + value_place * args->head_dim * item,
+        .key_scales = (const char *)kv->scale + key_place * scale_bytes,
+        .value_scales = (const char *)kv->scale + value_place * scale_bytes,
+        .blocks = span->blocks,
+        .block_size = kv->block_size,
+        .key_stride = args->head_dim,
+        .kv_dtype = kv->dtype,
+        .scale_dtype = kv->scale_dtype,
+        .head_dim = args->head_dim,
+        .scale = args->scale,
+        .dtype = args->dtype,
+    };
+}
+
+static int64_t tasks_of_span(const tn_attention_args *args, const tn_span *span) {
+    return tasks_of(span->length * (args->num_heads / args->num_kv_heads)) * args->num_kv_heads;
+}
+
+void tn_attention_stage(const tn_attention_args *args, tn_region *region) {
+    int64_t num_tasks = 0;
+    for (int64_t n = 0; n < args->num_spans; n++) num_tasks += tasks_of_span(args, &args->spans[n]);
+    /* From the last one: later rows see more keys, and what takes longest is begun first. */
+    int64_t span = args->num_spans, first = num_tasks; /* of the span */
+    for (int64_t task; (task = num_tasks - 1 - tn_next_chunk(region)) >= 0;) {
+        while (task < first) first -= tasks_of_span(args, &args->spans[--span]);
+        const int64_t kv_head = (task - first) % args->num_kv_heads;
+        const sequence_t of = sequence_of(args, &args->spans[span], kv_head);
+        run_task(&of, (task - first) / args->num_kv_heads, args->spans[span].length * of.group);
+    }
+}
+
+static sequence_t text_of(const tn_text_attention_args *args, int64_t text, int64_t head) {
+    const int64_t hidden = args->num_heads * args->head_dim, start = args->starts[text];
+    const int64_t place = start * 3 * hidden + head * args->head_dim;
+    return (sequence_t){
+        .queries = element_at(args->qkv, args->dtype, place),
+        .out = element_at(args->out, args->dtype, start * hidden + head * args->head_dim),
+        .query_stride = 3 * hidden,
+        .out_stride = hidden,
+        .group = 1,
+        .num_keys = args->starts[text + 1] - start,
+        .sees_all = true,
+        .keys = element_at(args->qkv, args->dtype, place + hidden),
+        .values = element_at(args->qkv, args->dtype, place + 2 * hidden),
+        .key_stride = 3 * hidden,
+        .kv_dtype = args->dtype,
+        .head_dim = args->head_dim,
+        .scale = args->scale,
+        .dtype = args->dtype,
+    };
+}
+
+void tn_text_attention_stage(const tn_text_attention_args *args, tn_region *region) {
+    int64_t text = -1, first = 0, end = 0; /* tasks of the text */
+    for (int64_t task; task = tn_next_chunk(region), true;) {
+        while (task >= end) {
+            if (++text == args->num_texts) return;
+            first = end;
+            end += tasks_of(args->starts[text + 1] - args->starts[text]) * args->num_heads;
+        }
+        const sequence_t of = text_of(args, text, (task - first) % args->num_heads);
+        run_task(&of, (task - first) / args->num_heads, of.num_keys);
+    }
+}
+
+/* ---- the exported functions ---- */
+
+static bool takes(int dtype, int64_t head_dim) {
+    return (dtype == TN_F32 || dtype == TN_BF16) && head_dim <= TN_MAX_HEAD_DIM;
+}
+
+static void attention_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    tn_attention_stage(arg, region);
+}
+
+int tn_attention(const tn_attention_args *args) {
+    if (args->size != sizeof *args || !takes(args->dtype, args->head_dim)) return TN_REFUSED;
+    const tn_kv *kv = args->kv;
+    if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != args->dtype) return TN_REFUSED;
+    int64_t num_keys = 0;
+    for (int64_t n = 0; n < args->num_spans; n++) num_keys += args->spans[n].length * args->spans[n].context_len;
+    (num_keys < ALONE_KEYS ? tn_run_alone : tn_run)(attention_body, (void *)args);
+    return TN_OK;
+}
+
+static void text_attention_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    tn_text_attention_stage(arg, region);
+}
+
+int tn_text_attention(const tn_text_attention_args *args) {
+    if (args->size != sizeof *args || !takes(args->dtype, args->head_dim)) return TN_REFUSED;
+    const int64_t num_rows = args->starts[args->num_texts];
+    (num_rows < ALONE_KEYS ? tn_run_alone : tn_run)(text_attention_body, (void *)args);
+    return TN_OK;
+}

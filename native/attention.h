@@ -1,0 +1,13 @@
+/* Attention inside a region. */
+#ifndef TN_ATTENTION_H
+#define TN_ATTENTION_H
+
+#include "core.h"
+#include "team.h"
+
+/* The stage of a step's attention, and of an encoder's: all of its tasks, which the region's threads share. Takes about
+ * 400 KiB of stack. */
+void tn_attention_stage(const tn_attention_args *args, tn_region *region);
+void tn_text_attention_stage(const tn_text_attention_args *args, tn_region *region);
+
+#endif

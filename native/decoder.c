@@ -1,0 +1,189 @@
+/* A decoder's step: all of its layers in one region, stage by stage, with a barrier between two stages.
+ *
+ * x + output(attention(qkv(norm(x)))), then x + down(activation(gate(y)) * up(y)) of y = norm(x). What a stage writes
+ * is rounded to the model's dtype, as models that compute in it round (docs/native.md, "Numbers"). */
+#include <stdbool.h>
+
+#include "attention.h"
+#include "core.h"
+#include "elements.h"
+#include "heads.h"
+#include "linear.h"
+#include "projection.h"
+#include "rows.h"
+
+enum { ALIGNMENT = 64 };
+
+/* Rows of a step in between, in scratch. */
+typedef struct {
+    const tn_decoder_step_args *args;
+    void *normed;   /* (num_rows, hidden_size): also what is added to x */
+    void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim) */
+    void *attended; /* (num_rows, num_heads * head_dim) */
+    void *gate_up;  /* (num_rows, 2 intermediate_size) */
+    void *inner;    /* (num_rows, intermediate_size) */
+    void *permuted; /* (num_rows, permuted_size) */
+} step_t;
+
+/* The next `num_elements` of scratch: NULL scratch only counts. */
+static void *take(char **scratch, int64_t num_elements, int dtype) {
+    void *taken = *scratch;
+    *scratch += (num_elements * element_bytes(dtype) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return taken;
+}
+
+/* Lays the step's rows out in scratch; returns how many bytes they take. */
+static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, char *scratch) {
+    const int dtype = model->dtype;
+    char *next = scratch;
+    step->normed = take(&next, num_rows * model->hidden_size, dtype);
+    step->heads = take(&next, num_rows * (model->num_heads + 2 * model->num_kv_heads) * model->head_dim, dtype);
+    step->attended = take(&next, num_rows * model->num_heads * model->head_dim, dtype);
+    step->gate_up = take(&next, num_rows * 2 * model->intermediate_size, dtype);
+    step->inner = take(&next, num_rows * model->intermediate_size, dtype);
+    step->permuted = take(&next, num_rows * model->permuted_size, dtype);
+    return next - scratch;
+}
+
+/* ---- stages ---- */
+
+static void norm_stage(const step_t *step, const tn_vector *weight, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    EACH_ROW(region, step->args->num_rows) {
+        const int64_t place = row * model->hidden_size;
+        tn_rms_row(element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
+                   weight, model->hidden_size, model->norm_eps, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* x += what `normed` holds; then normed = norm(x), unless `weight` is NULL. */
+static void residual_stage(const step_t *step, const tn_vector *weight, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    EACH_ROW(region, step->args->num_rows) {
+        const int64_t place = row * model->hidden_size;
+        void *x = element_at(step->args->x, model->dtype, place);
+        void *normed = element_at(step->normed, model->dtype, place);
+        tn_add_row(x, normed, model->hidden_size, model->dtype);
+        if (weight != NULL) tn_rms_row(normed, x, weight, model->hidden_size, model->norm_eps, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
+                          tn_region *region) {
+    const tn_product product = {projection, x, step->permuted, out, step->args->num_rows, step->args->model->dtype};
+    tn_permute_stage(&product, region);
+    tn_product_stage(&product, region);
+    tn_barrier(region);
+}
+
+static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder *model = args->model;
+    const tn_heads_args heads = {
+        .size = sizeof heads,
+        .kv = args->kv,
+        .heads = step->heads,
+        .turns = args->turns,
+        .turn = args->turn,
+        .slots = args->slots,
+        .query_norm = layer->query_norm,
+        .key_norm = layer->key_norm,
+        .layer = index,
+        .num_rows = args->num_rows,
+        .num_heads = model->num_heads,
+        .num_kv_heads = model->num_kv_heads,
+        .head_dim = model->head_dim,
+        .rotary_dim = model->rotary_dim,
+        .norm_eps = model->norm_eps,
+        .dtype = model->dtype,
+    };
+    EACH_ROW(region, args->num_rows) tn_write_heads_row(&heads, row);
+    tn_barrier(region);
+}
+
+static void attention_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder *model = args->model;
+    const tn_attention_args attention = {
+        .size = sizeof attention,
+        .kv = args->kv,
+        .spans = args->spans,
+        .queries = step->heads,
+        .out = step->attended,
+        .num_spans = args->num_spans,
+        .query_stride = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim,
+        .out_stride = model->num_heads * model->head_dim,
+        .layer = index,
+        .window = layer->window,
+        .num_heads = model->num_heads,
+        .num_kv_heads = model->num_kv_heads,
+        .head_dim = model->head_dim,
+        .scale = model->attention_scale,
+        .dtype = model->dtype,
+    };
+    tn_attention_stage(&attention, region);
+    tn_barrier(region);
+}
+
+/* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
+static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
+    const int64_t chunk = tn_linear_chunk(inner, region->num);
+    const int dtype = model->dtype;
+    const tn_product product = {&layer->gate_up, step->normed, step->permuted, step->gate_up, num_rows, dtype};
+    tn_permute_stage(&product, region);
+    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
+        const int64_t end = begin + chunk < inner ? begin + chunk : inner;
+        tn_product_columns(&product, begin, end);
+        tn_product_columns(&product, inner + begin, inner + end);
+        for (int64_t row = 0; row < num_rows; row++) {
+            const int64_t gate = row * 2 * inner + begin;
+            tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
+                            element_at(step->gate_up, dtype, gate + inner), end - begin, model->activation, dtype);
+        }
+    }
+    tn_barrier(region);
+}
+
+/* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
+static void step_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const step_t *step = arg;
+    const tn_decoder_step_args *args = step->args;
+    const tn_decoder_layer *layers = args->model->layers;
+    norm_stage(step, &layers[args->first].attention_norm, region);
+    for (int64_t index = args->first; index < args->end; index++) {
+        const tn_decoder_layer *layer = &layers[index];
+        project_stage(step, &layer->qkv, step->normed, step->heads, region);
+        heads_stage(step, layer, index, region);
+        attention_stage(step, layer, index, region);
+        project_stage(step, &layer->output, step->attended, step->normed, region);
+        residual_stage(step, &layer->mlp_norm, region);
+        mlp_stage(step, layer, region);
+        project_stage(step, &layer->down, step->inner, step->normed, region);
+        residual_stage(step, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL, region);
+    }
+}
+
+/* ---- the exported functions ---- */
+
+int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_rows) {
+    step_t step;
+    return lay_out(&step, model, num_rows, NULL);
+}
+
+int tn_decoder_step(const tn_decoder_step_args *args) {
+    const tn_decoder *model = args->model;
+    const tn_kv *kv = args->kv;
+    if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
+    if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
+    if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
+    if (args->first == args->end) return TN_OK;
+    step_t step = {.args = args};
+    lay_out(&step, model, args->num_rows, args->scratch);
+    tn_run(step_body, &step);
+    return TN_OK;
+}

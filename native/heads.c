@@ -1,0 +1,111 @@
+/* A step's queries and keys, normalised and turned; keys and values on their way into the pool.
+ *
+ * In 8 bits a head's numbers are codes in [-127, 127] times their scale, max |x| / 127, as the pool's dtype for scales
+ * holds it: runtime/kv/int8_storage.py is the norm. */
+#include "heads.h"
+
+#include <math.h>
+
+#include "elements.h"
+#include "rows.h"
+
+enum { MAX_CODE = 127, ALONE_ROWS = 8 };
+
+/* Number i turns with number i + rotary_dim / 2; each product is rounded, and so is their sum. */
+TN_INLINE void turn(void *head, const float *cos, const float *sin, int64_t half, const int dtype) {
+    for (int64_t place = 0; place < half; place += TN_LANES) {
+        const int count = lanes_left(half - place);
+        const vf low = load_elements(head, dtype, place, count);
+        const vf high = load_elements(head, dtype, place + half, count);
+        const vf c = load_elements(cos, TN_F32, place, count), s = load_elements(sin, TN_F32, place, count);
+        const vf low_cos = round_to(dtype, vf_mul(low, c)), high_sin = round_to(dtype, vf_mul(high, s));
+        const vf high_cos = round_to(dtype, vf_mul(high, c)), low_sin = round_to(dtype, vf_mul(low, s));
+        store_elements(head, dtype, place, vf_sub(low_cos, high_sin), count);
+        store_elements(head, dtype, place + half, vf_add(high_cos, low_sin), count);
+    }
+}
+
+static void turn_head(const tn_heads_args *args, void *head, const tn_vector *norm, int64_t row) {
+    const float *cos = args->turns + args->turn[row] * args->rotary_dim, *sin = cos + args->rotary_dim / 2;
+    if (norm->data != NULL) tn_rms_row(head, head, norm, args->head_dim, args->norm_eps, args->dtype);
+    if (args->dtype == TN_BF16)
+        turn(head, cos, sin, args->rotary_dim / 2, TN_BF16);
+    else
+        turn(head, cos, sin, args->rotary_dim / 2, TN_F32);
+}
+
+/* ---- into the pool ---- */
+
+static float largest_size(const void *head, int64_t num, int dtype) {
+    float lanes[TN_LANES], largest = 0.0f;
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        vf_store(lanes, load_elements(head, dtype, place, lanes_left(num - place)));
+        for (int lane = 0; lane < TN_LANES; lane++) {
+            const float size = fabsf(lanes[lane]);
+            if (isnan(size)) return size;
+            if (size > largest) largest = size;
+        }
+    }
+    return largest;
+}
+
+/* A code for each number, by the scale as it is held. Zeros of what is not finite, and of a scale of 0. */
+static void write_codes(int8_t *codes, const void *head, float scale, int64_t num, int dtype) {
+    float lanes[TN_LANES];
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        vf_store(lanes, vf_div(load_elements(head, dtype, place, count), vf_set(scale)));
+        for (int lane = 0; lane < count; lane++) {
+            const float exact = isfinite(lanes[lane]) ? lanes[lane] : 0.0f;
+            const float code = rintf(exact);
+            codes[place + lane] = (int8_t)(code > MAX_CODE ? MAX_CODE : code < -MAX_CODE ? -MAX_CODE : code);
+        }
+    }
+}
+
+/* `part` is 0 for keys, 1 for values. */
+static void write_head(const tn_heads_args *args, const void *head, int part, int64_t kv_head, int64_t row) {
+    const tn_kv *kv = args->kv;
+    const int64_t place = ((args->layer * 2 + part) * args->num_kv_heads + kv_head) * kv->num_slots + args->slots[row];
+    const int64_t num = args->head_dim;
+    if (kv->dtype != TN_I8) {
+        memcpy(element_at(kv->data, kv->dtype, place * num), head, (size_t)(num * element_bytes(kv->dtype)));
+        return;
+    }
+    float scale = largest_size(head, num, args->dtype) / MAX_CODE;
+    if (kv->scale_dtype == TN_BF16) {
+        const uint16_t rounded = bf16_of_f32(scale);
+        ((uint16_t *)kv->scale)[place] = rounded;
+        scale = f32_of_bf16(rounded);
+    } else {
+        ((float *)kv->scale)[place] = scale;
+    }
+    write_codes((int8_t *)kv->data + place * num, head, scale, num, args->dtype);
+}
+
+void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
+    const int64_t num_heads = args->num_heads, num_keys = args->num_kv_heads, num = args->head_dim;
+    char *heads = element_at(args->heads, args->dtype, row * (num_heads + 2 * num_keys) * num);
+    const int64_t head_bytes = num * element_bytes(args->dtype);
+    for (int64_t n = 0; n < num_heads; n++) turn_head(args, heads + n * head_bytes, &args->query_norm, row);
+    for (int64_t n = 0; n < num_keys; n++) {
+        char *key = heads + (num_heads + n) * head_bytes;
+        turn_head(args, key, &args->key_norm, row);
+        write_head(args, key, 0, n, row);
+        write_head(args, key + num_keys * head_bytes, 1, n, row);
+    }
+}
+
+static void heads_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_heads_args *args = arg;
+    EACH_ROW(region, args->num_rows) tn_write_heads_row(args, row);
+}
+
+int tn_write_heads(const tn_heads_args *args) {
+    if (args->size != sizeof *args || (args->dtype != TN_F32 && args->dtype != TN_BF16)) return TN_REFUSED;
+    const tn_kv *kv = args->kv;
+    if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != args->dtype) return TN_REFUSED;
+    (args->num_rows < ALONE_ROWS ? tn_run_alone : tn_run)(heads_body, (void *)args);
+    return TN_OK;
+}

@@ -1,0 +1,213 @@
+/* Operations on rows: norms, residuals, activations, embeddings. Each row by itself, in fp32, rounded where a model
+ * that computes in bf16 rounds. Sums have fixed lanes and a fixed tree, which depend on the number of columns only. */
+#include "rows.h"
+
+#include <math.h>
+#include <stdbool.h>
+
+#include "elements.h"
+#include "functions.h"
+
+enum {
+    NUM_SUMS = 4,               /* that a row is summed into, so that additions need not wait for each other */
+    ALONE_ELEMENTS = 1 << 15,   /* below so many, waking threads costs more than it gains */
+};
+
+/* ---- norms ---- */
+
+/* The sum of (x - middle)^2. */
+TN_INLINE float sum_of_squares(const void *x, float middle, int64_t num, const int dtype) {
+    vf sums[NUM_SUMS] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+    for (int64_t begin = 0; begin < num; begin += NUM_SUMS * TN_LANES) {
+        for (int part = 0; part < NUM_SUMS; part++) {
+            const int64_t place = begin + part * TN_LANES;
+            if (place >= num) break;
+            const int count = lanes_left(num - place);
+            vf value = load_elements(x, dtype, place, count);
+            if (middle != 0.0f) value = vf_sub(value, vf_set(middle));
+            vf square = vf_mul(value, value);
+            if (count < TN_LANES && middle != 0.0f) { /* the lanes behind the end are -middle now */
+                float lanes[TN_LANES];
+                vf_store(lanes, square);
+                square = vf_load_part(lanes, count);
+            }
+            sums[part] = vf_add(sums[part], square);
+        }
+    }
+    return vf_sum(vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3])));
+}
+
+TN_INLINE float sum_of(const void *x, int64_t num, const int dtype) {
+    vf sums[NUM_SUMS] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+    for (int64_t begin = 0; begin < num; begin += NUM_SUMS * TN_LANES) {
+        for (int part = 0; part < NUM_SUMS; part++) {
+            const int64_t place = begin + part * TN_LANES;
+            if (place >= num) break;
+            sums[part] = vf_add(sums[part], load_elements(x, dtype, place, lanes_left(num - place)));
+        }
+    }
+    return vf_sum(vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3])));
+}
+
+TN_INLINE void rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, const int dtype) {
+    const vf factor = vf_set(1.0f / sqrtf(sum_of_squares(x, 0.0f, num, dtype) / (float)num + eps));
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        const vf unit = round_to(dtype, vf_mul(load_elements(x, dtype, place, count), factor));
+        store_elements(out, dtype, place, vf_mul(unit, load_weights(weight, place, count, dtype)), count);
+    }
+}
+
+void tn_rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int dtype) {
+    if (dtype == TN_BF16)
+        rms_row(out, x, weight, num, eps, TN_BF16);
+    else
+        rms_row(out, x, weight, num, eps, TN_F32);
+}
+
+TN_INLINE void layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
+                              float eps, const int dtype) {
+    const float mean = sum_of(x, num, dtype) / (float)num;
+    const vf factor = vf_set(1.0f / sqrtf(sum_of_squares(x, mean, num, dtype) / (float)num + eps));
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        const vf unit = vf_mul(vf_sub(load_elements(x, dtype, place, count), vf_set(mean)), factor);
+        const vf result =
+            vf_fma(unit, load_weights(weight, place, count, dtype), load_weights(bias, place, count, dtype));
+        store_elements(out, dtype, place, result, count);
+    }
+}
+
+void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
+                       float eps, int dtype) {
+    if (dtype == TN_BF16)
+        layer_norm_row(out, x, weight, bias, num, eps, TN_BF16);
+    else
+        layer_norm_row(out, x, weight, bias, num, eps, TN_F32);
+}
+
+/* ---- element by element ---- */
+
+void tn_add_row(void *x, const void *more, int64_t num, int dtype) {
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        const vf sum = vf_add(load_elements(x, dtype, place, count), load_elements(more, dtype, place, count));
+        store_elements(x, dtype, place, sum, count);
+    }
+}
+
+TN_INLINE void activate_row(void *out, const void *gate, const void *up, int64_t num, const int activation,
+                            const int dtype) {
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        vf value = vf_activation(activation, load_elements(gate, dtype, place, count));
+        if (up != NULL) value = vf_mul(round_to(dtype, value), load_elements(up, dtype, place, count));
+        store_elements(out, dtype, place, value, count);
+    }
+}
+
+/* A loop for each function, so that nothing is decided within. */
+#define EACH_ACTIVATION(dtype)                                                                 \
+    switch (activation) {                                                                      \
+    case TN_SILU: activate_row(out, gate, up, num, TN_SILU, dtype); return;                    \
+    case TN_GELU: activate_row(out, gate, up, num, TN_GELU, dtype); return;                    \
+    case TN_GELU_TANH: activate_row(out, gate, up, num, TN_GELU_TANH, dtype); return;          \
+    case TN_TANH: activate_row(out, gate, up, num, TN_TANH, dtype); return;                    \
+    default: activate_row(out, gate, up, num, TN_RELU, dtype); return;                         \
+    }
+
+void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, int activation, int dtype) {
+    if (dtype == TN_BF16) {
+        EACH_ACTIVATION(TN_BF16)
+    } else {
+        EACH_ACTIVATION(TN_F32)
+    }
+}
+
+void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t num, int dtype) {
+    if (dtype == TN_F32)
+        for (int64_t i = 0; i < num; i++) ((float *)to)[i] = ((const float *)from)[places[i]];
+    else
+        for (int64_t i = 0; i < num; i++) ((uint16_t *)to)[i] = ((const uint16_t *)from)[places[i]];
+}
+
+/* ---- embeddings ---- */
+
+static void embed_row(const tn_embed_args *args, int64_t row) {
+    const int64_t token = args->tokens[row], num = args->num_columns, first = token * num;
+    void *out = element_at(args->out, args->dtype, row * num);
+    vf scale = vf_set(1.0f);
+    if (args->scale != NULL)
+        scale = vf_set(args->scale_dtype == TN_F32 ? ((const float *)args->scale)[token]
+                                                   : f32_of_bf16(((const uint16_t *)args->scale)[token]));
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        vf value;
+        if (args->table_dtype != TN_I8) {
+            value = load_elements(args->table, args->table_dtype, first + place, count);
+        } else {
+            int8_t codes[TN_LANES] = {0};
+            memcpy(codes, (const int8_t *)args->table + first + place, (size_t)count);
+            value = vf_mul(vf_load_i8(codes), scale);
+        }
+        store_elements(out, args->dtype, place, value, count);
+    }
+}
+
+/* ---- the exported functions ---- */
+
+static bool is_row_dtype(int dtype) { return dtype == TN_F32 || dtype == TN_BF16; }
+
+static void run(tn_body body, const void *args, int64_t num_elements) {
+    (num_elements < ALONE_ELEMENTS ? tn_run_alone : tn_run)(body, (void *)args);
+}
+
+static void embed_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_embed_args *args = arg;
+    EACH_ROW(region, args->num_rows) embed_row(args, row);
+}
+
+int tn_embed(const tn_embed_args *args) {
+    if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
+    if ((args->table_dtype == TN_I8) != (args->scale != NULL) || args->table_dtype > TN_I8) return TN_REFUSED;
+    run(embed_body, args, args->num_rows * args->num_columns);
+    return TN_OK;
+}
+
+static void norm_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_norm_args *args = arg;
+    EACH_ROW(region, args->num_rows) {
+        const void *x = element_at(args->x, args->dtype, row * args->num_columns);
+        void *out = element_at(args->out, args->dtype, row * args->num_columns);
+        if (args->bias.data == NULL)
+            tn_rms_row(out, x, &args->weight, args->num_columns, args->eps, args->dtype);
+        else
+            tn_layer_norm_row(out, x, &args->weight, &args->bias, args->num_columns, args->eps, args->dtype);
+    }
+}
+
+int tn_norm(const tn_norm_args *args) {
+    if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
+    run(norm_body, args, args->num_rows * args->num_columns);
+    return TN_OK;
+}
+
+static void activate_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_activate_args *args = arg;
+    EACH_ROW(region, args->num_rows) {
+        const void *up = args->up == NULL ? NULL : element_at(args->up, args->dtype, row * args->in_stride);
+        tn_activate_row(element_at(args->out, args->dtype, row * args->out_stride),
+                        element_at(args->gate, args->dtype, row * args->in_stride), up, args->num_columns,
+                        args->activation, args->dtype);
+    }
+}
+
+int tn_activate(const tn_activate_args *args) {
+    if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
+    if (args->activation < TN_SILU || args->activation > TN_TANH) return TN_REFUSED;
+    run(activate_body, args, args->num_rows * args->num_columns);
+    return TN_OK;
+}

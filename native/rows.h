@@ -1,0 +1,34 @@
+/* Operations on one row, inside a region. `dtype` is that of rows: F32 or BF16. */
+#ifndef TN_ROWS_H
+#define TN_ROWS_H
+
+#include "core.h"
+#include "team.h"
+
+/* out = the RMS norm of x; out may be x. */
+void tn_rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int dtype);
+
+/* out = the layer norm of x; out may be x. */
+void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
+                       float eps, int dtype);
+
+/* x += more, rounded. */
+void tn_add_row(void *x, const void *more, int64_t num, int dtype);
+
+/* out = activation(gate), rounded, times up, rounded; `up` may be NULL, and out one of them. */
+void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, int activation, int dtype);
+
+/* to[i] = from[places[i]] */
+void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t num, int dtype);
+
+/* How many rows to take at a time, for about eight chunks a thread. */
+static inline int64_t tn_rows_chunk(int64_t num_rows, int num_threads) { return num_rows / (8 * num_threads) + 1; }
+
+/* A stage: the statement for each `row` of [0, num_rows), which the region's threads share. */
+#define EACH_ROW(region, num_rows)                                                                 \
+    for (int64_t chunk_ = tn_rows_chunk(num_rows, (region)->num), begin_;                          \
+         (begin_ = tn_next_chunk(region) * chunk_) < (num_rows);)                                  \
+        for (int64_t row = begin_, end_ = begin_ + chunk_ < (num_rows) ? begin_ + chunk_ : (num_rows); \
+             row < end_; row++)
+
+#endif

@@ -1,0 +1,244 @@
+"""Operations on rows, keys and values, one call each: what executors use between layers, and tests one by one.
+
+Every argument is checked, since C trusts its caller. Rows are float32 or uint16 (bf16), contiguous. Calls drop the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...models.matrices import Tensor
+from ...models.spec import Activation
+from ...step.batch import Int64s, SequenceSpan
+from . import arrays, records
+from .arrays import DType
+from .weights import vector_of
+
+if TYPE_CHECKING:
+    from ....loader.native.library import Library
+    from .arrays import Array
+
+MAX_HEAD_DIM = 256
+TANH = 4
+ACTIVATIONS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.RELU: 3}
+
+_FUNCTIONS: dict[str, type[ctypes.Structure]] = {
+    "tn_embed": records.EmbedArgs,
+    "tn_norm": records.NormArgs,
+    "tn_activate": records.ActivateArgs,
+    "tn_write_heads": records.HeadsArgs,
+    "tn_attention": records.AttentionArgs,
+    "tn_text_attention": records.TextAttentionArgs,
+    "tn_decoder_step": records.DecoderStepArgs,
+    "tn_encoder_step": records.EncoderStepArgs,
+    "tn_mean": records.MeanArgs,
+}
+
+
+class Operations:
+    """The functions of one library."""
+
+    def __init__(self, library: Library) -> None:
+        """Raises `NativeLibraryError` where the library was built from other declarations."""
+        records.check(library)
+        self._functions = {name: getattr(library.functions, name) for name in _FUNCTIONS}
+        for name, args in _FUNCTIONS.items():
+            self._functions[name].argtypes = [ctypes.POINTER(args)]
+
+    def call(self, name: str, args: ctypes.Structure) -> None:
+        """Run a function whose struct of arguments the caller has checked; its size is filled in here."""
+        args.size = ctypes.sizeof(args)
+        status = self._functions[name](ctypes.byref(args))
+        assert status == 0, f"{name} refused: {status}"
+
+    def embed(self, table: Array, scale: Array | None, tokens: Int64s, out: Array) -> Array:
+        """out (T, columns) = rows of table (vocab, columns), times their scale (vocab, 1) where it is int8."""
+        check_ids(tokens, len(table), "a token")
+        _check_rows(out, (len(tokens), table.shape[1]))
+        arrays.check_contiguous(table, "embeddings")
+        if scale is not None:
+            arrays.check_contiguous(scale, "scales")
+            if scale.size != len(table):
+                raise ValueError(f"scales must be ({len(table)}, 1), not {scale.shape}")
+        args = records.EmbedArgs(
+            table=arrays.address(table),
+            scale=arrays.address_or_null(scale),
+            tokens=arrays.address(tokens),
+            out=arrays.address(out),
+            num_rows=len(out),
+            num_columns=out.shape[1],
+            table_dtype=arrays.dtype_of(table),
+            scale_dtype=0 if scale is None else arrays.dtype_of(scale),
+            dtype=arrays.dtype_of(out),
+        )
+        self.call("tn_embed", args)
+        return out
+
+    def norm(self, x: Array, out: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
+        """out = the RMS norm of x, or with a bias the layer norm; out may be x."""
+        _check_rows(x, x.shape)
+        _check_rows(out, x.shape, x.dtype)
+        for tensor in (weight, bias):
+            if tensor is not None and tensor.shape != x.shape[1:]:
+                raise ValueError(f"a norm's weights must be {x.shape[1:]}, not {tensor.shape}")
+        args = records.NormArgs(
+            x=arrays.address(x),
+            out=arrays.address(out),
+            weight=vector_of(weight),
+            bias=vector_of(bias),
+            num_rows=len(x),
+            num_columns=x.shape[1],
+            eps=eps,
+            dtype=arrays.dtype_of(x),
+        )
+        self.call("tn_norm", args)
+        return out
+
+    def activate(self, gate: Array, up: Array | None, out: Array, activation: int) -> Array:
+        """out = activation(gate) · up, or without `up` the former; out may be one of them."""
+        for array in (gate, up, out):
+            if array is not None:
+                _check_rows(array, gate.shape, gate.dtype)
+        args = records.ActivateArgs(
+            gate=arrays.address(gate),
+            up=arrays.address_or_null(up),
+            out=arrays.address(out),
+            num_rows=len(gate),
+            num_columns=gate.shape[1],
+            in_stride=gate.shape[1],
+            out_stride=gate.shape[1],
+            activation=activation,
+            dtype=arrays.dtype_of(gate),
+        )
+        self.call("tn_activate", args)
+        return out
+
+    def text_attention(self, qkv: Array, starts: Int64s, out: Array, scale: float) -> Array:
+        """Each text's rows over its own: qkv (T, 3, heads, head_dim) → out (T, heads, head_dim)."""
+        num_rows, _, num_heads, head_dim = qkv.shape
+        _check_rows(qkv, (num_rows, 3, num_heads, head_dim))
+        _check_rows(out, (num_rows, num_heads, head_dim), qkv.dtype)
+        check_starts(starts, num_rows)
+        args = records.TextAttentionArgs(
+            qkv=arrays.address(qkv),
+            out=arrays.address(out),
+            starts=arrays.address(starts),
+            num_texts=len(starts) - 1,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            scale=scale,
+            dtype=arrays.dtype_of(qkv),
+        )
+        self.call("tn_text_attention", args)
+        return out
+
+    def mean(self, x: Array, starts: Int64s) -> Array:
+        """(N, columns) fp32: the mean of each text's rows of x (T, columns)."""
+        _check_rows(x, x.shape)
+        check_starts(starts, len(x))
+        out = np.empty((len(starts) - 1, x.shape[1]), np.float32)
+        args = records.MeanArgs(
+            x=arrays.address(x),
+            starts=arrays.address(starts),
+            out=arrays.address(out),
+            num_texts=len(out),
+            num_columns=x.shape[1],
+            dtype=arrays.dtype_of(x),
+        )
+        self.call("tn_mean", args)
+        return out
+
+
+class Pool:
+    """A pool of keys and values as the core sees it: `data` (layers, 2, kv_heads, slots, head_dim), of int8 with
+    `scales` (layers, 2, kv_heads, slots, 1)."""
+
+    def __init__(self, data: Array, scales: Array | None, block_size: int) -> None:
+        arrays.check_contiguous(data, "keys and values")
+        if scales is not None:
+            arrays.check_contiguous(scales, "scales")
+        if data.ndim != 5 or data.shape[1] != 2 or data.shape[3] % block_size:
+            raise ValueError(f"keys and values must be (layers, 2, heads, slots, head_dim), not {data.shape}")
+        if (data.dtype == np.int8) != (scales is not None):
+            raise ValueError("keys and values of 8 bits have scales, and others have none")
+        if scales is not None and scales.size != data.size // data.shape[4]:
+            raise ValueError(f"scales must be {(*data.shape[:4], 1)}, not {scales.shape}")
+        self._kept = (data, scales)
+        self.num_layers, _, self.num_kv_heads, self.num_slots, self.head_dim = data.shape
+        self.block_size = block_size
+        self.record = records.KV(
+            data=arrays.address(data),
+            scale=arrays.address_or_null(scales),
+            num_slots=self.num_slots,
+            block_size=block_size,
+            dtype=arrays.dtype_of(data),
+            scale_dtype=0 if scales is None else arrays.dtype_of(scales),
+        )
+
+    def takes(self, dtype: DType) -> bool:
+        """Whether rows of this dtype go in and come out."""
+        return dtype in (self.record.dtype, self.record.scale_dtype if self.record.scale else -1)
+
+
+class Spans:
+    """A step's spans as the core reads them: `records`, (num_spans,)."""
+
+    def __init__(self, spans: Sequence[SequenceSpan], num_rows: int, pool: Pool) -> None:
+        """Raises `ValueError` unless they cover the rows in order and their blocks are in the pool."""
+        start = 0
+        tables: list[int] = []
+        firsts: list[int] = []
+        for span in spans:
+            num_blocks = -(-span.context_len // pool.block_size)
+            if (
+                span.start != start
+                or not 0 < span.length <= span.context_len
+                or num_blocks > len(span.blocks)
+            ):
+                raise ValueError(f"a span does not fit its step or its blocks: {span}")
+            firsts.append(len(tables))
+            tables += span.blocks
+            start += span.length
+        if start != num_rows:
+            raise ValueError(f"spans have {start} rows, and the step {num_rows}")
+        self._blocks = np.array(tables, dtype=np.int64)
+        check_ids(self._blocks, pool.num_slots // pool.block_size, "a block")
+        base = arrays.address(self._blocks)
+        self.num = len(spans)
+        self.records = (records.Span * len(spans))(
+            *(
+                records.Span(span.start, span.length, span.context_len, base + 8 * first)
+                for span, first in zip(spans, firsts, strict=True)
+            )
+        )
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self.records)
+
+
+def check_ids(ids: Int64s, end: int, what: str) -> None:
+    """Raises `ValueError` unless all are in [0, end)."""
+    if ids.ndim != 1 or ids.dtype != np.int64 or not ids.flags.c_contiguous:
+        raise ValueError(f"numbers must be contiguous int64, not {ids.dtype} {ids.shape}")
+    if len(ids) and (ids.min() < 0 or ids.max() >= end):
+        raise ValueError(f"{what} is outside of [0, {end})")
+
+
+def check_starts(starts: Int64s, num_rows: int) -> None:
+    """Raises `ValueError` unless they ascend from 0 to the number of rows."""
+    check_ids(starts, num_rows + 1, "a text's start")
+    if len(starts) < 2 or starts[0] or starts[-1] != num_rows or (np.diff(starts) < 1).any():
+        raise ValueError(f"texts must have at least one row each, and all of {num_rows}: {starts}")
+
+
+def _check_rows(array: Array, shape: tuple[int, ...], dtype: Any = None) -> None:
+    if array.shape != shape or (dtype is not None and array.dtype != dtype):
+        raise ValueError(f"rows must be {shape} {dtype or ''}, not {array.shape} {array.dtype}")
+    if arrays.dtype_of(array) not in (DType.F32, DType.BF16):
+        raise ValueError(f"rows must be fp32 or bf16 (as uint16), not {array.dtype}")
+    arrays.check_contiguous(array, "rows")

@@ -1,0 +1,318 @@
+"""The core's structs as ctypes sees them: `core.h` says what every field means.
+
+A struct that is the argument of a function begins with its own size. `check` compares all sizes with those of a
+library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+from .products import LinearArgs, Matrix
+
+if TYPE_CHECKING:
+    from ....loader.native.library import Library
+
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Vector(ctypes.Structure):
+    """`tn_vector`"""
+
+    _fields_ = (("data", _POINTER), ("dtype", _INT32), ("reserved", _INT32))
+
+
+class EmbedArgs(ctypes.Structure):
+    """`tn_embed_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("table", _POINTER),
+        ("scale", _POINTER),
+        ("tokens", _POINTER),
+        ("out", _POINTER),
+        ("num_rows", _INT64),
+        ("num_columns", _INT64),
+        ("table_dtype", _INT32),
+        ("scale_dtype", _INT32),
+        ("dtype", _INT32),
+        ("reserved", _INT32),
+    )
+
+
+class NormArgs(ctypes.Structure):
+    """`tn_norm_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("x", _POINTER),
+        ("out", _POINTER),
+        ("weight", Vector),
+        ("bias", Vector),
+        ("num_rows", _INT64),
+        ("num_columns", _INT64),
+        ("eps", _FLOAT),
+        ("dtype", _INT32),
+    )
+
+
+class ActivateArgs(ctypes.Structure):
+    """`tn_activate_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("gate", _POINTER),
+        ("up", _POINTER),
+        ("out", _POINTER),
+        ("num_rows", _INT64),
+        ("num_columns", _INT64),
+        ("in_stride", _INT64),
+        ("out_stride", _INT64),
+        ("activation", _INT32),
+        ("dtype", _INT32),
+    )
+
+
+class KV(ctypes.Structure):
+    """`tn_kv`"""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("scale", _POINTER),
+        ("num_slots", _INT64),
+        ("block_size", _INT64),
+        ("dtype", _INT32),
+        ("scale_dtype", _INT32),
+    )
+
+
+class HeadsArgs(ctypes.Structure):
+    """`tn_heads_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("kv", ctypes.POINTER(KV)),
+        ("heads", _POINTER),
+        ("turns", _POINTER),
+        ("turn", _POINTER),
+        ("slots", _POINTER),
+        ("query_norm", Vector),
+        ("key_norm", Vector),
+        ("layer", _INT64),
+        ("num_rows", _INT64),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("rotary_dim", _INT64),
+        ("norm_eps", _FLOAT),
+        ("dtype", _INT32),
+    )
+
+
+class Span(ctypes.Structure):
+    """`tn_span`"""
+
+    _fields_ = (("start", _INT64), ("length", _INT64), ("context_len", _INT64), ("blocks", _POINTER))
+
+
+class AttentionArgs(ctypes.Structure):
+    """`tn_attention_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("kv", ctypes.POINTER(KV)),
+        ("spans", _POINTER),
+        ("queries", _POINTER),
+        ("out", _POINTER),
+        ("num_spans", _INT64),
+        ("query_stride", _INT64),
+        ("out_stride", _INT64),
+        ("layer", _INT64),
+        ("window", _INT64),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("scale", _FLOAT),
+        ("dtype", _INT32),
+    )
+
+
+class TextAttentionArgs(ctypes.Structure):
+    """`tn_text_attention_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("qkv", _POINTER),
+        ("out", _POINTER),
+        ("starts", _POINTER),
+        ("num_texts", _INT64),
+        ("num_heads", _INT64),
+        ("head_dim", _INT64),
+        ("scale", _FLOAT),
+        ("dtype", _INT32),
+    )
+
+
+class Part(ctypes.Structure):
+    """`tn_part`"""
+
+    _fields_ = (("matrix", Matrix), ("columns", _POINTER))
+
+
+class Projection(ctypes.Structure):
+    """`tn_projection`"""
+
+    _fields_ = (
+        ("parts", ctypes.POINTER(Part)),
+        ("num_parts", _INT64),
+        ("num_in", _INT64),
+        ("num_out", _INT64),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """`tn_decoder_layer`"""
+
+    _fields_ = (
+        ("attention_norm", Vector),
+        ("query_norm", Vector),
+        ("key_norm", Vector),
+        ("mlp_norm", Vector),
+        ("qkv", Projection),
+        ("output", Projection),
+        ("gate_up", Projection),
+        ("down", Projection),
+        ("window", _INT64),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """`tn_decoder`"""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(DecoderLayer)),
+        ("hidden_size", _INT64),
+        ("intermediate_size", _INT64),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("head_dim", _INT64),
+        ("rotary_dim", _INT64),
+        ("permuted_size", _INT64),
+        ("norm_eps", _FLOAT),
+        ("attention_scale", _FLOAT),
+        ("activation", _INT32),
+        ("dtype", _INT32),
+    )
+
+
+class DecoderStepArgs(ctypes.Structure):
+    """`tn_decoder_step_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("model", ctypes.POINTER(Decoder)),
+        ("kv", ctypes.POINTER(KV)),
+        ("spans", _POINTER),
+        ("turns", _POINTER),
+        ("turn", _POINTER),
+        ("slots", _POINTER),
+        ("x", _POINTER),
+        ("scratch", _POINTER),
+        ("num_spans", _INT64),
+        ("num_rows", _INT64),
+        ("first", _INT64),
+        ("end", _INT64),
+    )
+
+
+class EncoderLayer(ctypes.Structure):
+    """`tn_encoder_layer`"""
+
+    _fields_ = (
+        ("qkv", Projection),
+        ("output", Projection),
+        ("up", Projection),
+        ("down", Projection),
+        ("attention_norm_weight", Vector),
+        ("attention_norm_bias", Vector),
+        ("mlp_norm_weight", Vector),
+        ("mlp_norm_bias", Vector),
+    )
+
+
+class Encoder(ctypes.Structure):
+    """`tn_encoder`"""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(EncoderLayer)),
+        ("hidden_size", _INT64),
+        ("intermediate_size", _INT64),
+        ("num_heads", _INT64),
+        ("head_dim", _INT64),
+        ("norm_eps", _FLOAT),
+        ("attention_scale", _FLOAT),
+        ("activation", _INT32),
+        ("dtype", _INT32),
+    )
+
+
+class EncoderStepArgs(ctypes.Structure):
+    """`tn_encoder_step_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("model", ctypes.POINTER(Encoder)),
+        ("starts", _POINTER),
+        ("x", _POINTER),
+        ("scratch", _POINTER),
+        ("num_texts", _INT64),
+        ("num_rows", _INT64),
+        ("first", _INT64),
+        ("end", _INT64),
+    )
+
+
+class MeanArgs(ctypes.Structure):
+    """`tn_mean_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("x", _POINTER),
+        ("starts", _POINTER),
+        ("out", _POINTER),
+        ("num_texts", _INT64),
+        ("num_columns", _INT64),
+        ("dtype", _INT32),
+        ("reserved", _INT32),
+    )
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "tn_matrix": Matrix,
+    "tn_linear_args": LinearArgs,
+    "tn_vector": Vector,
+    "tn_embed_args": EmbedArgs,
+    "tn_norm_args": NormArgs,
+    "tn_activate_args": ActivateArgs,
+    "tn_kv": KV,
+    "tn_heads_args": HeadsArgs,
+    "tn_span": Span,
+    "tn_attention_args": AttentionArgs,
+    "tn_text_attention_args": TextAttentionArgs,
+    "tn_part": Part,
+    "tn_projection": Projection,
+    "tn_decoder_layer": DecoderLayer,
+    "tn_decoder": Decoder,
+    "tn_decoder_step_args": DecoderStepArgs,
+    "tn_encoder_layer": EncoderLayer,
+    "tn_encoder": Encoder,
+    "tn_encoder_step_args": EncoderStepArgs,
+    "tn_mean_args": MeanArgs,
+}
+
+
+def check(library: Library) -> None:
+    """Raises `NativeLibraryError` where the library was built from other declarations."""
+    for name, declared in STRUCTS.items():
+        library.check_struct(name, declared)

@@ -1,0 +1,169 @@
+"""Drives executors of decoders in tests: weights of transformers' models, sequences with their blocks, and steps of any
+mixture of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tests.support.tiny_models import config_json, tensors_of
+
+from teneral.runtime.backends.native.operations import Pool
+from teneral.runtime.dtypes import DType
+from teneral.runtime.models.config import DecoderConfig
+from teneral.runtime.models.matrices import (
+    DecoderLayerWeights,
+    DecoderWeights,
+    DenseMatrix,
+    EmbeddingTable,
+    StoredProjection,
+    Tensor,
+)
+from teneral.runtime.models.spec import DecoderSpec
+from teneral.runtime.step.batch import SequenceSpan, StepBatch
+
+Array = NDArray[Any]
+
+_DTYPES = {torch.bfloat16: DType.BF16, torch.float16: DType.F16, torch.float32: DType.F32}
+
+
+class OpenGate:
+    """Of weights that are all there."""
+
+    def __call__(self, *_: Any) -> None:
+        pass
+
+    def opens(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def using(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def want(self, *_: Any) -> None:
+        pass
+
+
+def tensor_of(tensor: torch.Tensor) -> Tensor:
+    """The same numbers in numpy; a copy."""
+    dtype = _DTYPES[tensor.dtype]
+    plain = tensor.detach().contiguous().clone()
+    array = plain.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else plain.numpy()
+    return Tensor(dtype, array)
+
+
+def spec_of(model: Any, dtype: DType) -> DecoderSpec:
+    return DecoderSpec.of(DecoderConfig.from_json(config_json(model)), dtype)
+
+
+def weights_of(model: Any) -> DecoderWeights:
+    """Those of a transformers model, each matrix by itself."""
+    tensors = tensors_of(model)
+
+    def dense(name: str) -> DenseMatrix:
+        bias = tensors.get(f"{name}.bias")
+        weight = tensor_of(tensors[f"{name}.weight"])
+        return DenseMatrix(weight, None if bias is None else tensor_of(bias))
+
+    def vector(name: str) -> Tensor | None:
+        return tensor_of(tensors[name]) if name in tensors else None
+
+    def layer(index: int) -> DecoderLayerWeights:
+        root = f"model.layers.{index}."
+        return DecoderLayerWeights(
+            attention_norm=tensor_of(tensors[f"{root}input_layernorm.weight"]),
+            qkv=StoredProjection(tuple(dense(f"{root}self_attn.{one}_proj") for one in "qkv")),
+            query_norm=vector(f"{root}self_attn.q_norm.weight"),
+            key_norm=vector(f"{root}self_attn.k_norm.weight"),
+            output=StoredProjection((dense(f"{root}self_attn.o_proj"),)),
+            mlp_norm=tensor_of(tensors[f"{root}post_attention_layernorm.weight"]),
+            gate_up=StoredProjection(tuple(dense(f"{root}mlp.{one}_proj") for one in ("gate", "up"))),
+            down=StoredProjection((dense(f"{root}mlp.down_proj"),)),
+            gate=OpenGate(),
+        )
+
+    embeddings = tensor_of(tensors["model.embed_tokens.weight"])
+    head = DenseMatrix(embeddings) if model.config.tie_word_embeddings else dense("lm_head")
+    return DecoderWeights(
+        embeddings=EmbeddingTable(embeddings),
+        layers=tuple(layer(index) for index in range(model.config.num_hidden_layers)),
+        norm=tensor_of(tensors["model.norm.weight"]),
+        head=StoredProjection((head,)),
+        entry_gate=OpenGate(),
+        head_gate=OpenGate(),
+        all_gate=OpenGate(),
+    )
+
+
+def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:
+    """Full of NaN, so that whatever is read before it is written is seen."""
+    shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks * block_size, spec.head_dim)
+    nan = np.array(0x7FC0, np.uint16) if spec.dtype is DType.BF16 else np.array(np.nan, np.float32)
+    if not int8:
+        return Pool(np.full(shape, nan), None, block_size)
+    return Pool(np.zeros(shape, np.int8), np.full((*shape[:-1], 1), nan), block_size)
+
+
+class NativeStepper:
+    """Holds the keys and values of some sequences. Blocks are handed out in `block_order` as sequences grow."""
+
+    def __init__(
+        self,
+        executor: Any,
+        pool: Any,
+        *,
+        block_order: Iterable[int] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.pool = pool
+        num_blocks = pool.num_slots // pool.block_size
+        self._free = list(block_order if block_order is not None else range(num_blocks))
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+
+    def step(
+        self, work: dict[str, Sequence[int]], *, cuts: Sequence[int] = ()
+    ) -> dict[str, NDArray[np.float32]]:
+        """Runs these new tokens of each sequence in one batch: logits of all their rows. `cuts` are layers before which
+        the pass is left and taken up again."""
+        batch = self.batch(work)
+        x = self.executor.embed(batch)
+        step = self.executor.begin(batch, self.pool)
+        num_layers = self.pool.num_layers
+        for first, end in zip((0, *cuts), (*cuts, num_layers), strict=True):
+            x = self.executor.layers(step, first, end, x)
+        logits = self.executor.logits(x, batch.logit_rows)
+        return {
+            name: logits[span.start : span.start + span.length]
+            for name, span in zip(work, batch.spans, strict=True)
+        }
+
+    def share(self, source: str, target: str, num_blocks: int) -> None:
+        """Begin `target` with the first blocks of `source`, as a found prefix does."""
+        self._blocks[target] = self._blocks[source][:num_blocks]
+        self._lengths[target] = num_blocks * self.pool.block_size
+
+    def batch(self, work: dict[str, Sequence[int]]) -> StepBatch:
+        """The batch that appends these tokens to their sequences, and wants the logits of all rows."""
+        size = self.pool.block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[SequenceSpan] = []
+        for name, new in work.items():
+            cached = self._lengths.get(name, 0)
+            end = cached + len(new)
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * size < end:
+                blocks.append(self._free.pop(0))
+            spans.append(SequenceSpan(len(tokens), len(new), end, tuple(blocks)))
+            tokens += new
+            positions += range(cached, end)
+            slots += [blocks[at // size] * size + at % size for at in range(cached, end)]
+            self._lengths[name] = end
+        rows = np.arange(len(tokens), dtype=np.int64)
+        as_int64 = [np.array(each, np.int64) for each in (tokens, positions, slots)]
+        return StepBatch(*as_int64, tuple(spans), rows)

@@ -158,6 +158,20 @@ typedef struct tn_embed_args {
 
 TN_EXPORT int tn_embed(const tn_embed_args *args);
 
+/* x += more, rounded. */
+typedef struct tn_add_args {
+    size_t size;
+    void *x;             /* (num_rows, num_columns) */
+    const void *more;    /* likewise, or one row for all */
+    int64_t num_rows;
+    int64_t num_columns;
+    int64_t more_stride; /* elements, of rows; 0: one row */
+    int32_t dtype;
+    int32_t reserved;    /* 0 */
+} tn_add_args;
+
+TN_EXPORT int tn_add(const tn_add_args *args);
+
 /* Without a bias the RMS norm: x / sqrt(mean(x^2) + eps), rounded, times the weight, rounded. With one the layer norm:
  * (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. Weights are rounded to `dtype` first. */
 typedef struct tn_norm_args {

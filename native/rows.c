@@ -175,6 +175,20 @@ int tn_embed(const tn_embed_args *args) {
     return TN_OK;
 }
 
+static void add_body(void *arg, tn_region *region, int id) {
+    (void)id;
+    const tn_add_args *args = arg;
+    EACH_ROW(region, args->num_rows)
+        tn_add_row(element_at(args->x, args->dtype, row * args->num_columns),
+                   element_at(args->more, args->dtype, row * args->more_stride), args->num_columns, args->dtype);
+}
+
+int tn_add(const tn_add_args *args) {
+    if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
+    run(add_body, args, args->num_rows * args->num_columns);
+    return TN_OK;
+}
+
 static void norm_body(void *arg, tn_region *region, int id) {
     (void)id;
     const tn_norm_args *args = arg;

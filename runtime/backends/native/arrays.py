@@ -40,6 +40,22 @@ _DTYPES = {
 }
 
 
+class Scratch:
+    """Memory of a caller's own, on 64 bytes, for the core to use during one call. Grows."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory: Array = np.empty(0, np.uint8)
+
+    def address_of(self, num_bytes: int) -> int:
+        """Of so many bytes, whose content is lost with the next call."""
+        if num_bytes + SLAB_ALIGNMENT > len(self._memory):
+            self._memory = np.empty(num_bytes + SLAB_ALIGNMENT, np.uint8)
+        first = address(self._memory)
+        return first + -first % SLAB_ALIGNMENT
+
+
 def dtype_of(array: Array) -> DType:
     """Raises `ValueError` for one that the core does not know."""
     dtype = _DTYPES.get(array.dtype)

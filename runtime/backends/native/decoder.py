@@ -92,7 +92,7 @@ class NativeDecoder:
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.Decoder), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
         self._turns = TurnTable(spec.rotary, spec.dtype)
-        self._scratch: Array = np.empty(0, np.uint8)
+        self._scratch = arrays.Scratch()
         self._layers = (records.DecoderLayer * spec.num_layers)()
         self._parts: dict[int, tuple[Parts, ...]] = {}  # of the layers whose records are there
         self._head: Parts | None = None
@@ -143,6 +143,7 @@ class NativeDecoder:
         for index in range(first, end):
             if index not in self._parts:
                 self._fill(index)
+        num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.DecoderStepArgs(
             model=ctypes.pointer(self._record),
             kv=ctypes.pointer(step.pool.record),
@@ -151,7 +152,7 @@ class NativeDecoder:
             turn=arrays.address(step.batch.positions),
             slots=arrays.address(step.batch.slots),
             x=arrays.address(x),
-            scratch=arrays.address(self._scratch_for(num_rows)),
+            scratch=self._scratch.address_of(num_bytes),
             num_spans=step.spans.num,
             num_rows=num_rows,
             first=first,
@@ -210,13 +211,6 @@ class NativeDecoder:
         projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
         if not all(projection.is_settled for projection in projections):
             del self._parts[index]
-
-    def _scratch_for(self, num_rows: int) -> Array:
-        """Aligned, and kept until the next call."""
-        needed = int(self._scratch_bytes(ctypes.byref(self._record), num_rows)) + arrays.SLAB_ALIGNMENT
-        if needed > len(self._scratch):
-            self._scratch = np.empty(needed, np.uint8)
-        return self._scratch[-arrays.address(self._scratch) % arrays.SLAB_ALIGNMENT :]
 
 
 class TurnTable:

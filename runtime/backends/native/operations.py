@@ -28,6 +28,7 @@ ACTIVATIONS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, 
 
 _FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tn_embed": records.EmbedArgs,
+    "tn_add": records.AddArgs,
     "tn_norm": records.NormArgs,
     "tn_activate": records.ActivateArgs,
     "tn_write_heads": records.HeadsArgs,
@@ -77,6 +78,23 @@ class Operations:
         )
         self.call("tn_embed", args)
         return out
+
+    def add(self, x: Array, more: Array) -> Array:
+        """x (T, columns) += more, which has as many rows, or one for all."""
+        _check_rows(x, x.shape)
+        _check_rows(more, (len(more), x.shape[1]), x.dtype)
+        if len(more) not in (1, len(x)):
+            raise ValueError(f"{len(more)} rows cannot be added to {len(x)}")
+        args = records.AddArgs(
+            x=arrays.address(x),
+            more=arrays.address(more),
+            num_rows=len(x),
+            num_columns=x.shape[1],
+            more_stride=0 if len(more) == 1 else x.shape[1],
+            dtype=arrays.dtype_of(x),
+        )
+        self.call("tn_add", args)
+        return x
 
     def norm(self, x: Array, out: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
         """out = the RMS norm of x, or with a bias the layer norm; out may be x."""

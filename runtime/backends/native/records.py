@@ -41,6 +41,21 @@ class EmbedArgs(ctypes.Structure):
     )
 
 
+class AddArgs(ctypes.Structure):
+    """`tn_add_args`"""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("x", _POINTER),
+        ("more", _POINTER),
+        ("num_rows", _INT64),
+        ("num_columns", _INT64),
+        ("more_stride", _INT64),
+        ("dtype", _INT32),
+        ("reserved", _INT32),
+    )
+
+
 class NormArgs(ctypes.Structure):
     """`tn_norm_args`"""
 
@@ -293,6 +308,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tn_linear_args": LinearArgs,
     "tn_vector": Vector,
     "tn_embed_args": EmbedArgs,
+    "tn_add_args": AddArgs,
     "tn_norm_args": NormArgs,
     "tn_activate_args": ActivateArgs,
     "tn_kv": KV,

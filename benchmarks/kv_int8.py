@@ -20,17 +20,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-
-from teneral.runtime.engine.batch import SequenceSpan, StepBatch
 from teneral.runtime.kv.attention import paged_attention, plan_attention
 from teneral.runtime.kv.int8_storage import Int8KVStorage
+from tests.support.models import DictWeights, build_model
+
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.kv.storage import KVPool, KVStorage
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.quality.text import read_text
+from teneral.runtime.step.batch import SequenceSpan, StepBatch
 from teneral.runtime.text.tokenizer import TextTokenizer
-from teneral.runtime.weights import DictWeights
 
 BLOCK_SIZE = 16
 HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64

@@ -31,9 +31,10 @@ from benchmarks.report import begin, finish, note, table, title
 from benchmarks.server import HOST, Program, Server
 from benchmarks.tasks import random_prompt
 
-from teneral.runtime.engine.batch import StepBatch
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.batch import StepBatch
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 MODEL = Path(__file__).parent.parent / "demo" / "model"
@@ -138,7 +139,12 @@ def measure_steps(rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
 def step_s(model: NoModel, tokenizer: TextTokenizer, batch_size: int, num_steps: int) -> float:
     """Seconds of a step in which so many sequences get a token, without what its forward pass takes."""
     chance = random.Random(0)
-    engine = Engine(model, tokenizer, options=EngineOptions(kv_bytes=KV_BYTES, max_running=max(BATCHES)))
+    engine = Engine(
+        model,
+        tokenizer,
+        options=EngineOptions(kv_bytes=KV_BYTES, max_running=max(BATCHES)),
+        make_backend=host_backend,
+    )
     generations = [
         engine.submit(
             GenerationRequest(

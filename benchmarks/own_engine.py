@@ -21,8 +21,8 @@ from teneral.loader.sources.open import open_source
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.engine import Engine
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import GenerationEvent, GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
+from teneral.runtime.step.requests import GenerationEvent, GenerationRequest, SamplingParams
 
 KV_BYTES = 512 << 20
 WARM_UP_TOKENS = 8

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from ..runtime.errors import CancelledError, HandlerError, ModelError
+from ..runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
 
 if TYPE_CHECKING:

@@ -102,13 +102,6 @@ def parse_bytes(value: Any) -> int:
     raise ValueError("must be a size such as 512MiB, 2GB or a number of bytes")
 
 
-def _bytes_or_none(value: Any) -> int:
-    """The same, or 0."""
-    if value in (0, "0") and not isinstance(value, bool):
-        return 0
-    return parse_bytes(value)
-
-
 def _choice(*allowed: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in allowed:
@@ -296,6 +289,11 @@ class ServeConfig:
         "longest time that a text waits for others to share its batch; one that is alone never does",
         metavar="SECONDS",
     )
+    backend: str = _setting(
+        "auto",
+        _choice("auto", "native", "torch"),
+        "what computes (auto: on a CPU native, torch for what that lacks, where it is installed; on a GPU torch)",
+    )
     compute_dtype: str = _setting(
         "auto",
         _choice("auto", "bfloat16", "float16", "float32"),
@@ -316,17 +314,6 @@ class ServeConfig:
     )
     threads: int | None = _setting(
         None, _integer(1, 1024), "threads that compute (default: the cores at hand)"
-    )
-    kernels: bool = _setting(
-        True,
-        _flag,
-        "compile kernels that generate faster on a CPU, in the background, where numba is installed",
-    )
-    prepack_bytes: int = _setting(
-        0,
-        _bytes_or_none,
-        "memory for second copies of weights, for steps that are faster over these; 0: none",
-        metavar="SIZE",
     )
     trim_imports: bool = _setting(
         False,

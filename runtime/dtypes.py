@@ -29,6 +29,8 @@ class DType(enum.StrEnum):
     I64 = "I64"
     U64 = "U64"
     BOOL = "BOOL"
+    F8_E4M3 = "F8_E4M3"
+    F8_E5M2 = "F8_E5M2"
 
     @property
     def numpy(self) -> np.dtype[Any]:
@@ -67,8 +69,10 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
     DType.I64: np.dtype(np.int64),
     DType.U64: np.dtype(np.uint64),
     DType.BOOL: np.dtype(np.bool_),
+    DType.F8_E4M3: np.dtype(np.uint8),  # of which numpy has only the bits, too
+    DType.F8_E5M2: np.dtype(np.uint8),
 }
-_LABELS = {DType.BF16: "bfloat16"}
+_LABELS = {DType.BF16: "bfloat16", DType.F8_E4M3: "float8_e4m3fn", DType.F8_E5M2: "float8_e5m2"}
 
 
 def to_float32(array: npt.NDArray[Any], dtype: DType) -> npt.NDArray[np.float32]:

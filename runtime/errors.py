@@ -11,7 +11,6 @@ TeneralError
 ├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
-├── TuningError            a file of measured times is damaged or hostile (a FormatError)
 ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
 │   └── ResultError        … or gave a value that cannot be sent
 └── PortInUseError
@@ -81,10 +80,6 @@ class SnapshotError(FormatError):
 
 class SnapshotMismatchError(SnapshotError):
     """A sound KV snapshot of another model, dtype, epoch, layout or block size."""
-
-
-class TuningError(FormatError):
-    """A `tuning.json` is damaged, hostile, or from a newer version. Nothing of it was used."""
 
 
 class HandlerError(TeneralError):

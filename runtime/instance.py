@@ -1,8 +1,8 @@
 """The life of one instance: from an address to a running engine, everything beside everything else.
 
 `start` returns at once. A process of its own then streams the weights into shared memory, and here three
-threads work side by side: one follows that stream, one loads the tokenizer, one imports torch, builds the
-model's skeleton over storage that is still empty, and starts the engine. Each result is a future; a request
+threads work side by side: one follows that stream, one loads the tokenizer, one builds the model's
+skeleton over storage that is still empty, and starts the engine. Each result is a future; a request
 waits for the ones that it needs, and its forward pass for the layers that it has reached. The first failure
 fails the instance, and everything that waits for it.
 
@@ -11,7 +11,6 @@ An instance knows no HTTP and no platform; handlers translate for it.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..loader.errors import TeneralError, UsageError
-from ..loader.host import available_cores
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
 from ..loader.sources.open import open_source
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from .models.decoder import Decoder
     from .models.encoder import Encoder
     from .text.tokenizer import TextTokenizer
-    from .weights import AnyLoad
+    from .weights import AnyLoad, Weights
 
 # What sentence-transformers writes beside an encoder: how its outputs become one vector.
 SENTENCE_FILES = {
@@ -316,55 +314,55 @@ class Instance:
         _resolve(self.tokenizer, tokenizer)
 
     def _build(self) -> None:
-        # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
-        # Read once, when torch brings the library in (docs/decisions/0007).
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        os.environ.setdefault(
-            "ORT_DISABLE_TELEMETRY", "1"
-        )  # ONNX Runtime, which may be used later, would report
-        with self.timeline.span("process", "import torch") as said:
-            from .torch_import import import_torch
+        from ..loader.device.detect import choose_device
+        from .backends.choose import BackendChoice
 
-            said["trimmed"] = import_torch(trim=self.config.trim_imports)
-            import torch  # the longest import by far: it runs beside the fetch
-
+        config = self.config
+        choice = BackendChoice(
+            config.backend,
+            choose_device(config.device),
+            config.compute_dtype,
+            config.threads,
+            config.trim_imports,
+        )
+        choice.check()
+        if choice.is_torch:
+            with self.timeline.span("process", "import torch") as said:
+                said["trimmed"] = choice.import_torch()  # beside the fetch
+        with self.timeline.span("process", "import models"):
             from .models.build import build_model
-            from .models.compute_dtype import ComputePolicy
             from .models.encoder import Encoder
-            from .weights import StreamedWeights
-        torch.set_num_threads(self.config.threads or available_cores())
-        self._warm_device_up()
+        self._warm_device_up(choice.device)
         source, manifest = self._opened.result()
-        assert self._load is not None
+        load = self._load
+        assert load is not None
         with self.timeline.span("model", "build") as said:
-            files = ModelFiles(source, manifest, self.config.load_options)
+            files = ModelFiles(source, manifest, config.load_options)
             model = build_model(
                 files.json("config.json", required=True),
-                StreamedWeights(self._load),
-                policy=ComputePolicy.of_this_machine(self.config.compute_dtype),
+                _weights_of(load),
+                choice.model_backends(),
                 **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
             )
-            said.update(model.computes.told)
+            said.update(backend=model.executor.name, **model.computes.told)
         if isinstance(model, Encoder):
             self._start_embedder(model)
         else:
             self._start_engine(model, manifest)
 
-    def _warm_device_up(self) -> None:
+    def _warm_device_up(self, device: str) -> None:
         """What a GPU needs once before it computes, beside the fetch. Returns at once."""
-        from ..loader.device.detect import CPU, choose_device
-
-        name = choose_device(self.config.device)
-        if name != CPU:
+        if device != "cpu":
             import torch
 
             from .cuda.warm_up import start_warm_up  # nobody else has a device
 
-            start_warm_up(torch.device(name), torch.bfloat16, timeline=self.timeline)
+            start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
+        from .backends.choose import step_backend
         from .engine.arrival import LoadArrival
-        from .engine.engine import Engine, EngineOptions  # they import torch
+        from .engine.engine import Engine, EngineOptions
         from .kv.kinds import KVKind
         from .kv.sizing import pool_bytes
 
@@ -402,33 +400,16 @@ class Instance:
             eos_token_ids=tokenizer.eos_token_ids,
             arrival=LoadArrival(self._load),
             prefix_seed=_prefix_seed(manifest, model),
+            make_backend=step_backend,
         )
         if self._snapshots is not None:  # for those who wait for the engine already
             self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
         engine.start()
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
-        self._prepare_backends(model, engine)
-
-    def _prepare_backends(self, model: Decoder, engine: Engine) -> None:
-        """Have products computed faster than torch does it, when nothing else is left to do for the start."""
-        if model.device.type != "cpu" or self._exact.exception() is not None:
-            return
-        from .kernels.prepare import prepare_backends  # nothing that starts needs it
-
-        source, pool_bytes = self._opened.result()[0], engine.options.kv_bytes
-        prepare_backends(
-            model,
-            self.config,
-            source,
-            pool_bytes=pool_bytes,
-            is_awaited=lambda: engine.owes_first_token,
-            timeline=self.timeline,
-            ended=self._closed,
-        )
 
     def _start_embedder(self, model: Encoder) -> None:
-        from .engine.embedder import Embedder  # imports torch
+        from .engine.embedder import Embedder
 
         refuse = ModelError(
             f"{self.model_name} makes embeddings and generates no text",
@@ -496,7 +477,20 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
     """What all keys and values of this model have in common, wherever they were computed; None: nobody knows."""
     from .kv.prefixes import seed_hash
 
-    return seed_hash(manifest.digest, str(model.dtype).encode()) if manifest.digest is not None else None
+    if manifest.digest is None:
+        return None
+    return seed_hash(manifest.digest, f"{model.dtype.label} {model.executor.numerics}".encode())
+
+
+def _weights_of(load: AnyLoad) -> Weights:
+    from ..loader.stream.device_load import DeviceLoad
+    from .weights import StreamedWeights
+
+    if not isinstance(load, DeviceLoad):
+        return StreamedWeights(load)
+    from .cuda.weights import DeviceWeights  # nobody else has a device
+
+    return DeviceWeights(load)
 
 
 def _result_or_none(future: Future[T]) -> T | None:

@@ -1,4 +1,4 @@
-"""A model's weights as torch tensors whose storage exists at once and whose content arrives later.
+"""A model's weights as arrays whose storage exists at once and whose content arrives later.
 
 `Weights` is what model code sees. `StreamedWeights` is fed by the loader; `DictWeights` holds finished
 tensors (tests, and models made in memory). Neither knows what the tensors are for.
@@ -11,18 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from ..loader.format.manifest import Tier
 from ..loader.stream.device_load import DeviceLoad
 from ..loader.stream.rows import RowParts
+from .dtypes import DType
 from .errors import ModelError
+from .tensors import Tensor
 
 if TYPE_CHECKING:
     from ..loader.stream.load import WeightLoad
     from ..loader.stream.process_load import ProcessLoad
 
     AnyLoad = WeightLoad | ProcessLoad | DeviceLoad
+
+
+Rows = npt.NDArray[np.int64]
 
 
 class Gate(Protocol):
@@ -41,40 +47,20 @@ class Gate(Protocol):
 class RowGate(Protocol):
     """The same, for those rows of a matrix that it is called with (integers, any shape), which come sooner for that."""
 
-    def __call__(self, rows: torch.Tensor) -> None: ...
+    def __call__(self, rows: Rows) -> None: ...
 
-    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool: ...
+    def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool: ...
 
-    def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]: ...
+    def using(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]: ...
 
-    def want(self, rows: torch.Tensor, tier: Tier) -> None:
+    def want(self, rows: Rows, tier: Tier) -> None:
         """Have these rows sent for, in all tiers up to this one, and return at once."""
-
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 
 
 class Weights(Protocol):
     """Names are those of the checkpoint. A tensor's storage never moves, so views of it may be kept."""
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """The tensor, filled or not. Raises `ModelError` naming the tensor when there is none."""
 
     def __contains__(self, name: object) -> bool: ...
@@ -93,10 +79,10 @@ class Weights(Protocol):
 class DictWeights:
     """Weights that are all there."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         try:
             return self._tensors[name]
         except KeyError:
@@ -116,47 +102,36 @@ class DictWeights:
 
 
 class StreamedWeights:
-    """Weights that a load is filling, here or on another device. The tensors are views of the load's slabs, which they
-    keep alive.
-    """
+    """Weights that a load is filling. The arrays are views of the load's slabs, which they keep alive."""
 
     def __init__(self, load: AnyLoad) -> None:
         self._load = load
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._slabs: dict[int, torch.Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._slabs: dict[int, npt.NDArray[np.uint8]] = {}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
             entry = self._load.manifest.by_name.get(name)
             if entry is None:
                 raise missing_tensor(name, self._load.manifest.by_name)
-            if entry.dtype not in TORCH_DTYPES:
+            if entry.dtype not in DType.__members__:
                 raise ModelError(
                     f"tensor {name} has dtype {entry.dtype}, which this version cannot compute with"
                 )
-            dtype = TORCH_DTYPES[entry.dtype]
-            if entry.size_bytes == 0:
-                self._tensors[name] = torch.empty(
-                    entry.shape, dtype=dtype, device=self._slab(entry.group).device
-                )
-            else:
-                slab = self._slab(entry.group)
-                stored = slab[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-                self._tensors[name] = stored.view(dtype).view(entry.shape)
+            begin = entry.offset_bytes
+            self._tensors[name] = self._view(
+                entry.group, begin, begin + entry.size_bytes, DType(entry.dtype), entry.shape
+            )
         return self._tensors[name]
 
-    def _slab(self, group: int) -> torch.Tensor:
-        """The group's memory, (slab_bytes,) uint8: one storage, so that adjacent tensors can be stacked as
-        one view.
-        """
-        if group not in self._slabs:
-            if isinstance(self._load, DeviceLoad):
-                self._slabs[group] = torch.utils.dlpack.from_dlpack(self._load.device_slab(group))
-            elif self._load.manifest.groups[group].slab_bytes:
-                self._slabs[group] = torch.frombuffer(self._load.slab(group), dtype=torch.uint8)
-            else:
-                self._slabs[group] = torch.empty(0, dtype=torch.uint8)
-        return self._slabs[group]
+    def _view(self, group: int, begin: int, end: int, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+        """The bytes [begin, end) of the group's memory."""
+        if begin == end:
+            return Tensor(dtype, np.empty(shape, dtype.numpy))
+        if group not in self._slabs:  # one array, so that adjacent tensors can be stacked as one view
+            assert not isinstance(self._load, DeviceLoad)
+            self._slabs[group] = self._load.slab(group)
+        return Tensor(dtype, self._slabs[group][begin:end].view(dtype.numpy).reshape(shape))
 
     def __contains__(self, name: object) -> bool:
         return name in self._load.manifest.by_name
@@ -191,16 +166,16 @@ class _WholeTable:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
-    def __call__(self, rows: torch.Tensor) -> None:
+    def __call__(self, rows: Rows) -> None:
         self._gate()
 
-    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+    def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         return self._gate.opens(timeout_s, tier)
 
-    def using(self, rows: torch.Tensor, tier: Tier) -> AbstractContextManager[None]:
+    def using(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]:
         return self._gate.using(tier)
 
-    def want(self, rows: torch.Tensor, tier: Tier) -> None:
+    def want(self, rows: Rows, tier: Tier) -> None:
         pass
 
 
@@ -252,12 +227,12 @@ class _TableGate:
         # A tier that the artifact lacks is held by what holds the first one that it has.
         self._lowest = min(self._tiers, default=Tier.REFINE)
 
-    def __call__(self, rows: torch.Tensor) -> None:
+    def __call__(self, rows: Rows) -> None:
         if not self._is_open():
             self._load.wait_parts(self._parts(rows))
         _order_after(self._load, self._groups)
 
-    def opens(self, rows: torch.Tensor, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
+    def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         if not self._is_open():
             try:
                 self._load.wait_parts(self._parts(rows, tier), timeout_s)
@@ -268,21 +243,21 @@ class _TableGate:
         return True
 
     @contextmanager
-    def using(self, rows: torch.Tensor, tier: Tier) -> Iterator[None]:
+    def using(self, rows: Rows, tier: Tier) -> Iterator[None]:
         if not self._is_open():
             self._load.wait_parts(self._parts(rows, tier))
         with _unchanged(self._load, self._groups):
             yield
 
-    def want(self, rows: torch.Tensor, tier: Tier) -> None:
+    def want(self, rows: Rows, tier: Tier) -> None:
         if not self._is_open():
             self._load.want_parts(self._parts(rows, tier))
 
     def _is_open(self) -> bool:
         return all(self._load.is_ready(group) for group in self._groups)
 
-    def _parts(self, rows: torch.Tensor, tier: Tier = Tier.REFINE) -> set[int]:
-        held = self._table.holding(rows.flatten().tolist()) if self._table is not None else set()
+    def _parts(self, rows: Rows, tier: Tier = Tier.REFINE) -> set[int]:
+        held = self._table.holding(rows.ravel().tolist()) if self._table is not None else set()
         return {number for number in self._others | held if self._tiers[number] <= max(tier, self._lowest)}
 
 
@@ -312,7 +287,11 @@ def _order_after(load: AnyLoad, groups: Iterable[int]) -> None:
 def _stream_of(load: DeviceLoad) -> int:
     """The stream that this thread launches on; 0, the default one, where the device is not one of torch's."""
     name = load.device_name
-    return int(torch.cuda.current_stream(torch.device(name)).cuda_stream) if name.startswith("cuda") else 0
+    if not name.startswith("cuda"):
+        return 0
+    import torch  # whoever computes there has it
+
+    return int(torch.cuda.current_stream(torch.device(name)).cuda_stream)
 
 
 def missing_tensor(name: str, present: Iterable[str]) -> ModelError:

@@ -75,7 +75,7 @@ def attend_s(shares: list[tuple[int, int]]) -> float:
     from teneral.runtime.cuda import variants as v
     from teneral.runtime.cuda.tables import num_splits, tables_of
     from teneral.runtime.cuda.warm_up import open_launcher
-    from teneral.runtime.engine.batch import SequenceSpan
+    from teneral.runtime.step.batch import SequenceSpan
 
     group = HEADS // KV_HEADS
     shape = v.Shape("bf16", "bf16", 4096, 4096, 14336, HEAD_DIM, HEAD_DIM, group, False, "silu", BLOCK_SIZE)

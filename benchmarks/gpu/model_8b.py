@@ -132,20 +132,19 @@ def tensors(num_layers: int) -> dict[str, Any]:
 
 
 def decoder(num_layers: int) -> Any:
-    from teneral.runtime.models.build import build_model
-    from teneral.runtime.weights import DictWeights
+    from tests.support.models import DictWeights, build_model
 
     return build_model({**CONFIG, "num_hidden_layers": num_layers}, DictWeights(tensors(num_layers)))
 
 
 def engine(model: Any, *, max_running: int, max_context: int, records: bool, kv_gib: float = 8) -> Any:
     """Started. Without `records` every step is launched kernel by kernel."""
+    from teneral.runtime.backends.choose import step_backend
     from teneral.runtime.cuda.backend import CudaBackend
-    from teneral.runtime.engine.backend import backend_for
     from teneral.runtime.engine.engine import Engine, EngineOptions
 
     def make_backend(model: Any, kv: Any, options: Any, timeline: Any) -> Any:
-        backend = backend_for(model, kv, options, timeline)
+        backend = step_backend(model, kv, options, timeline)
         if not isinstance(backend, CudaBackend):
             raise RuntimeError("there are no kernels for this device: see the warning above")
         if not records:
@@ -181,7 +180,7 @@ def wait_for_graphs(own: Any, timeout_s: float = 30.0) -> float:
 
 def generate(own: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
     """All together, greedily. Seconds to each one's first token, and of a step after all have one."""
-    from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+    from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
     times_s: list[list[float]] = [[] for _ in prompts]
     begin_s = time.perf_counter()

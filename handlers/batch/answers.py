@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 
 from ...loader.errors import TeneralError
-from ...runtime.engine.requests import Priority
 from ...runtime.errors import CapacityError, ContextLengthError, ModelError, RequestError
+from ...runtime.step.requests import Priority
 from ..context import Context
 from ..http.keys import parse_keys
 from . import records

@@ -12,8 +12,8 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...runtime.engine.requests import FirstToken, GenerationEvent, GenerationRequest
 from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
 from .drafts import Untold
 from .json_bounds import check_shape
 from .logprobs import chat_logprobs

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from aiohttp import web
 
-from ...runtime.engine.requests import FirstToken, GenerationRequest, TokenLogprob
 from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken, GenerationRequest, TokenLogprob
 from .drafts import Untold
 from .logprobs import completion_logprobs
 from .parameters import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
-from ...runtime.engine.requests import FirstToken, GenerationEvent
+from ...runtime.step.requests import FirstToken, GenerationEvent
 from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
 
 DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...runtime.engine.requests import TokenLogprob
+from ...runtime.step.requests import TokenLogprob
 from .responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 LOWEST = -9999.0  # for a token that cannot come: JSON has no infinity, and OpenAI says it so

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ...runtime.engine.requests import (
+from ...runtime.errors import RequestError
+from ...runtime.step.requests import (
     MAX_TOP_LOGPROBS,
     FirstToken,
     GenerationRequest,
@@ -19,7 +20,6 @@ from ...runtime.engine.requests import (
     check_owner,
     queue_name,
 )
-from ...runtime.errors import RequestError
 from .schemas import Extras, GenerationBody
 
 MAX_LOGIT_BIASES = 1024

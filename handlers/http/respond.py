@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from aiohttp import web
 from msgspec import UNSET
 
-from ...runtime.engine.requests import FirstToken, GenerationRequest
+from ...runtime.step.requests import FirstToken, GenerationRequest
 from .drafts import DRAFTED_TOKENS_HEADER
 from .parameters import priority_of, queue_of
 from .responses import Usage

@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from ...runtime.engine.requests import FirstToken, Priority
 from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken, Priority
 from .json_bounds import check_shape
 
 MAX_MESSAGE_CHARS = 300  # of an error: it may quote what the client sent

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from ...loader.errors import TeneralError
-from ...runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from ...runtime.errors import CancelledError, ModelError
+from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from .drafts import Tally
 from .mailbox import Mailbox
 from .service import Call, Service

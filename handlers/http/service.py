@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 from aiohttp import web
 
 from ...loader.errors import TeneralError
-from ...runtime.engine.requests import FirstToken, Priority
 from ...runtime.errors import ModelError, RequestError
 from ...runtime.state import State
+from ...runtime.step.requests import FirstToken, Priority
 from .admission import Admission
 from .connections import Connections
 from .deadline import Deadline

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 
-from ...runtime.engine.requests import FirstToken, GenerationRequest
 from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken, GenerationRequest
 from ..http.parameters import check_extras, sequences, wanted_first_token
 from ..http.prompts import tokens_of
 from ..http.responses import Usage, encode

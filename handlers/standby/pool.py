@@ -120,11 +120,6 @@ def import_everything() -> None:
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
     library()  # its threads are made by the process that computes
-    with suppress(ImportError):  # the extra [cpu]
-        from ...runtime.kernels.prepare import keep_somewhere
-
-        keep_somewhere()
-        from ...runtime.kernels import decoder  # noqa: F401
     from .. import function  # noqa: F401
     from ..http import app, command  # noqa: F401
 

@@ -1,0 +1,1 @@
+"""Ways to compute: each hands its executors to the models, which know none of them."""

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...loader.timeline import Timeline
-from ..engine.backend import Backend, BackendOptions, DeviceStatistics
-from ..engine.batch import StepBatch
-from ..engine.sequence import Choice, SamplingState
-from ..engine.step_batch import Rows
-from ..engine.trace import OnLayer
 from ..errors import ModelError
+from ..step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
+from ..step.batch import StepBatch
+from ..step.rows import Rows
+from ..step.state import Choice, SamplingState
 from .budget import activation_bytes
 from .decoder import DeviceKernels
+from .executor import CudaExecutor
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
 from .launch import Launcher
 from .packing import StepPacker
 from .products import projections_of
 from .sampling import DeviceSampler
 from .storage import DeviceKVStorage
-from .torch_backend import TorchBackend
+from .torch_backend import TorchDeviceBackend
 from .warm_up import open_launcher, span
 
 if TYPE_CHECKING:
@@ -61,15 +61,15 @@ class CudaBackend:
         self._options = options
         self._timeline = timeline
         self._device = kv.device
-        self._weight_bytes = decoder.weight_bytes
+        self._weight_bytes = decoder.weights.size_bytes
         self._kernels = kernels
-        decoder.device_kernels = kernels
+        assert isinstance(decoder.executor, CudaExecutor)
+        decoder.executor.kernels = kernels
         self._packer = StepPacker(kv.device, block_size=options.block_size, group=kernels.group)
         self._sampler = DeviceSampler(kv.device, kernels.launch)
         self._graphs: DecodeGraphs | None = None
         if recorder is not None:
             self._graphs = DecodeGraphs(
-                decoder,
                 kernels,
                 kv,
                 self._packer,
@@ -87,6 +87,7 @@ class CudaBackend:
     def returns_early(self) -> bool:
         return True
 
+    @torch.inference_mode()
     def build(self, parts: Sequence[Rows]) -> StepBatch:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread: kernels are launched without asking torch
@@ -101,7 +102,8 @@ class CudaBackend:
                 self._missed[wanted] += 1
         return self._packer.batch(parts)
 
-    def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> torch.Tensor:
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Any:
         size, self._next_graph = self._next_graph, None
         if size is not None and self._graphs is not None:
             self._num_graph_steps += 1
@@ -109,6 +111,7 @@ class CudaBackend:
         self._num_eager_steps += 1
         return self._decoder.forward(batch, self._kv, on_layer=on_layer)
 
+    @torch.inference_mode()
     def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
         return self._sampler.choose(logits, states)
 
@@ -116,6 +119,7 @@ class CudaBackend:
         """Nothing before the first step: whoever starts a server is about to ask."""
         return self._num_eager_steps > 0 and self._size_to_record(has_running=has_running) is not None
 
+    @torch.inference_mode()
     def work_when_idle(self) -> None:
         """Records one graph."""
         size = self._size_to_record(has_running=False)
@@ -134,7 +138,7 @@ class CudaBackend:
     def _measure_products(self) -> None:
         """Before steps of one row are recorded, and so for good."""
         try:
-            found = self._kernels.products.measure(projections_of(self._decoder))
+            found = self._kernels.products.measure(projections_of(self._kernels.executor))
         except Exception as error:  # noqa: BLE001 - of a driver or memory: torch can do it all
             logger.warning("products with one row stay torch's: %s", error)
             return
@@ -147,7 +151,7 @@ class CudaBackend:
         if graphs is None or not graphs.missing:
             return None
         size = next_to_record(graphs.missing, self._missed, has_running=has_running, min_wanted=MIN_WANTED)
-        return size if size is not None and self._decoder.weights_gate.opens(0.0) else None
+        return size if size is not None and self._decoder.is_exact else None
 
     def make_room(self) -> None:
         self._num_out_of_memory += 1
@@ -164,8 +168,7 @@ class CudaBackend:
             kv_bytes=self._kv.size_bytes,
             graph_bytes=0 if graphs is None else graphs.memory_bytes,
             activation_bytes=activation_bytes(
-                self._decoder.config,
-                self._decoder.dtype,
+                self._decoder.spec,
                 self._options.max_step_tokens,
                 self._options.max_running,
             ),
@@ -195,9 +198,10 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
     try:
         if not isinstance(kv, DeviceKVStorage):
             raise NotImplementedError("there are kernels only for keys and values in the model's own dtype")
+        device = torch.device(model.device)
         with span(timeline, "kernels' modules"):
             folder = Path(options.kernels_dir) if options.kernels_dir else None
-            launch, told = open_launcher(model.device, folder)
+            launch, told = open_launcher(device, folder)
             kernels = _kernels(model, options, launch)
     except Exception as error:  # noqa: BLE001 - of a compiler or a driver that we may not know: torch can do it all
         logger.warning(
@@ -205,16 +209,16 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         )
         if timeline is not None:
             timeline.mark("process", "no kernels on the device", why=str(error)[:200])
-        return TorchBackend(model, kv, options)
+        return TorchDeviceBackend(model, kv, options.block_size)
     if timeline is not None:
         timeline.mark("process", "kernels on the device", kernels=told)
-    recorder = CudaRecorder(model.device)
+    recorder = CudaRecorder(torch.device(model.device))
     return CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
 
 
-def _kernels(model: Decoder, options: BackendOptions, launch: Launcher) -> DeviceKernels:
+def _kernels(model: Any, options: BackendOptions, launch: Launcher) -> DeviceKernels:
     """Raises what makes them impossible for this model, before anything is computed with them."""
-    processors = torch.cuda.get_device_properties(model.device).multi_processor_count
-    kernels = DeviceKernels(model, launch, block_size=options.block_size, num_processors=processors)
+    processors = torch.cuda.get_device_properties(torch.device(model.device)).multi_processor_count
+    kernels = DeviceKernels(model.executor, launch, block_size=options.block_size, num_processors=processors)
     launch.prepare(kernels.variants)
     return kernels

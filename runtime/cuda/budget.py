@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..models.config import DecoderConfig
+    from ..models.spec import DecoderSpec
 
 KV_SHARE = 0.9  # of what is left
 GRAPH_BYTES = 256 << 20  # a few hundred kernels' records for each size, and the activations that they share
@@ -42,9 +40,8 @@ def plan_budget(
 
 
 def pool_bytes_on(
-    device: torch.device,
-    config: DecoderConfig,
-    dtype: torch.dtype,
+    device: str,
+    spec: DecoderSpec,
     *,
     max_rows: int,
     max_step_tokens: int = 2_048,
@@ -52,20 +49,18 @@ def pool_bytes_on(
     """For keys and values on this device, whose weights have their memory already."""
     import torch
 
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    needed = activation_bytes(config, dtype, max_step_tokens, max_rows)
+    free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
+    needed = activation_bytes(spec, max_step_tokens, max_rows)
     return plan_budget(free_bytes, missing_weight_bytes=0, activation_bytes=needed, kv_bytes=None).kv_bytes
 
 
-def activation_bytes(config: DecoderConfig, dtype: torch.dtype, max_step_tokens: int, max_rows: int) -> int:
+def activation_bytes(spec: DecoderSpec, max_step_tokens: int, max_rows: int) -> int:
     """What the largest step takes beside weights and cache, at most.
 
     Of a layer, at the same time: the rows, their norm, queries with keys and values, what attention gives, the gate's
     two products and theirs. Then logits, in the model's dtype and in fp32, and as much again while tokens are chosen.
     """
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    of_row = (
-        3 * config.hidden_size + heads + config.num_heads * config.head_dim + 3 * config.intermediate_size
-    )
-    of_logits = config.vocab_size * (dtype.itemsize + 3 * 4)
-    return max_step_tokens * of_row * dtype.itemsize + max_rows * of_logits
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    of_row = 3 * spec.hidden_size + heads + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    of_logits = spec.vocab_size * (spec.dtype.size_bytes + 3 * 4)
+    return max_step_tokens * of_row * spec.dtype.size_bytes + max_rows * of_logits

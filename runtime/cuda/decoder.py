@@ -1,6 +1,6 @@
 """A decoder's layers on a device: torch's matrix products, and kernels for all that is between them.
 
-Another way to compute the same step as `models/decoder.py` does in torch, over the same weights, where the loader has
+Another way to compute the same step as `backends/torch/decoder.py`, over the same weights, where the loader has
 put them, and a pool in the device's layout. It follows arriving weights layer by layer, and reads nothing when it is
 made. No layer waits for the device, so a step is a sequence of launches whose number and shapes do not depend on what
 it computes: `graphs.py` records it.
@@ -9,45 +9,75 @@ it computes: `graphs.py` records it.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
-from ..engine.batch import StepBatch
-from ..kv.storage import KVPool
-from ..models.norm import RMSNorm
+from ..backends.torch.decoder import DecoderLayer, TorchExecutor
+from ..backends.torch.norm import RMSNorm
+from ..kv.pool import KVPool
+from ..models.executor import Accepts, any_value, one_of, refusal_of
+from ..models.spec import Activation
+from ..step.batch import StepBatch
 from . import variants as v
 from .launch import Launcher
 from .products import RowProducts
 from .shape import shape_of, short_name
 from .storage import DeviceKVStorage
-from .tables import StepTables, num_splits, tables_of
-
-if TYPE_CHECKING:
-    from ..models.decoder import Decoder, DecoderLayer
+from .tables import StepTables, num_splits, tell_device
 
 SEES_ALL = 1 << 30  # a window that no context reaches
 MIN_SDPA_ROWS = 64  # of a prompt of its own, from which torch's attention is worth its preparations
+
+
+IMPLEMENTED: Mapping[str, Accepts] = {
+    "dtype": any_value,  # `variants.why_not` says which
+    "vocab_size": any_value,
+    "hidden_size": any_value,
+    "intermediate_size": any_value,
+    "num_layers": any_value,
+    "num_heads": any_value,
+    "num_kv_heads": any_value,
+    "head_dim": any_value,
+    "norm_eps": any_value,
+    "attention_scale": any_value,
+    "activation": one_of(*Activation),
+    "rotary.dim": any_value,
+    "rotary.frequencies": any_value,
+    "rotary.factor": any_value,
+    "max_context": any_value,
+    "windows": any_value,
+    "qkv_bias": any_value,
+    "output_bias": any_value,
+    "mlp_bias": any_value,
+    "head_norms": any_value,
+    "tied_head": any_value,
+}
 
 
 class DeviceKernels:
     """For one decoder and one pool's block size."""
 
     def __init__(
-        self, decoder: Decoder, launch: Launcher, *, block_size: int, num_processors: int = 1
+        self, executor: TorchExecutor, launch: Launcher, *, block_size: int, num_processors: int = 1
     ) -> None:
         """`num_processors` of the device share the work. NotImplementedError where there are no kernels for a model."""
-        config = decoder.config
-        self.shape = shape_of(decoder, block_size)
-        reason = v.why_not(self.shape) or _why_not_norms(decoder, self.shape.norm_dtype)
+        spec = executor.spec
+        self.shape = shape_of(executor, block_size)
+        reason = (
+            refusal_of(spec, IMPLEMENTED, "a device's kernels")
+            or v.why_not(self.shape)
+            or _why_not_norms(executor, self.shape.norm_dtype)
+        )
         if reason is not None:
             raise NotImplementedError(reason)
         self.launch = launch
-        self.decoder = decoder
-        self.group = config.num_heads // config.num_kv_heads
+        self.executor = executor
+        self.spec = spec
+        self.group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors
-        self.scale = config.head_dim**-0.5 * math.log2(math.e)
+        self.scale = spec.attention_scale * math.log2(math.e)
         shape = self.shape
         self.products = RowProducts(launch, shape.dtype)
         self.norm = v.norm_variant(shape, adds=False)
@@ -95,8 +125,8 @@ class DeviceKernels:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """(R, vocab_size) fp32 of what the last layer made of these rows."""
         if not len(x):
-            return x.new_empty((0, self.decoder.config.vocab_size), dtype=torch.float32)
-        return self.products(self.decoder.head, self.normed(self.decoder.norm, x)).float()
+            return x.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
+        return self.products(self.executor.head, self.normed(self.executor.norm, x)).float()
 
 
 class DeviceStep:
@@ -114,9 +144,10 @@ class DeviceStep:
         spans = batch.spans
         self._kernels = kernels
         self._kv = kv
-        self._slots = batch.slots
+        told = batch.on_device or tell_device(batch, kernels.group, kv.device)
+        self._slots = told.slots
         self._cos, self._sin = cos, sin
-        self._tables: StepTables = batch.tables or tables_of(spans, kernels.group, kv.device)
+        self._tables: StepTables = told.tables
         longest = max((span.context_len for span in spans), default=0)
         # A prompt that begins here and is alone: nothing of it has to be read back from the pool.
         self._is_one_prompt = (
@@ -131,7 +162,7 @@ class DeviceStep:
         self._num_splits = fixed_splits or num_splits(
             num_decoding, num_kv_heads, kernels.num_processors, longest, v.decode_keys(kernels.shape)
         )
-        num_heads = kernels.decoder.config.num_heads
+        num_heads = kernels.spec.num_heads
         size = num_decoding * num_heads * self._num_splits if self._num_splits > 1 else 0
         # Written and read within each layer's attention, so one room serves all of them.
         self._split_out = cos.new_empty((size, kv.head_dim), dtype=torch.float32)
@@ -140,7 +171,7 @@ class DeviceStep:
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """x (T, hidden_size) through this layer, in place."""
         kernels = self._kernels
-        layer = kernels.decoder.layers[index]
+        layer = kernels.executor.layers_of[index]
         attended = self._attention(layer, kernels.normed(layer.attention_norm, x))
         added = kernels.products(layer.attention.output, attended)
         inner = kernels.products(layer.mlp.gate_up, kernels.normed(layer.mlp_norm, x, added))
@@ -152,7 +183,7 @@ class DeviceStep:
     def _attention(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
         """(T, num_heads * head_dim) of the layer's normed rows, before the output projection."""
         kernels, kv, attention = self._kernels, self._kv, layer.attention
-        config = kernels.decoder.config
+        spec = kernels.spec
         heads = kernels.products(attention.qkv, normed).view(len(normed), -1, kv.head_dim)
         keys, values = kv.of_layer(layer.index)
         norms = attention.head_norm
@@ -162,14 +193,14 @@ class DeviceStep:
             kernels.place,
             (len(heads), -(-heads.shape[1] // v.PLACED_HEADS)),
             *(heads, self._cos, self._sin, of_queries, of_keys, keys, values, self._slots),
-            *(config.num_heads, kv.num_kv_heads, config.norm_eps),
+            *(spec.num_heads, kv.num_kv_heads, spec.norm_eps),
         )
         window = attention.window or SEES_ALL
         if self._is_one_prompt and window >= self._length:
-            return self._prompt_alone(heads, config.num_heads)
-        out = heads.new_empty((len(heads), config.num_heads * kv.head_dim))
+            return self._prompt_alone(heads, spec.num_heads)
+        out = heads.new_empty((len(heads), spec.num_heads * kv.head_dim))
         # The number of heads a row has, and what each means
-        numbers = (heads.shape[1], config.num_heads, kv.num_kv_heads, window)
+        numbers = (heads.shape[1], spec.num_heads, kv.num_kv_heads, window)
         if len(self._tables.decoding):
             self._decode(heads, keys, values, out, numbers)
         if len(self._tables.tiles):
@@ -211,14 +242,19 @@ class DeviceStep:
         by_head = heads.transpose(0, 1).unsqueeze(0)  # (1, heads, T, head_dim)
         queries, keys, values = by_head.split_with_sizes([num_heads, num_kv_heads, num_kv_heads], dim=1)
         out = F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=self._kernels.group > 1
+            queries,
+            keys,
+            values,
+            is_causal=True,
+            scale=self._kernels.spec.attention_scale,
+            enable_gqa=self._kernels.group > 1,
         )
         return out.squeeze(0).transpose(0, 1).reshape(len(heads), -1)
 
 
-def _why_not_norms(decoder: Decoder, norm_dtype: str) -> str | None:
-    weights = [decoder.norm.weight]
-    for layer in decoder.layers:
+def _why_not_norms(executor: TorchExecutor, norm_dtype: str) -> str | None:
+    weights = [executor.norm.weight]
+    for layer in executor.layers_of:
         weights += [layer.attention_norm.weight, layer.mlp_norm.weight]
         if layer.attention.head_norm is not None:
             weights += [layer.attention.head_norm.query_weight, layer.attention.head_norm.key_weight]

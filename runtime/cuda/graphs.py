@@ -19,13 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine.batch import StepBatch
-from ..engine.step_batch import Rows
-from ..models.decoder import Decoder
+from ..step.batch import StepBatch
+from ..step.rows import Rows
 from .decoder import DeviceKernels
 from .packing import NUM_PARTS, StepPacker
 from .storage import DeviceKVStorage
-from .tables import StepTables, num_splits
+from .tables import DeviceBatch, num_splits
 from .variants import decode_keys
 
 logger = logging.getLogger(__name__)
@@ -91,7 +90,6 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        decoder: Decoder,
         kernels: DeviceKernels,
         kv: DeviceKVStorage,
         packer: StepPacker,
@@ -101,7 +99,6 @@ class DecodeGraphs:
         max_context: int,
     ) -> None:
         """Of steps with up to `max_rows` sequences of up to `max_context` tokens."""
-        self._decoder = decoder
         self._kernels = kernels
         self._kv = kv
         self._packer = packer
@@ -163,25 +160,28 @@ class DecodeGraphs:
         self._failed = True
 
     def _record(self, size: int, buffer: torch.Tensor) -> _Recorded:
-        decoder, kernels, kv = self._decoder, self._kernels, self._kv
+        kernels, kv = self._kernels, self._kv
+        executor = kernels.executor
         batch = self._packer.decode_batch([], size, buffer)  # rows that do nothing
         # Tables as long as any context, so that no longer ones take their place.
-        decoder.rope.rows(batch.positions, self._max_context)
+        told = batch.on_device
+        assert isinstance(told, DeviceBatch)
+        executor.rope.rows(told.positions, self._max_context)
         splits = num_splits(
             size, kv.num_kv_heads, kernels.num_processors, self._max_context, decode_keys(kernels.shape)
         )
-        assert isinstance(batch.tables, StepTables)
 
+        @torch.inference_mode()
         def work() -> torch.Tensor:
-            cos, sin = decoder.rope.rows(batch.positions, self._max_context)
+            cos, sin = executor.rope.rows(told.positions, self._max_context)
             step = kernels.begin(batch, kv, cos, sin, num_splits=splits)
-            x = decoder.embeddings(batch.tokens)
-            for index in range(decoder.num_layers):
+            x = executor.embeddings(told.tokens)
+            for index in range(executor.spec.num_layers):
                 x = step.layer(index, x)
             return kernels.logits(x)
 
         replay, logits = self._recorder.record(work)
-        return _Recorded(replay, logits, decoder.rope.tables)
+        return _Recorded(replay, logits, executor.rope.tables)
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..engine.batch import SequenceSpan, StepBatch
-from ..engine.step_batch import Rows
-from .tables import TableCache, as_tables, pack
+from ..step.batch import SequenceSpan, StepBatch
+from ..step.rows import Rows
+from .tables import DeviceBatch, TableCache, as_tables, pack
 from .transfer import Numbers, Uplink
 
 NUM_PARTS = 9  # of `decode_batch` that have a number for each row; the blocks come behind
@@ -32,7 +32,8 @@ class StepPacker:
         assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
         spans, numbers = self._numbers(parts)
         sent = self._uplink.send([*numbers, *pack(spans, self._group, self._tables)])
-        return StepBatch(sent[0], sent[1], sent[2], spans, sent[3], as_tables(sent[4:]))
+        told = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables(sent[4:]))
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told)
 
     def decode_batch(self, parts: Sequence[Rows], num_rows: int, into: torch.Tensor) -> StepBatch:
         """The same for rows that are each a sequence's next token, with as many rows that do nothing as there are too
@@ -51,7 +52,8 @@ class StepPacker:
         )
         # All of the room that is left, and not only what is in use now: a recorded step must have its address.
         rest = into[NUM_PARTS * num_rows :]
-        return StepBatch(sent[0], sent[1], sent[2], spans, sent[3], as_tables((*sent[4:-1], rest)))
+        told = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables((*sent[4:-1], rest)))
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told)
 
     def _numbers(self, parts: Sequence[Rows]) -> tuple[tuple[SequenceSpan, ...], list[Numbers]]:
         """Spans, and (tokens, positions, slots, logit_rows)."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from ..models.linear import Linear
+from ..backends.torch.linear import Linear
 from .launch import Launcher
 from .variants import PRODUCT_ROWS, Variant, product_variant
 
 if TYPE_CHECKING:
-    from ..models.decoder import Decoder
+    from ..backends.torch.decoder import TorchExecutor
 
 NUM_TRIALS = 12
 MAX_MATRICES = 8  # of a shape, in turns: so many do not fit into a device's cache
@@ -94,13 +94,13 @@ class RowProducts:
         self._launch(variant, (-(-num_out // PRODUCT_ROWS),), x, matrix, added, out, num_out)
 
 
-def projections_of(decoder: Decoder) -> list[Any]:
+def projections_of(executor: TorchExecutor) -> list[Any]:
     """All that a step multiplies rows with."""
     parts = [
         (each.attention.qkv, each.attention.output, each.mlp.gate_up, each.mlp.down)
-        for each in decoder.layers
+        for each in executor.layers_of
     ]
-    return [*(each for part in parts for each in part), decoder.head]
+    return [*(each for part in parts for each in part), executor.head]
 
 
 def is_plain(projection: Any) -> TypeGuard[Linear]:

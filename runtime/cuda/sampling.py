@@ -1,6 +1,6 @@
 """From logits to the next token on the device, all rows together, and one small copy to the host.
 
-What is chosen is what `engine/sampling.py` says, in the same order and precision; only the numbers of the race are made
+What is chosen is what `step/sampling.py` says, in the same order and precision; only the numbers of the race are made
 another way (`kernels/race.py`), so that a device can make each by itself. A sequence draws the same whatever its
 company.
 
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..engine.requests import TokenLogprob
-from ..engine.sampling import not_finite
-from ..engine.sequence import Choice, SamplingState
 from ..errors import ModelError
+from ..step.requests import TokenLogprob
+from ..step.sampling import not_finite
+from ..step.state import Choice, SamplingState
 from .launch import Launcher
 from .transfer import Downlink, Numbers, Uplink, as_floats, bits
 from .variants import PIECE, race_variant

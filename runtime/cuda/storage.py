@@ -11,8 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..engine.batch import SequenceSpan
-from ..kv.storage import Extent, KVStorage, extent_of
+from ..backends.torch.storage import Extent, extent_of
+from ..backends.torch.tensors import torch_dtype
+from ..dtypes import DType
+from ..kv.pool import Bytes, layout_of
+from ..kv.storage import KVStorage
+from ..step.batch import SequenceSpan
 
 
 class DeviceKVStorage:
@@ -26,7 +30,7 @@ class DeviceKVStorage:
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
+        dtype: DType,
         device: torch.device | None = None,
     ) -> None:
         self.num_kv_heads = num_kv_heads
@@ -35,7 +39,7 @@ class DeviceKVStorage:
         self.block_size = block_size
         self.dtype = dtype
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
-        self.data = torch.empty(shape, dtype=dtype, device=device)
+        self.data = torch.empty(shape, dtype=torch_dtype(dtype), device=device)
         self._layers = [(layer[0], layer[1]) for layer in self.data.unbind(0)]
 
     block_bytes = staticmethod(KVStorage.block_bytes)
@@ -56,28 +60,31 @@ class DeviceKVStorage:
     @property
     def layout(self) -> str:
         """That of what `copy_out` gives, and `copy_in` takes."""
-        dtype = str(self.data.dtype).removeprefix("torch.")
-        return f"{dtype}[{len(self._layers)}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}]"
+        return layout_of(
+            self.dtype.label, len(self._layers), self.num_kv_heads, self.block_size, self.head_dim
+        )
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Its keys and its values, (blocks, block_size, kv_heads, head_dim) each: for kernels."""
         return self._layers[layer]
 
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block) uint8, on the CPU, contiguous.
+    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
+        """The content of these blocks: `into` is (len(blocks), bytes of a block), C-contiguous.
 
         Waits until it is there. What is on its way takes as much memory of the device again.
         """
         content = self._by_block()[
             self._numbers(blocks)
         ].contiguous()  # (blocks, layers, 2, kv_heads, slots, d)
-        into.view(self.dtype).view(content.shape).copy_(content)
+        torch.from_numpy(into).view(self.data.dtype).view(content.shape).copy_(content)
 
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
         """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
         places = self._by_block()
         shape = (len(blocks), *places.shape[1:])
-        places[self._numbers(blocks)] = content.view(self.dtype).view(shape).to(self.device)
+        places[self._numbers(blocks)] = (
+            torch.from_numpy(content).view(self.data.dtype).view(shape).to(self.device)
+        )
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
         """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""

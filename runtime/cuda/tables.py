@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..engine.batch import SequenceSpan
+from ..step.batch import SequenceSpan, StepBatch
 from .variants import MAX_SPLITS, TILE_ROWS
 
 Numbers = npt.NDArray[np.int64]
@@ -81,6 +81,24 @@ def tables_of(spans: Sequence[SequenceSpan], group: int, device: torch.device) -
     parts = pack(spans, group, TableCache())
     together = torch.from_numpy(np.concatenate(parts)).to(device)
     return as_tables(together.split_with_sizes([len(part) for part in parts]))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A batch's arrays on the device (`StepBatch.on_device`), and its tables."""
+
+    tokens: torch.Tensor  # (T,) int64, as in `StepBatch`
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor  # (R,)
+    tables: StepTables
+
+
+def tell_device(batch: StepBatch, group: int, device: torch.device) -> DeviceBatch:
+    """For a batch that nobody has packed."""
+    arrays = (batch.tokens, batch.positions, batch.slots, batch.logit_rows)
+    sent = [torch.from_numpy(array).to(device) for array in arrays]
+    return DeviceBatch(sent[0], sent[1], sent[2], sent[3], tables_of(batch.spans, group, device))
 
 
 def num_splits(num_spans: int, num_kv_heads: int, num_processors: int, max_context: int, keys: int) -> int:

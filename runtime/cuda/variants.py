@@ -20,15 +20,7 @@ TILE_ROWS = 64  # rows times query heads a key head that a program of `chunk_att
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads that share a key head
 MAX_SIZE = 1 << 15  # elements that a program can norm
-ACTIVATIONS = {
-    "silu": 0,
-    "swish": 0,
-    "gelu": 1,
-    "gelu_python": 1,
-    "gelu_new": 2,
-    "gelu_pytorch_tanh": 2,
-    "relu": 3,
-}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # by `Activation`, as `gate` numbers them
 DTYPES = ("bf16", "fp16", "fp32")
 
 _POINTERS_TO_INTEGERS = {

@@ -6,8 +6,9 @@ import logging
 
 from ...loader.errors import TeneralError
 from ..errors import ModelError
-from .requests import FinishReason, GenerationEvent
-from .sequence import Choice, Sequence
+from ..step.requests import FinishReason, GenerationEvent
+from ..step.state import Choice
+from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import CapacityError
+from ..step.requests import Priority
 from .expected_wait import StepTimes
 from .options import EngineOptions
-from .requests import Priority
 
 NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0

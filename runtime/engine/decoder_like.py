@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
 from ..kv.kinds import KVKind
-from .batch import StepBatch
-from .trace import OnLayer
+from ..step.backend import OnLayer
+from ..step.batch import StepBatch
 
 
 class DecoderLimits(Protocol):
@@ -35,5 +33,5 @@ class DecoderLike(Protocol):
         needs `KVPool.copy_tokens` of it, and to copy whole blocks where these are spilled or come from snapshots.
         """
 
-    def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> Any:
         """Logits (R, vocab) float32 of the batch's `logit_rows`; R may be 0. May wait for weights."""

@@ -20,24 +20,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from ...loader.format.manifest import Tier
 from ...loader.stream.options import Order
 from ..errors import ModelError
 from ..kv.blocks import Epoch
+from ..step.backend import Backend, OnLayer
+from ..step.batch import StepBatch
+from ..step.requests import FirstToken, GenerationEvent
+from ..step.rows import Rows
+from ..step.state import Choice
 from .accept import accept
 from .arrival import Arrival
-from .backend import Backend
-from .batch import StepBatch
 from .exact_passes import ExactPasses, PassLike, Sent
-from .requests import FirstToken, GenerationEvent
 from .roster import Roster
-from .sequence import Choice, Lane
+from .sequence import Lane
 from .sequence import Sequence as TokenSequence
 from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
-from .step_batch import Rows
-from .trace import EngineTimeline, OnLayer
+from .trace import EngineTimeline
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
 WAIT_S = 0.01  # for weights, between two looks at who has come or gone
@@ -56,7 +58,7 @@ class TieredDecoder(Protocol):
         self, batch: StepBatch, kv: Any, *, tier: Tier = Tier.REFINE, on_layer: OnLayer | None = None
     ) -> PassLike: ...
 
-    def want(self, tokens: torch.Tensor, tier: Tier) -> None: ...
+    def want(self, tokens: npt.NDArray[np.int64], tier: Tier) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -172,7 +174,7 @@ class EarlyPhase:
     def _want(self, tokens: Sequence[int]) -> None:
         """Send for what passes over these tokens begin with: what makes it exact not before the rest of the draft."""
         tier = Tier.REFINE if self._arrival.holds(Tier.DRAFT) else Tier.DRAFT
-        self._model.want(torch.tensor(tokens), tier)
+        self._model.want(np.array(tokens, dtype=np.int64), tier)
 
     def _admit(self) -> list[_Member]:
         """Take in who waits, in the order of their turns, as long as there is room for them in both lanes, or in one.
@@ -424,9 +426,7 @@ class EarlyPhase:
             self._graduate(settled)
         self._hand_out(events, through.num_rows, took_s)
 
-    def _confirm(
-        self, member: _Member, rows: Rows, logits: torch.Tensor
-    ) -> tuple[list[GenerationEvent], bool]:
+    def _confirm(self, member: _Member, rows: Rows, logits: Any) -> tuple[list[GenerationEvent], bool]:
         """The tokens that follow from these logits, and whether that settles what was drafted of the sequence."""
         sequence = member.sequence
         known = sequence.tokens if member.draft is None else member.draft.tokens

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -31,9 +31,6 @@ from ..errors import (
     RequestError,
 )
 from .text_queue import TextQueue
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +53,8 @@ class EncoderLike(Protocol):
     @property
     def config(self) -> EncoderLimits: ...
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
-        """(N, dim) float32 on the CPU, in the order of the texts. May wait for weights."""
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+        """(N, dim) float32, in the order of the texts. May wait for weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +289,7 @@ class Embedder:
     def _embed_batch(self, batch: list[tuple[_Call, int]]) -> None:
         texts = [call.token_lists[index] for call, index in batch]
         start_s = time.monotonic()
-        embeddings = self._model.embed(texts).numpy()  # (len(batch), dim) float32
+        embeddings = self._model.embed(texts)  # (len(batch), dim) float32
         end_s = time.monotonic()
         complete = []
         for (call, index), row in zip(batch, embeddings, strict=True):

@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-import torch
-
 from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
 from ..errors import (
@@ -36,22 +34,22 @@ from ..errors import (
 from ..kv.kinds import KVKind
 from ..kv.prefix_pool import PrefixPool
 from ..kv.view import PoolView, view_pool
+from ..step.backend import BackendOptions, MakeBackend
+from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
+from ..step.rows import Rows
+from ..step.state import Choice, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
 from .arrival import Arrival
-from .backend import BackendOptions, MakeBackend, backend_for
 from .decoder_like import DecoderLike
 from .early import EarlyPhase, TieredDecoder
-from .exhaustion import largest_first
+from .exhaustion import is_exhaustion, largest_first
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
-from .requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from .roster import Roster
 from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
-from .sequence import Choice, SamplingState
 from .sequence import Sequence as TokenSequence
 from .statistics import statistics_of
-from .step_batch import Rows
 from .trace import EngineTimeline
 
 __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
@@ -74,7 +72,7 @@ class Engine:
         eos_token_ids: frozenset[int] = frozenset(),
         arrival: Arrival | None = None,
         prefix_seed: bytes | None = None,
-        make_backend: MakeBackend = backend_for,
+        make_backend: MakeBackend,
     ) -> None:
         """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
 
@@ -253,22 +251,21 @@ class Engine:
     # -- the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                try:
-                    if self._early is not None:
-                        self._run_early(self._early)
-                        continue
-                    if self._use_idle_time():
-                        continue
-                    plan = self._next_plan()
-                    if plan is None:
-                        self._stop_spill()
-                        return
-                    self._execute(plan.shares)
-                except Exception as error:  # a bug of ours: nobody may be left waiting for ever
-                    logger.exception("the engine failed")
-                    self._fail_all(as_teneral_error(error))
+        while True:
+            try:
+                if self._early is not None:
+                    self._run_early(self._early)
+                    continue
+                if self._use_idle_time():
+                    continue
+                plan = self._next_plan()
+                if plan is None:
+                    self._stop_spill()
+                    return
+                self._execute(plan.shares)
+            except Exception as error:  # a bug of ours: nobody may be left waiting for ever
+                logger.exception("the engine failed")
+                self._fail_all(as_teneral_error(error))
 
     def _run_early(self, early: EarlyPhase) -> None:
         """All that goes on before the weights are exact, where there is a draft of them."""
@@ -276,13 +273,13 @@ class Engine:
             early.run()
             self._early = None
             return
-        except torch.OutOfMemoryError as error:
-            exhausted = str(error)
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            members = early.members
-            early.reset()
-            self._fail_step(as_teneral_error(error), members)
-            return
+            if not is_exhaustion(error):
+                members = early.members
+                early.reset()
+                self._fail_step(as_teneral_error(error), members)
+                return
+            exhausted = str(error)  # without its traceback, which holds what the step had made
         members = early.members
         early.reset()
         # Whoever is left begins again: of passes that were under way nothing is known any more.
@@ -363,11 +360,11 @@ class Engine:
         exhausted: str | None = None
         try:
             choices = self._compute(shares, [sequence.sampling for sequence in choosing])
-        except torch.OutOfMemoryError as error:
-            exhausted = str(error)  # without its traceback, which holds what the step had made
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
-            self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
-            return
+            if not is_exhaustion(error):
+                self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
+                return
+            exhausted = str(error)  # without its traceback, which holds what the step had made
         if exhausted is not None:
             victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
             self._run_out(exhausted, victims[:1], [])
@@ -397,7 +394,7 @@ class Engine:
     ) -> list[Choice | ModelError]:
         """One step, and the tokens after it."""
         backend, step, spill = self._backend, self._roster.num_steps, self._roster.lending.spill
-        batch = backend.build([Rows.of(share) for share in shares])
+        batch = backend.build([_rows_of(share) for share in shares])
         start_s = time.monotonic()
         end_s: float | None = None
         try:
@@ -491,6 +488,13 @@ class Engine:
             roster.changed.notify_all()
         for sequence in sequences:
             sequence.generation.emit(error_event(reason))
+
+
+def _rows_of(share: Share[TokenSequence]) -> Rows:
+    """What the scheduler gave to a sequence."""
+    lane = share.sequence.exact
+    end = lane.num_computed + share.num_tokens
+    return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last))
 
 
 def _shutting_down() -> DrainingError:

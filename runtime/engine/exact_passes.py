@@ -10,10 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
+from ..step.rows import Rows
 from .sequence import Sequence
-from .step_batch import Rows
 
 
 class PassLike(Protocol):
@@ -25,7 +23,7 @@ class PassLike(Protocol):
     def is_done(self) -> bool: ...
 
     @property
-    def logits(self) -> torch.Tensor: ...
+    def logits(self) -> Any: ...
 
     def can_advance(self, timeout_s: float = 0.0) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""Who has to go when memory does not suffice for a step: a pure decision."""
+"""When memory does not suffice for a step: how that is seen, and who has to go. Pure decisions."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def largest_first(members: Sequence[tuple[T, int]]) -> list[T]:
     """
     order = sorted(range(len(members)), key=lambda number: (members[number][1], number), reverse=True)
     return [members[number][0] for number in order]
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Whether memory ran out, here or on a device. torch's own error is known by its name: it is not imported here."""
+    return isinstance(error, MemoryError) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    )

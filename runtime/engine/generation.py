@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from .requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 
 logger = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from ...loader.errors import UsageError
 from ..kv.kinds import KVKind
-from .requests import FinishReason, Priority
+from ..step.requests import FinishReason, Priority
 from .scheduler import Preempted, SchedulerLimits
 
 if TYPE_CHECKING:
     from ..kv.sessions import Unpinned
     from ..kv.spill.spill import SpillStatistics
-    from .backend import DeviceStatistics
+    from ..step.backend import DeviceStatistics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

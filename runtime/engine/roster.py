@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
 from ..kv.blocks import Epoch
+from ..step.requests import FinishReason, GenerationEvent, Priority
 from .capacity import Capacity
 from .expected_wait import steps_until_place
 from .generation import Generation
 from .lending import CopyTokens, Lending
 from .options import EngineOptions
-from .requests import FinishReason, GenerationEvent, Priority
 from .scheduler import Preempted, StepPlan
 from .sequence import Sequence
 from .waiting import WaitingList

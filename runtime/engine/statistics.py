@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .backend import DeviceStatistics
+from ..step.backend import DeviceStatistics
 from .options import EngineStatistics
 from .roster import Roster
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from ...loader.timeline import Timeline
-from .batch import StepBatch
+from ..step.backend import OnLayer
+from ..step.batch import StepBatch
+from ..step.requests import FinishReason
 from .generation import Generation
-from .requests import FinishReason
 
 NUM_STEPS = 8
 NUM_DRAFT_STEPS = 200
 NUM_REQUESTS = 1_000
-
-OnLayer = Callable[[int, str, float, float], None]  # index, name; start and end on `time.monotonic()`'s clock
 
 
 class EngineTimeline:
@@ -55,7 +53,7 @@ class EngineTimeline:
                 f"step {step}",
                 start_s,
                 end_s,
-                tokens=batch.tokens.numel(),
+                tokens=len(batch.tokens),
                 sequences=len(batch.spans),
             )
 
@@ -72,7 +70,7 @@ class EngineTimeline:
         """A pass over the draft, which is through."""
         number, self._num_drafts = self._num_drafts, self._num_drafts + 1
         if number < NUM_DRAFT_STEPS:
-            tokens, sequences = batch.tokens.numel(), len(batch.spans)
+            tokens, sequences = len(batch.tokens), len(batch.spans)
             self._add("draft", f"draft step {number}", start_s, end_s, tokens=tokens, sequences=sequences)
 
     def add_outcome(self, **figures: object) -> None:

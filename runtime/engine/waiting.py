@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
+from ..step.requests import Priority
 from .fairness import OUTPUT_WEIGHT, Accounts, Queued, fair_order
-from .requests import Priority
 
 
 class Prioritised(Queued, Protocol):

@@ -10,8 +10,8 @@ import torch
 
 from ...loader.format.manifest import Tensor
 from ...loader.stream.load import WeightLoad
+from ..backends.torch.tensors import TORCH_DTYPES
 from ..errors import ModelError
-from ..weights import TORCH_DTYPES
 
 
 def torch_dtype(entry: Tensor) -> torch.dtype:

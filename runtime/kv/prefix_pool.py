@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-import torch
+import numpy as np
 
 from .blocks import BlockAllocator
 from .prefix_ledger import PrefixLedger
@@ -19,10 +19,9 @@ from .prefixes import PrefixCache, chain_hash, seed_hash
 if TYPE_CHECKING:
     import threading
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from .storage import KVPool
+    from .pool import KVPool
 
 PIECE_BYTES = 1 << 20  # copied at a time, or a block that is larger
 
@@ -54,7 +53,7 @@ class PrefixPool:
     @property
     def dtype(self) -> str:
         """That the model computes in."""
-        return str(self._kv.dtype).removeprefix("torch.")
+        return self._kv.dtype.label
 
     @property
     def block_size(self) -> int:
@@ -79,19 +78,17 @@ class PrefixPool:
             chain.append(last)
         return tuple(chain)
 
-    @torch.inference_mode()
     def put(self, hashes: Sequence[bytes], content: NDArray[np.uint8]) -> int:
         """Have these blocks found, content (blocks, block_bytes), as long as there are free ones to put them in.
 
         Returns how many of them, from the first on, are there now; what was there before stays.
         """
-        source = torch.from_numpy(content)
         for start, end in self._pieces(len(hashes)):
             with self._holder.changed:
                 is_there = self._holder.prefixes.find
                 missing = [number for number in range(start, end) if not is_there((hashes[number],))]
                 num_free = self._holder.allocator.free_count
-                self._put(hashes, source, missing[:num_free])
+                self._put(hashes, content, missing[:num_free])
                 if len(missing) > num_free:
                     return missing[num_free]
         return len(hashes)
@@ -111,20 +108,19 @@ class PrefixPool:
         with self._holder.changed:
             return self._holder.ledger.most_wanted(limit_bytes // self.block_bytes)
 
-    @torch.inference_mode()
     def get(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
         """(blocks, block_bytes) What these blocks of a chain hold, as far as they are there, from the first on."""
-        content = torch.empty((len(hashes), self.block_bytes), dtype=torch.uint8)
+        content = np.empty((len(hashes), self.block_bytes), np.uint8)
         for start, end in self._pieces(len(hashes)):
             with self._holder.changed:
                 blocks = self._holder.prefixes.find(hashes[start:end])
                 if blocks:
                     self._kv.copy_out(blocks, content[start : start + len(blocks)])
             if len(blocks) < end - start:
-                return content[: start + len(blocks)].numpy()
-        return content.numpy()
+                return content[: start + len(blocks)]
+        return content
 
-    def _put(self, hashes: Sequence[bytes], content: torch.Tensor, numbers: Sequence[int]) -> None:
+    def _put(self, hashes: Sequence[bytes], content: NDArray[np.uint8], numbers: Sequence[int]) -> None:
         """Those with these numbers, for all of which there are free blocks. Under the lock."""
         if not numbers:
             return

@@ -1,89 +1,28 @@
-"""Where keys and values lie: one tensor for all layers, cut into blocks of a fixed number of tokens.
+"""Where keys and values lie on the host: one array for all layers, cut into blocks of a fixed number of tokens.
 
 A block is the same stretch of slots in every layer. Token t of a sequence lies in number t // block_size of
 its blocks, in slot t % block_size of that block. Heads come before slots, so a run of consecutive blocks is,
-for one head, one stretch of memory, and reading it costs nothing. Who owns which block is the allocator's
-business (`blocks.py`), not known here.
-
-`KVPool` is what a model and an engine need of any storage; every kind passes the one contract suite in
-`tests/runtime/kv/test_storage.py`.
+for one head, one stretch of memory, and reading it costs nothing. Executors write and read the arrays themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-import torch
+import numpy as np
 
-from ..engine.batch import SequenceSpan
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where `count` tokens of one sequence lie.
-
-    Without `blocks`: in consecutive slots from `start`. With them: in those blocks' slots one behind
-    another, of which the first `start` are skipped.
-    """
-
-    start: int
-    count: int
-    blocks: torch.Tensor | None = None  # (num_blocks,) int64
-
-
-class KVPool(Protocol):
-    """Keys and values of `num_blocks` blocks, however they are stored. Methods as `KVStorage` has them."""
-
-    num_kv_heads: int
-    head_dim: int
-    num_blocks: int
-    block_size: int
-    dtype: torch.dtype  # of what is written and read
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def element_bytes(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def layout(self) -> str: ...
-
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None: ...
-
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None: ...
-
-    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None: ...
-
-    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None: ...
-
-    def extent(self, span: SequenceSpan, first: int = 0) -> Extent: ...
-
-    def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def extent_of(span: SequenceSpan, first: int, block_size: int, device: torch.device) -> Extent:
-    """Where the tokens [first, span.context_len) of a sequence lie, in blocks of so many tokens."""
-    count = span.context_len - first
-    first_block, skipped = divmod(first, block_size)
-    blocks = span.blocks[first_block : -(-span.context_len // block_size)]
-    if blocks == tuple(range(blocks[0], blocks[0] + len(blocks))):
-        return Extent(blocks[0] * block_size + skipped, count)
-    return Extent(skipped, count, torch.tensor(blocks, device=device))
-
-
-def copy_slots(data: torch.Tensor, source: int, target: int, count: int) -> None:
-    """`count` slots from `source` on to those from `target` on, which are others; data (…, slots, last)."""
-    data.narrow(-2, target, count).copy_(data.narrow(-2, source, count))
+from ..dtypes import DType
+from ..tensors import aligned_empty
+from .pool import Bytes, by_block, layout_of
 
 
 class KVStorage:
-    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is written."""
+    """Keys and values of `num_blocks` blocks in the model's dtype. Memory is reserved at once, and touched when it is
+    written.
+
+    `data` is (layers, 2, kv_heads, num_blocks * block_size, head_dim): keys, then values; BF16 is held as uint16.
+    """
 
     def __init__(
         self,
@@ -93,86 +32,116 @@ class KVStorage:
         *,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
+        dtype: DType,
     ) -> None:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype  # of what is written and read
-        self.data = torch.empty(
-            (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim), dtype=dtype, device=device
-        )
-        # Views made once: every layer of every step wants its own, and indexing a list is cheaper.
-        self._layers = list(self.data.unbind(0))
-        self._keys = [layer[0] for layer in self._layers]
-        self._values = [layer[1] for layer in self._layers]
+        self.dtype = dtype
+        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
+        self.data = aligned_empty(shape, dtype.numpy)
 
     @staticmethod
-    def block_bytes(
-        num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-    ) -> int:
+    def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
         """What one block takes, in all layers together."""
-        return num_layers * 2 * num_kv_heads * head_dim * block_size * dtype.itemsize
+        return num_layers * 2 * num_kv_heads * head_dim * block_size * dtype.size_bytes
 
     @property
     def size_bytes(self) -> int:
-        return self.data.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.data.device
+        return int(self.data.nbytes)
 
     @property
     def element_bytes(self) -> int:
-        """Of the numbers that a block's bytes are."""
-        return self.data.element_size()
+        return int(self.data.itemsize)
 
     @property
     def layout(self) -> str:
-        """How the bytes of a block are to be read: blocks of pools with equal layouts can be exchanged."""
-        num_layers = len(self._layers)
-        dtype = str(self.data.dtype).removeprefix("torch.")
-        return f"{dtype}[{num_layers}, 2, {self.num_kv_heads}, {self.block_size}, {self.head_dim}]"
+        return layout_of(self.dtype.label, len(self.data), self.num_kv_heads, self.block_size, self.head_dim)
 
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block) uint8, on the CPU, contiguous."""
-        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
-        content = by_block[:, :, :, list(blocks)].movedim(
-            3, 0
-        )  # (blocks, layers, 2, kv_heads, slots * head_dim)
-        into.view(self.data.dtype).view(content.shape).copy_(content)
+    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
+        content = by_block(self.data, self.num_blocks)[list(blocks)]
+        into.view(self.data.dtype).reshape(content.shape)[...] = content
 
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
-        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
-        by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
-        places = by_block.movedim(3, 0)
-        shape = (len(blocks), *places.shape[1:])
-        places[list(blocks)] = content.view(self.data.dtype).view(shape).to(self.data.device)
+    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
+        places = by_block(self.data, self.num_blocks)
+        places[list(blocks)] = content.view(self.data.dtype).reshape(len(blocks), *places.shape[1:])
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
         copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
-    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
-        split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
-        self._layers[layer].index_copy_(2, slots, split.permute(1, 2, 0, 3))
 
-    def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """Where the tokens [first, span.context_len) of a sequence lie."""
-        return extent_of(span, first, self.block_size, self.device)
+class Int8KVStorage:
+    """Keys and values in half of the memory: 8-bit integers, with a scale for each token and head.
 
-    def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, (num_kv_heads, extent.count, head_dim) each.
+        x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
 
-        Of consecutive slots they are views, valid until their blocks are written again; otherwise copies.
-        """
-        if extent.blocks is None:
-            keys, values = self._keys[layer], self._values[layer]
-        else:
-            by_block = self._layers[layer].view(2, self.num_kv_heads, self.num_blocks, -1)
-            gathered = by_block.index_select(2, extent.blocks)
-            keys, values = gathered.view(2, self.num_kv_heads, -1, self.head_dim).unbind(0)
-        return keys.narrow(1, extent.start, extent.count), values.narrow(1, extent.start, extent.count)
+    Keys and values have scales of their own, in the model's dtype. A code is found for the scale as that dtype holds
+    it, so reading multiplies exact numbers and rounds once. What is not finite comes back as NaN: its scale is not
+    finite, and its code 0. `codes` is (layers, 2, kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: DType,
+    ) -> None:
+        """`dtype` is that of what is written and read, and of the scales."""
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        shape = (num_layers, 2, num_kv_heads, num_blocks * block_size)
+        self.codes = aligned_empty((*shape, head_dim), np.int8)
+        self.scales = aligned_empty((*shape, 1), dtype.numpy)
+
+    @staticmethod
+    def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
+        """What one block takes, in all layers together."""
+        return num_layers * 2 * num_kv_heads * (head_dim + dtype.size_bytes) * block_size
+
+    @property
+    def element_bytes(self) -> int:
+        return 1
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.codes.nbytes + self.scales.nbytes)
+
+    @property
+    def layout(self) -> str:
+        """A block's codes, then its scales."""
+        kind, num_layers = f"int8+{self.dtype.label}", len(self.codes)
+        return layout_of(kind, num_layers, self.num_kv_heads, self.block_size, self.head_dim, extra="+1")
+
+    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
+        first = 0
+        for data in (self.codes, self.scales):
+            content = by_block(data, self.num_blocks)[list(blocks)].reshape(len(blocks), -1).view(np.uint8)
+            into[:, first : first + content.shape[1]] = content
+            first += content.shape[1]
+
+    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
+        first = 0
+        for data in (self.codes, self.scales):
+            places = by_block(data, self.num_blocks)
+            num_bytes = places[0].size * data.itemsize
+            # Scales may lie at any byte.
+            part = np.ascontiguousarray(content[:, first : first + num_bytes])
+            places[list(blocks)] = part.view(data.dtype).reshape(len(blocks), *places.shape[1:])
+            first += num_bytes
+
+    def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
+        for data in (self.codes, self.scales):
+            copy_slots(data, source * self.block_size, target * self.block_size, num_tokens)
+
+
+def copy_slots(data: Any, source: int, target: int, count: int) -> None:
+    """`count` slots from `source` on to those from `target` on, which are others; data (…, slots, last)."""
+    data[..., target : target + count, :] = data[..., source : source + count, :]

@@ -1,17 +1,20 @@
-"""From a model's config.json and its weights to the model."""
+"""From a model's config.json and its weights to the model, computed by the first backend that implements it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
+from ..errors import ModelError
 from ..weights import Weights
-from .classifier import Classifier
-from .compute_dtype import ComputePolicy
 from .config import DecoderConfig, EncoderConfig, is_encoder
-from .decoder import Decoder
-from .encoder import Encoder
+from .decoder import Decoder, take_decoder
+from .encoder import Encoder, take_encoder
+from .executor import ComputeDtype, ExecutorFactory
+from .spec import DecoderSpec, EncoderSpec
+
+T = TypeVar("T", DecoderSpec, EncoderSpec)
 
 logger = logging.getLogger(__name__)
 
@@ -19,27 +22,60 @@ logger = logging.getLogger(__name__)
 def build_model(
     config: Mapping[str, Any],
     weights: Weights,
+    backends: Iterable[ExecutorFactory],
     *,
     modules: Any = None,
     pooling: Any = None,
     sentence_bert: Any = None,
-    policy: ComputePolicy | None = None,
 ) -> Decoder | Encoder:
     """The model that a parsed config.json describes, over weights that may still be empty.
 
-    Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where
-    they are there. The model computes in the dtype that `policy` chooses; without one, in that of its
-    weights. Every tensor that it needs is looked up and checked; none is copied, and no content is read.
-    Raises `ModelError` when the config is not supported, or a tensor is missing or does not fit.
+    Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where they are
+    there. The first of `backends`, at least one, that implements the model computes it, in a dtype of its choice; each
+    one that refuses is logged with its reason. Every tensor that the model needs is looked up and checked; none is
+    copied, and no content is read. Raises `ModelError` when the config is not supported by any of them, or a tensor is
+    missing or does not fit.
     """
-    model: Decoder | Encoder
-    if is_encoder(config):
-        encoder_config = EncoderConfig.from_json(
-            config, modules=modules, pooling=pooling, sentence_bert=sentence_bert
+    if not is_encoder(config):
+        decoder = DecoderConfig.from_json(config)
+        own, stored = take_decoder(decoder, weights)
+        backend, spec, computes = _first_that_can(
+            backends,
+            lambda backend: backend.compute_dtype(stored, is_quantised=decoder.quantization is not None),
+            lambda computes: DecoderSpec.of(decoder, computes.dtype),
+            lambda backend, spec: backend.refuses_decoder(spec, own),
         )
-        model = (Classifier if encoder_config.labels else Encoder)(encoder_config, weights, policy)
-    else:
-        model = Decoder(DecoderConfig.from_json(config), weights, policy)
-    told = model.computes.told
-    logger.info("weights in %(stored_dtype)s, computing in %(compute_dtype)s: %(why)s", told)
-    return model
+        return Decoder(decoder, spec, own, backend.decoder(spec, own), computes)
+    encoder = EncoderConfig.from_json(config, modules=modules, pooling=pooling, sentence_bert=sentence_bert)
+    taken, stored = take_encoder(encoder, weights)
+    backend, text_spec, computes = _first_that_can(
+        backends,
+        lambda backend: backend.compute_dtype(stored, is_quantised=False),
+        lambda computes: EncoderSpec.of(encoder, computes.dtype),
+        lambda backend, spec: backend.refuses_encoder(spec, taken),
+    )
+    return Encoder(encoder, text_spec, taken, backend.encoder(text_spec, taken), computes)
+
+
+def _first_that_can(
+    backends: Iterable[ExecutorFactory],
+    dtype_of: Callable[[ExecutorFactory], ComputeDtype],
+    spec_of: Callable[[ComputeDtype], T],
+    refusal: Callable[[ExecutorFactory, T], str | None],
+) -> tuple[ExecutorFactory, T, ComputeDtype]:
+    """The first backend that does not refuse the spec made for it."""
+    reasons: list[str] = []
+    for backend in backends:
+        computes = dtype_of(backend)
+        spec = spec_of(computes)
+        reason = refusal(backend, spec)
+        if reason is None:
+            for other in reasons:
+                logger.warning("%s: %s computes instead", other, backend.name)
+            logger.info("%s", computes.describe(backend.name))
+            return backend, spec, computes
+        reasons.append(reason)
+    raise ModelError(
+        f"no backend computes this model: {'; '.join(reasons) or 'none is installed'}",
+        hint="pip install 'teneral[torch]' brings torch, which computes what the native core lacks.",
+    )

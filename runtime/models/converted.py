@@ -9,77 +9,73 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
+from ..dtypes import DType, from_float32, to_float32
 from ..errors import ModelError
+from ..tensors import Tensor, aligned_empty
 from ..weights import Gate
 from .foreign import Converted, ForeignMatrix, convert
+from .matrices import IntegerMatrix
 from .parameters import Parameters
 from .quantization_config import QuantizationConfig
-from .quantized import QuantizedLinear
+
+_ZEROS = {np.dtype(np.uint8): DType.U8, np.dtype(np.int16): DType.I16}
 
 
-class ConvertedLinear:
-    """Several matrices of the same input, one below the other: (T, K) → (T, N), all of their N joined."""
+class ConvertedProjection:
+    """Several matrices of the same input, one below the other: a `Projection`."""
 
     def __init__(
-        self, matrices: Sequence[ForeignMatrix], biases: Sequence[torch.Tensor | None], gate: Gate
+        self, matrices: Sequence[ForeignMatrix], biases: Sequence[Tensor | None], gate: Gate
     ) -> None:
         """`gate` is that of the matrices' tensors."""
-        self._matrices = tuple(matrices)
+        self._foreign = tuple(matrices)
         self._biases = tuple(biases)
         self._gate = gate
         self._converting = threading.Lock()  # so that there is one copy
-        self._kept: tuple[_Ordered, ...] | None = None
+        self._kept: tuple[IntegerMatrix, ...] | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def num_in(self) -> int:
+        return self._foreign[0].num_in
+
+    @property
+    def num_out(self) -> int:
+        return sum(matrix.num_out for matrix in self._foreign)
+
+    @property
+    def is_settled(self) -> bool:
+        return self._kept is not None
+
+    def matrices(self) -> tuple[IntegerMatrix, ...]:
         """Blocks for the conversion the first time. Raises `ModelError` for content that cannot be meant."""
-        products = [product(x) for product in self._products(x.dtype)]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-    def plain_parts(self, dtype: torch.dtype) -> tuple[QuantizedLinear, ...] | None:
-        """What it consists of, for inputs of this dtype; None if the order of their columns must be changed first. The
-        weights must be exact.
-        """
-        products = self._products(dtype)
-        if any(product.columns is not None for product in products):
-            return None
-        return tuple(product.linear for product in products)
-
-    def linears(self, dtype: torch.dtype) -> tuple[QuantizedLinear, ...]:
-        """The products that it makes for inputs of this dtype, whatever order their columns are in. The weights must be
-        exact.
-        """
-        return tuple(product.linear for product in self._products(dtype))
-
-    def _products(self, dtype: torch.dtype) -> tuple[_Ordered, ...]:
         if self._kept is not None:
             return self._kept
         with self._converting:
-            products = self._kept or self._convert(dtype)
+            matrices = self._kept or self._convert()
             if self._gate.opens(0.0):
-                self._kept = products
-            return products
+                self._kept = matrices
+            return matrices
 
-    def _convert(self, dtype: torch.dtype) -> tuple[_Ordered, ...]:
-        found = [convert(matrix) for matrix in self._matrices]
+    def _convert(self) -> tuple[IntegerMatrix, ...]:
+        found = [convert(matrix) for matrix in self._foreign]
         if len(found) > 1 and _can_join(found):
-            found = [_joined(found)]
-            biases = [_joined_biases(self._matrices, self._biases, dtype)]
+            found, biases = [_joined(found)], [_joined_biases(self._foreign, self._biases)]
         else:
-            biases = [None if bias is None else bias.to(dtype) for bias in self._biases]
-        return tuple(_Ordered(one, bias) for one, bias in zip(found, biases, strict=True))
+            biases = list(self._biases)
+        return tuple(map(_as_matrix, found, biases))
 
 
-class _Ordered:
-    """A product whose columns are in an order of their own."""
-
-    def __init__(self, converted: Converted, bias: torch.Tensor | None) -> None:
-        self.columns = converted.columns
-        self.linear = QuantizedLinear(converted.weight, converted.scale, converted.zero, bias)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x if self.columns is None else x[:, self.columns])
+def _as_matrix(converted: Converted, bias: Tensor | None) -> IntegerMatrix:
+    weight, zero = converted.weight, converted.zero
+    return IntegerMatrix(
+        Tensor(DType.U8 if weight.dtype == np.uint8 else DType.I8, weight),
+        Tensor(DType.F32, converted.scale),
+        None if zero is None else Tensor(_ZEROS[zero.dtype], zero),
+        bias,
+        converted.columns,
+    )
 
 
 def _can_join(found: Sequence[Converted]) -> bool:
@@ -90,7 +86,7 @@ def _can_join(found: Sequence[Converted]) -> bool:
         if first.columns is None or other.columns is None:
             is_ordered_alike = first.columns is other.columns
         else:
-            is_ordered_alike = torch.equal(first.columns, other.columns)
+            is_ordered_alike = np.array_equal(first.columns, other.columns)
         return (
             is_ordered_alike
             and (first.zero is None) == (other.zero is None)
@@ -103,30 +99,31 @@ def _can_join(found: Sequence[Converted]) -> bool:
 
 def _joined(found: Sequence[Converted]) -> Converted:
     zeros = [one.zero for one in found if one.zero is not None]
+    num_out = sum(len(one.weight) for one in found)
+    weight = aligned_empty((num_out, found[0].weight.shape[1]), found[0].weight.dtype)
     return Converted(
-        torch.cat([one.weight for one in found]),
-        torch.cat([one.scale for one in found]),
-        torch.cat(zeros) if zeros else None,
+        np.concatenate([one.weight for one in found], out=weight),
+        np.concatenate([one.scale for one in found]),
+        np.concatenate(zeros) if zeros else None,
         found[0].columns,
     )
 
 
-def _joined_biases(
-    matrices: Sequence[ForeignMatrix], biases: Sequence[torch.Tensor | None], dtype: torch.dtype
-) -> torch.Tensor | None:
-    if all(bias is None for bias in biases):
+def _joined_biases(matrices: Sequence[ForeignMatrix], biases: Sequence[Tensor | None]) -> Tensor | None:
+    there = [bias for bias in biases if bias is not None]
+    if not there:
         return None
-    return torch.cat(
-        [
-            torch.zeros(matrix.num_out, dtype=dtype) if bias is None else bias.to(dtype)
-            for matrix, bias in zip(matrices, biases, strict=True)
-        ]
-    )
+    dtype = there[0].dtype if len({bias.dtype for bias in there}) == 1 else DType.F32
+    parts = [
+        np.zeros(matrix.num_out, np.float32) if bias is None else to_float32(bias.on_host(), bias.dtype)
+        for matrix, bias in zip(matrices, biases, strict=True)
+    ]
+    return Tensor(dtype, from_float32(np.concatenate(parts), dtype))
 
 
 def take_converted(
     parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
-) -> ConvertedLinear:
+) -> ConvertedProjection:
     """One projection to all the (name, num_out), whose tensors are `name`.qweight and so on. A bias that is there
     counts even if the model has none without being quantised: some tools write it. Raises `ModelError`.
     """
@@ -137,7 +134,7 @@ def take_converted(
     ]
     kinds = ("qweight", "qzeros", "scales", "g_idx")
     gate = parameters.gate_of([f"{name}.{kind}" for name, _ in names_and_sizes for kind in kinds])
-    return ConvertedLinear(matrices, biases, gate)
+    return ConvertedProjection(matrices, biases, gate)
 
 
 def _take_foreign(parameters: Parameters, name: str, num_in: int, num_out: int) -> ForeignMatrix:
@@ -158,12 +155,10 @@ def _take_foreign(parameters: Parameters, name: str, num_in: int, num_out: int) 
     order_name = f"{name}.g_idx"
     return ForeignMatrix(
         full_name,
-        parameters.take_as(f"{name}.qweight", shape, torch.int32),
-        parameters.take_as(f"{name}.qzeros", (num_groups, num_out // per_word), torch.int32),
-        parameters.take_as(
-            f"{name}.scales", (num_groups, num_out), torch.float16, torch.bfloat16, torch.float32
-        ),
-        parameters.take_as(order_name, (num_in,), torch.int32)
+        parameters.take_as(f"{name}.qweight", shape, DType.I32),
+        parameters.take_as(f"{name}.qzeros", (num_groups, num_out // per_word), DType.I32),
+        parameters.take_as(f"{name}.scales", (num_groups, num_out), DType.F16, DType.BF16, DType.F32),
+        parameters.take_as(order_name, (num_in,), DType.I32)
         if not is_awq and order_name in parameters
         else None,
         config.bits,

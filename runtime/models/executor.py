@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..dtypes import DType
 from ..kv.kinds import KVKind
 from ..step.batch import Int64s, StepBatch
+from .matrices import DecoderWeights, EncoderWeights
 from .spec import DecoderSpec, EncoderSpec
 
 Activations = Any  # (T, hidden_size) in the spec's dtype, in a form of the executor's own
@@ -34,6 +36,12 @@ class Executor(Protocol):
     @property
     def name(self) -> str:
         """Of the backend, for logs and figures."""
+
+    @property
+    def numerics(self) -> str:
+        """How it rounds: backend, version, instruction set. Keys and values that executors of one name made of the same
+        tokens are the same bits, and are of use to each other in snapshots.
+        """
 
     @property
     def runs_layers_together(self) -> bool:
@@ -95,6 +103,44 @@ class EncoderExecutor(Protocol):
 
     def finish(self, batch: TextBatch, x: Activations) -> Floats:
         """(N, spec.num_columns): pooled and normalised states, or a classifier's scores. A new array."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeDtype:
+    """What a backend has chosen to compute a model in, and why, in words."""
+
+    stored: DType  # of the weights that are no integers
+    dtype: DType  # of activations, keys and values
+    why: str
+
+    @property
+    def told(self) -> dict[str, str]:
+        """For the timeline."""
+        return {"stored_dtype": self.stored.label, "compute_dtype": self.dtype.label, "why": self.why}
+
+    def describe(self, backend: str) -> str:
+        return f"weights in {self.stored.label}, computing in {self.dtype.label} by {backend}: {self.why}"
+
+
+class ExecutorFactory(Protocol):
+    """What a backend is to a model that is being built."""
+
+    @property
+    def name(self) -> str:
+        """Of the backend, as `--backend` has it."""
+
+    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+        """For weights that are stored so; where they are quantised, that is what is stored beside the integers."""
+
+    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        """Why this backend must not compute the model; None: it may."""
+
+    def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None: ...
+
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
+        """Of a model that it does not refuse. Reads no content of the weights."""
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor: ...
 
 
 def any_value(value: Any) -> bool:

@@ -10,28 +10,22 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ...loader.format.manifest import Tier
-from ..engine.batch import StepBatch, join, select
+from ..step.backend import OnLayer
+from ..step.batch import StepBatch, join, select
 from ..weights import Gate
 
 if TYPE_CHECKING:
-    from ..kv.storage import KVPool
-    from .decoder import Decoder, Step
-
-# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
-# weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
-OnLayer = Callable[[int, str, float, float], None]
+    from .decoder import Decoder
 
 
 class ForwardPass:
     """A step under way, which can be left after any layer and taken up again: `stage` is what comes next, 0 being the
     embeddings, 1 to num_layers the layers, and num_layers + 1 the head.
 
-    In inference mode only. Rows that attend to each other's keys and values must keep their order: who depends on
+    Rows that attend to each other's keys and values must keep their order: who depends on
     another pass must stay behind it (see `joined`).
     """
 
@@ -39,7 +33,7 @@ class ForwardPass:
         self,
         decoder: Decoder,
         batch: StepBatch,
-        kv: KVPool,
+        kv: Any,
         *,
         tier: Tier = Tier.REFINE,
         on_layer: OnLayer | None = None,
@@ -50,15 +44,15 @@ class ForwardPass:
         self._kv = kv
         self._tier = tier
         self._report = on_layer or _ignore
-        self._step: Step | None = None
-        self._x: torch.Tensor | None = None  # (T, hidden_size), once stage is above 0; the logits in the end
+        self._step: Any = None  # the executor's
+        self._x: Any = None  # the executor's activations, once stage is above 0; the logits in the end
 
     @property
     def is_done(self) -> bool:
         return self.stage > self._decoder.num_layers + 1
 
     @property
-    def logits(self) -> torch.Tensor:
+    def logits(self) -> Any:
         """(R, vocab_size) fp32, of the batch's `logit_rows`, when it is done."""
         assert self.is_done
         assert self._x is not None
@@ -68,7 +62,7 @@ class ForwardPass:
         """Whether the next stage's weights hold the tier, now or within this time. Raises the load's error."""
         decoder = self._decoder
         if self.stage == 0:
-            return decoder.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
+            return decoder.weights.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
         return self._gate().opens(timeout_s, self._tier)
 
     def advance(self) -> None:
@@ -76,8 +70,10 @@ class ForwardPass:
         decoder, stage = self._decoder, self.stage
         is_exact = self._tier is Tier.REFINE
         if stage == 0:
-            gate: Callable[[], None] = partial(decoder.entry_gate, self.batch.tokens)
-            use = nullcontext() if is_exact else decoder.entry_gate.using(self.batch.tokens, self._tier)
+            gate: Callable[[], None] = partial(decoder.weights.entry_gate, self.batch.tokens)
+            use = (
+                nullcontext() if is_exact else decoder.weights.entry_gate.using(self.batch.tokens, self._tier)
+            )
         else:
             gate = self._gate()
             use = nullcontext() if is_exact else self._gate().using(self._tier)
@@ -97,7 +93,7 @@ class ForwardPass:
         )
         both.stage = self.stage
         if self._x is not None and behind._x is not None:
-            both._x = torch.cat([self._x, behind._x])
+            both._x = self._decoder.executor.join([self._x, behind._x])
         return both
 
     def without(self, numbers: Collection[int]) -> ForwardPass:
@@ -108,34 +104,31 @@ class ForwardPass:
         less = ForwardPass(self._decoder, batch, self._kv, tier=self._tier, on_layer=self._report)
         less.stage = self.stage
         if self._x is not None:
-            less._x = self._x[rows]
+            less._x = self._decoder.executor.select(self._x, rows)
         return less
 
     def _gate(self) -> Gate:
         decoder = self._decoder
-        return decoder.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else decoder.head_gate
+        weights = decoder.weights
+        return weights.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else weights.head_gate
 
     def _run(self) -> str:
-        """The next stage, or all layers that are left where compiled kernels compute them: their weights are there."""
-        decoder, stage = self._decoder, self.stage
+        """The next stage, or all layers that are left where one call computes them sooner: their weights are there."""
+        decoder, stage, executor = self._decoder, self.stage, self._decoder.executor
         self.stage += 1
         if stage == 0:
-            decoder.make_changes()
-            self._x = decoder.embeddings(self.batch.tokens)
+            self._x = executor.embed(self.batch)
             return "embed"
         assert self._x is not None
         if stage > decoder.num_layers:
-            self._x = decoder.logits(self._x[self.batch.logit_rows])
+            self._x = executor.logits(self._x, self.batch.logit_rows)
             return "head"
         if self._step is None:
-            self._step = decoder.plan(self.batch, self._kv)
-        if self._step.compiled is not None:
-            self._x = self._step.compiled.layers(stage - 1, decoder.num_layers, self._x)
+            self._step = executor.begin(self.batch, self._kv)
+        if executor.runs_layers_together and decoder.is_exact:
             self.stage = decoder.num_layers + 1
-            return "layers"
-        layer = decoder.layers[stage - 1]
-        self._x = layer(self._x, self._step)
-        return layer.name
+        self._x = executor.layers(self._step, stage - 1, self.stage - 1, self._x)
+        return f"layers.{stage - 1}" if self.stage == stage + 1 else "layers"
 
 
 def _ignore(index: int, name: str, start_s: float, end_s: float) -> None:

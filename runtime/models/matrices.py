@@ -6,37 +6,32 @@ of its layer is open. Nothing here is copied or computed, but for matrices of GP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import DType
+from ..tensors import Tensor
 
 if TYPE_CHECKING:
     from ..weights import Gate, RowGate
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """An array and what its elements are; BF16 is held as uint16. C-contiguous.
-
-    On the host `array` is numpy's. On a device it is what that device's backend computes with.
-    """
-
-    dtype: DType
-    array: Any
-    device: str = "cpu"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.array.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.size_bytes
+__all__ = [
+    "DecoderLayerWeights",
+    "DecoderWeights",
+    "DenseMatrix",
+    "EmbeddingTable",
+    "EncoderLayerWeights",
+    "EncoderWeights",
+    "IntegerMatrix",
+    "LayerNormWeights",
+    "Matrix",
+    "Projection",
+    "StoredProjection",
+    "Tensor",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +162,7 @@ class DecoderWeights:
     entry_gate: RowGate  # of those rows of the embeddings that a step has
     head_gate: Gate  # of the norm and the head
     all_gate: Gate
+    size_bytes: int = 0  # of all tensors that came with the model
 
     @property
     def device(self) -> str:
@@ -209,34 +205,3 @@ class EncoderWeights:
     @property
     def device(self) -> str:
         return self.words.device
-
-
-def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors joined along their first dimension, as a view; None unless they lie back to back on the host."""
-    first = tensors[0]
-    arrays = [tensor.array for tensor in tensors]
-    end = _address(arrays[0])
-    for tensor, array in zip(tensors, arrays, strict=True):
-        is_alike = tensor.dtype is first.dtype and array.shape[1:] == arrays[0].shape[1:]
-        if not is_alike or _address(array) != end or not array.flags.c_contiguous:
-            return None
-        end += array.nbytes
-    shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
-    base = _owner(arrays[0])
-    if any(_owner(array) is not base for array in arrays):
-        return None
-    whole = np.lib.stride_tricks.as_strided(arrays[0], shape, arrays[0].strides, writeable=False)
-    return Tensor(first.dtype, whole)
-
-
-def _address(array: npt.NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def _owner(array: npt.NDArray[Any]) -> Any:
-    """The array, or the buffer, that owns this one's memory."""
-    base: Any = array
-    while isinstance(base, np.ndarray) and base.base is not None:
-        base = base.base
-    return base

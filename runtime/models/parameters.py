@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
+from ..dtypes import DType
 from ..errors import ModelError
+from ..tensors import Tensor
 from ..weights import Gate, RowGate, Weights
-from .expanded import Expansion
 from .quantization_config import QuantizationConfig
 
-COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+COMPUTE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
 _QUANTISED_HINT = "What is supported is in docs/quantize.md; `teneral pack --quantize` writes it."
 
@@ -28,55 +27,53 @@ class Parameters:
         self,
         weights: Weights,
         prefix: str,
-        dtype: torch.dtype,
+        dtype: DType,
         quantization: QuantizationConfig | None = None,
-        expansion: Expansion | None = None,
     ) -> None:
         """`dtype` is what all matrices must be stored in that are not quantised; `quantization` is what config.json
-        says of those that are, and `expansion` how the others are multiplied unless it is in their own dtype.
+        says of those that are.
         """
         self._weights = weights
         self._prefix = prefix
         self._dtype = dtype
         self.quantization = quantization
-        self.expansion = expansion
         self._taken: list[str] = []
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int) -> Tensor:
         """The tensor `prefix + name`, not copied. Raises `ModelError` unless it has this shape and dtype."""
         tensor = self._take(name, shape)
-        if tensor.dtype in (torch.int8, torch.uint8):
+        if tensor.dtype in (DType.I8, DType.U8):
             raise ModelError(
                 f"tensor {self._prefix}{name} is quantised, but there is no {self._prefix}{name}_scale",
                 hint="Pack the original model again, with --quantize.",
             )
-        if tensor.dtype != self._dtype:
+        if tensor.dtype is not self._dtype:
             raise ModelError(
-                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, "
-                f"but the model is stored in {dtype_name(self._dtype)}",
+                f"tensor {self._prefix}{name} is {tensor.dtype.label}, "
+                f"but the model is stored in {self._dtype.label}",
                 hint="Save it all in one of bf16, fp16 and fp32.",
             )
         return tensor
 
-    def take_as(self, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> torch.Tensor:
+    def take_as(self, name: str, shape: tuple[int, ...], *dtypes: DType) -> Tensor:
         """The same, of a tensor that is stored in one of these dtypes."""
         tensor = self._take(name, shape)
         if tensor.dtype not in dtypes:
             raise ModelError(
-                f"tensor {self._prefix}{name} is {dtype_name(tensor.dtype)}, "
-                f"but must be {' or '.join(map(dtype_name, dtypes))}",
+                f"tensor {self._prefix}{name} is {tensor.dtype.label}, "
+                f"but must be {' or '.join(dtype.label for dtype in dtypes)}",
                 hint=_QUANTISED_HINT,
             )
         return tensor
 
-    def peek(self, name: str) -> torch.Tensor:
+    def peek(self, name: str) -> Tensor:
         """The tensor, unchecked, and not counted as taken. Raises `ModelError` when there is none."""
         return self._weights.tensor(self._prefix + name)
 
     def full_name(self, name: str) -> str:
         return self._prefix + name
 
-    def take_norm(self, name: str, length: int) -> torch.Tensor:
+    def take_norm(self, name: str, length: int) -> Tensor:
         """A norm's vector, of any computable dtype: beside half precision some are kept in fp32."""
         tensor = self._take(name, (length,))
         check_computable(self._prefix + name, tensor)
@@ -97,7 +94,7 @@ class Parameters:
         """Opens for some rows of the matrix `prefix + table` when these, and all else that was taken, are exact."""
         return self._weights.row_gate(self._prefix + table, self._taken)
 
-    def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         full_name = self._prefix + name
         tensor = self._weights.tensor(full_name)
         if tensor.shape != shape:
@@ -109,14 +106,10 @@ class Parameters:
         return tensor
 
 
-def check_computable(name: str, tensor: torch.Tensor) -> None:
+def check_computable(name: str, tensor: Tensor) -> None:
     """Raises `ModelError` unless the tensor's dtype is one that models are computed in."""
     if tensor.dtype not in COMPUTE_DTYPES:
         raise ModelError(
-            f"tensor {name} is {dtype_name(tensor.dtype)}, which models are not computed in",
+            f"tensor {name} is {tensor.dtype.label}, which models are not computed in",
             hint="Use its bf16, fp16 or fp32 weights, and `teneral pack --quantize` to have it smaller.",
         )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

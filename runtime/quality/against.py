@@ -20,19 +20,17 @@ from ...loader.sources.base import Source
 from ...loader.stream.options import LoadOptions
 from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress, format_bytes
+from ..backends.torch.backend import TorchBackend
+from ..backends.torch.compute_dtype import ComputePolicy
 from ..errors import ModelError
 from ..files import ModelFiles
-from ..kernels.choice import LinearBackend
 from ..kv.kinds import KVKind
 from ..models.build import build_model
-from ..models.compute_dtype import ComputePolicy
 from ..models.decoder import Decoder
 from .decoders import DecoderQuality, compare_decoders
 from .evaluate import WORK_BYTES, OnProgress, check_max_tokens
 from .inputs import InputReader
 from .report import aligned, decoder_rows, describe_text, quality_json
-from .sequences import Steps
-from .served import Computing, check_kernels_can_be_made, install_copies, install_kernels
 from .text import EvaluationText
 from .tiers import TieredWeights, usable_tiers
 
@@ -54,6 +52,19 @@ class Size:
     url: str
     weight_bytes: int  # in memory
     stored_bytes: int  # the weights as they are stored
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """How an artifact's figures were computed, by torch, as the original's."""
+
+    compute_dtype: str
+    kv_dtype: str  # a `KVKind`
+
+    def describe(self) -> str:
+        """In words, for people."""
+        kv = f", {self.kv_dtype} keys and values" if self.kv_dtype != KVKind.MODEL.value else ""
+        return f"by torch, in {self.compute_dtype}{kv}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +112,18 @@ def evaluate_against(
     text: EvaluationText,
     *,
     max_tokens: int = 2048,
-    as_served: bool = False,
-    copies: LinearBackend | None = None,
     kv: KVKind = KVKind.MODEL,
     threads: int | None = None,
     progress: OnProgress | None = None,
 ) -> AgainstReport:
     """Compare what `artifact` and `original`, both with all their bits, make of the text's first `max_tokens` tokens.
 
-    Either is a packed artifact or a directory of safetensors. With `as_served` the artifact is computed as a server
-    computes what it generates, by compiled kernels, and with `copies` by that library over copies of the weights, as
-    prompts may be (`served.py`); `kv` is how its keys and values lie. Blocks; `progress` is called from this thread.
-    torch computes with all cores at hand from then on. Raises `UsageError` for an encoder, for both ways at once and
-    where there are no kernels or copies, `InsufficientMemoryError` where all of it does not fit, `ModelError` for what
-    cannot be run or is of another vocabulary, and the sources' errors.
+    Either is a packed artifact or a directory of safetensors; `kv` is how the artifact's keys and values lie. Blocks;
+    `progress` is called from this thread. torch computes with all cores at hand from then on. Raises `UsageError` for
+    an encoder, `InsufficientMemoryError` where all of it does not fit, `ModelError` for what cannot be run or is of
+    another vocabulary, and the sources' errors.
     """
     check_max_tokens(max_tokens)
-    if as_served and copies is not None:
-        raise UsageError(
-            "either compiled kernels compute all of the text, or a library over copies",
-            key="copies",
-            hint="Leave --as-served out, or --copies; a server has kernels generate, and copies for prompts.",
-        )
-    if as_served:
-        check_kernels_can_be_made()
     torch.set_num_threads(available_cores())
     manifests = [open_artifact(each.source, digest=each.digest) for each in (artifact, original)]
     check_fits(
@@ -136,21 +135,16 @@ def evaluate_against(
     total_bytes = sum(part.size_bytes for manifest in manifests for part in manifest.parts)
     count = _Counter(progress, total_bytes)
     ours = _Model(artifact.source, manifests[0], threads, count)
-    steps = install_kernels(ours.decoder, ours.size.url) if as_served else Steps()
-    steps.kv = kv
-    if copies is not None:
-        reserved_bytes = manifests[1].weight_bytes + WORK_BYTES
-        install_copies(ours.decoder, copies, ours.size.url, reserved_bytes=reserved_bytes)
     theirs = _Model(original.source, manifests[1], threads, count)
     _check_comparable(ours.decoder, theirs.decoder)
     read = InputReader(theirs.files).for_decoder(text, max_tokens)
-    quality = compare_decoders(ours.decoder, theirs.decoder, read.tokens, prefix=read.prefix, steps=steps)
+    quality = compare_decoders(ours.decoder, theirs.decoder, read.tokens, prefix=read.prefix, kv=kv)
     return AgainstReport(
         artifact=ours.size,
         original=theirs.size,
         text=text,
         num_tokens=len(read.tokens),
-        computing=Computing.of(ours.decoder, steps, copies),
+        computing=Computing(ours.decoder.dtype.label, kv.value),
         quality=quality,
     )
 
@@ -192,7 +186,7 @@ class _Model:
         built = build_model(
             self.files.json("config.json", required=True),
             weights.tensors(),
-            policy=ComputePolicy.of_this_machine(),
+            [TorchBackend(ComputePolicy.of_this_machine())],
         )
         if not isinstance(built, Decoder):
             raise UsageError(

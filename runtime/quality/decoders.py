@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ModelError
+from ..kv.kinds import KVKind
 from ..models.decoder import Decoder
 from .listening import ListeningHead, listening_head
-from .sequences import Sequences, Steps
+from .sequences import Sequences
 
 WINDOW_TOKENS = 512
 DRAFTED_TOKENS = 32  # at each place
@@ -79,15 +80,14 @@ def compare_decoders(
     tokens: Sequence[int],
     *,
     prefix: Sequence[int] = (),
-    steps: Steps | None = None,
+    kv: KVKind = KVKind.MODEL,
 ) -> DecoderQuality:
-    """Run both over `tokens`, at least 2; `prefix` is what the model expects at the start of every text. `steps` is how
-    the approximation is driven, and counts what it was driven through; the exact one always takes long steps.
+    """Run both over `tokens`, at least 2; `prefix` is what the model expects at the start of every text, `kv` how the
+    approximation's keys and values lie.
 
     Raises `ModelError` for a token outside of the vocabulary, and for logits that are no numbers. Memory beside the
     models: a few hundred MiB at most, of logits and of keys and values.
     """
-    steps = steps or Steps()
     vocab_size = exact.config.vocab_size
     if max(tokens) >= vocab_size:
         raise ModelError(
@@ -99,7 +99,7 @@ def compare_decoders(
             f"the model's context of {exact.config.max_context} tokens is too short to judge a draft in"
         )
     windows = list(_windows(tokens, prefix, min(WINDOW_TOKENS, exact.config.max_context)))
-    figures = torch.cat([_judge_window(approximate, exact, window, steps) for window in windows])
+    figures = torch.cat([_judge_window(approximate, exact, window, kv) for window in windows])
     if not bool(figures.isfinite().all()):
         raise ModelError(
             "the logits of this model are not finite numbers",
@@ -120,8 +120,8 @@ def compare_decoders(
         kl_nats=max(0.0, float(divergence.mean())),  # rounding may leave less than 0 of nothing
         hidden_cosine=float(cosine.mean()),
         worst_hidden_cosine=float(cosine.min()),
-        accepted=_draft_and_verify(approximate, exact, contexts, drafted, steps),
-        exact_accepted=_draft_and_verify(exact, exact, contexts, drafted, Steps()),
+        accepted=_draft_and_verify(approximate, exact, contexts, drafted, kv),
+        exact_accepted=_draft_and_verify(exact, exact, contexts, drafted, KVKind.MODEL),
     )
 
 
@@ -134,35 +134,28 @@ def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -
             yield window
 
 
-def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], steps: Steps) -> torch.Tensor:
+def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], kv: KVKind) -> torch.Tensor:
     """Figures of every next token in the window: (len(window) - 1, 6) float64, as `_judge` gives them, and the cosine
     of the hidden states.
     """
     inputs, targets = window[:-1], window[1:]
     num_rows = max(1, _MAX_SLICE_ELEMENTS // exact.config.vocab_size)
-    run, exact_run = Sequences(approximate, 1, len(inputs), steps), Sequences(exact, 1, len(inputs))
+    run, exact_run = Sequences(approximate, 1, len(inputs), kv), Sequences(exact, 1, len(inputs))
     figures = []
     with listening_head(approximate) as head, listening_head(exact) as exact_head:
         for begin in range(0, len(inputs), num_rows):
             rows = inputs[begin : begin + num_rows]
-            logits, states = _read(run, head, rows, steps.max_rows or len(rows))
-            exact_logits, exact_states = _read(exact_run, exact_head, rows, len(rows))
+            logits, states = _read(run, head, rows)
+            exact_logits, exact_states = _read(exact_run, exact_head, rows)
             judged = _judge(logits, exact_logits, torch.tensor(targets[begin : begin + num_rows]))
             cosine = torch.cosine_similarity(states.double(), exact_states.double(), dim=-1)
             figures.append(torch.cat([judged, cosine.unsqueeze(1)], dim=1))
     return torch.cat(figures)
 
 
-def _read(
-    run: Sequences, head: ListeningHead, tokens: Sequence[int], max_rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (T, vocab_size) fp32 and hidden states (T, hidden_size) of these tokens, so many a step."""
-    logits, states = [], []
-    for begin in range(0, len(tokens), max_rows):
-        rows = tokens[begin : begin + max_rows]
-        logits.append(run.feed({0: rows}, num_logits=len(rows)))
-        states.append(head.states)
-    return torch.cat(logits), torch.cat(states)
+def _read(run: Sequences, head: ListeningHead, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (T, vocab_size) fp32 and hidden states (T, hidden_size) of these tokens."""
+    return run.feed({0: tokens}, num_logits=len(tokens)), head.states
 
 
 def _judge(approximate: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -191,7 +184,7 @@ def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> t
 
 
 def _draft_and_verify(
-    model: Decoder, exact: Decoder, contexts: Sequence[Sequence[int]], drafted: int, steps: Steps
+    model: Decoder, exact: Decoder, contexts: Sequence[Sequence[int]], drafted: int, kv: KVKind
 ) -> Acceptance:
     """Let the one model go on from each context, and the other read what it wrote.
 
@@ -200,7 +193,7 @@ def _draft_and_verify(
     drafts = [
         draft
         for begin in range(0, len(contexts), _PLACES_AT_ONCE)
-        for draft in _continue_greedily(model, contexts[begin : begin + _PLACES_AT_ONCE], drafted, steps)
+        for draft in _continue_greedily(model, contexts[begin : begin + _PLACES_AT_ONCE], drafted, kv)
     ]
     run = Sequences(exact, 1, max(map(len, contexts)) + drafted)
     accepted = []
@@ -215,10 +208,10 @@ def _draft_and_verify(
 
 
 def _continue_greedily(
-    model: Decoder, contexts: Sequence[Sequence[int]], count: int, steps: Steps
+    model: Decoder, contexts: Sequence[Sequence[int]], count: int, kv: KVKind
 ) -> list[list[int]]:
     """`count` tokens after each context, all contexts a step."""
-    run = Sequences(model, len(contexts), max(map(len, contexts)) + count, steps)
+    run = Sequences(model, len(contexts), max(map(len, contexts)) + count, kv)
     starts = [run.feed({number: context}, num_logits=1).argmax(-1) for number, context in enumerate(contexts)]
     chosen = [torch.cat(starts)]
     while len(chosen) < count:

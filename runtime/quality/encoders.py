@@ -35,7 +35,9 @@ def compare_encoders(
 
     Raises `ModelError` for embeddings that are no numbers, and as `Encoder.embed`.
     """
-    ours, theirs = approximate.embed(token_lists), exact.embed(token_lists)  # (N, hidden_size)
+    ours, theirs = (  # (N, hidden_size)
+        torch.from_numpy(model.embed(token_lists)) for model in (approximate, exact)
+    )
     cosines = F.cosine_similarity(ours.double(), theirs.double(), dim=-1)
     if not bool(cosines.isfinite().all()):
         raise ModelError(

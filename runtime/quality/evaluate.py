@@ -19,10 +19,11 @@ from ...loader.sources.base import Source
 from ...loader.stream.options import LoadOptions
 from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress
+from ..backends.torch.backend import TorchBackend
+from ..backends.torch.compute_dtype import ComputePolicy
 from ..files import ModelFiles
 from ..instance import SENTENCE_FILES
 from ..models.build import build_model
-from ..models.compute_dtype import ComputePolicy
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from .decoders import DecoderQuality, compare_decoders
@@ -153,7 +154,7 @@ def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
     return build_model(
         files.json("config.json", required=True),
         weights.tensors(),
-        policy=ComputePolicy.of_this_machine(),
+        [TorchBackend(ComputePolicy.of_this_machine())],
         **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
     )
 

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from ...loader.format.manifest import Manifest, Part, Tier
+from ...loader.format.manifest import Tensor as Entry
 from ...loader.tools.part_reader import PartReader, map_in_order
-from ..weights import TORCH_DTYPES, DictWeights
+from ..dtypes import DType
+from ..tensors import Tensor, aligned_empty
+from ..weights import DictWeights
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -41,7 +43,7 @@ class TieredWeights:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._held: Tier | None = None
-        self._slabs = [torch.empty(group.slab_bytes, dtype=torch.uint8) for group in manifest.groups]
+        self._slabs = [aligned_empty((group.slab_bytes,), np.uint8) for group in manifest.groups]
 
     def fill(
         self,
@@ -64,7 +66,6 @@ class TieredWeights:
     def _add(
         self, tier: Tier, reader: PartReader, threads: int | None, on_part: Callable[[Part], None] | None
     ) -> None:
-        memory = [slab.numpy() for slab in self._slabs]
         parts = [part for part in self._manifest.parts if part.tier is tier]
 
         def place(part: Part) -> None:
@@ -72,7 +73,9 @@ class TieredWeights:
             for segment in part.segments:
                 tensor = self._manifest.tensors[segment.tensor]
                 begin = tensor.offset_bytes + segment.start * tensor.element_bytes
-                out: NDArray[np.uint8] = memory[part.group][begin : begin + reader.segment_bytes(segment)]
+                out: NDArray[np.uint8] = self._slabs[part.group][
+                    begin : begin + reader.segment_bytes(segment)
+                ]
                 reader.decode(part, segment, stored, out)
 
         with closing(map_in_order(place, parts, threads)) as placed:
@@ -83,20 +86,22 @@ class TieredWeights:
     def copy_(self, other: TieredWeights) -> None:
         """Take the values of the same model's `other` weights."""
         for slab, values in zip(self._slabs, other._slabs, strict=True):
-            slab.copy_(values)
+            np.copyto(slab, values)
         self._held = other._held
 
     def tensors(self) -> DictWeights:
         """Views of the slabs by every name, aliases included; filling changes them.
 
-        Left out are dtypes that torch does not have.
+        Left out are dtypes that models are not computed in.
         """
         return DictWeights(
             {
-                name: self._slabs[tensor.group][tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
-                .view(TORCH_DTYPES[tensor.dtype])
-                .view(tensor.shape)
-                for name, tensor in self._manifest.by_name.items()
-                if tensor.dtype in TORCH_DTYPES
+                name: Tensor(dtype, self._bytes(entry).view(dtype.numpy).reshape(entry.shape))
+                for name, entry in self._manifest.by_name.items()
+                if (dtype := DType.__members__.get(entry.dtype)) is not None
             }
         )
+
+    def _bytes(self, entry: Entry) -> NDArray[np.uint8]:
+        slab: NDArray[np.uint8] = self._slabs[entry.group]
+        return slab[entry.offset_bytes : entry.offset_bytes + entry.size_bytes]

@@ -256,7 +256,6 @@ def _eval(options: argparse.Namespace) -> int:
     from .runtime.quality.text import read_text
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
-    from .runtime.kernels.choice import LinearBackend
     from .runtime.kv.kinds import KVKind
     from .runtime.quality.against import Candidate, evaluate_against
 
@@ -272,28 +271,10 @@ def _eval(options: argparse.Namespace) -> int:
             candidate(options.against),
             text,
             max_tokens=options.max_tokens,
-            as_served=options.as_served,
-            copies=LinearBackend(options.copies) if options.copies else None,
             kv=KVKind(options.kv_dtype),
             threads=options.threads,
             progress=bar.update,
         )
-    _print_json(report.as_json()) if options.json else print(report.render())
-    return 0
-
-
-def _tune(options: argparse.Namespace) -> int:
-    from .loader.pin import split_pin
-    from .loader.sources.open import open_store
-    from .loader.tools.progress_bar import ProgressBar
-
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as a server's, before torch is imported
-    from .runtime.kernels.tune import tune
-
-    address, digest = split_pin(options.artifact)
-    store = open_store(address, _source_options(options))
-    with ProgressBar("reading", quiet=options.quiet) as bar:
-        report = tune(store, digest=digest, threads=options.threads, progress=bar.update)
     _print_json(report.as_json()) if options.json else print(report.render())
     return 0
 
@@ -474,7 +455,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "eval-draft": _eval_draft,
     "eval": _eval,
-    "tune": _tune,
     "serve": _serve,
     "standby": _standby,
     "invoke": _invoke,

@@ -145,25 +145,9 @@ def _eval(command: argparse.ArgumentParser) -> None:
         "--against", metavar="ORIGINAL", required=True, help="what it was made of: another of the two"
     )
     command.add_argument(
-        "--as-served",
-        action="store_true",
-        help="compute ARTIFACT as a server computes what it generates: by compiled kernels, up to 32 tokens a step",
-    )
-    command.add_argument(
-        "--copies",
-        choices=("onednn", "onnxruntime", "openvino"),
-        help="have this library compute all of ARTIFACT, over a second copy of its weights",
-    )
-    command.add_argument(
         "--kv-dtype", choices=("model", "int8"), default="model", help="of ARTIFACT's keys and values"
     )
     _add_text_flags(command)
-
-
-def _tune(command: argparse.ArgumentParser) -> None:
-    command.add_argument("artifact", metavar="MODEL", help="an artifact, or a directory of safetensors")
-    command.add_argument("--json", action="store_true", help="for machines")
-    _add_work_flags(command)
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
@@ -359,7 +343,6 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "inspect": ("print layers, tiers, bytes and ratios", _inspect),
     "eval-draft": ("measure how much of a model its draft keeps", _eval_draft),
     "eval": ("measure how much of a model a smaller version of it keeps", _eval),
-    "tune": ("measure which way to compute is the fastest here, and keep it beside the model", _tune),
     "serve": ("serve a model over HTTP, as OpenAI's API does", _serve),
     "standby": ("keep processes that have imported everything and hold no model", _standby),
     "invoke": ("call a function handler once, here", _invoke),

@@ -15,14 +15,14 @@ from teneral.handlers.context import Context
 from teneral.handlers.http.chat import ChatFormat
 from teneral.handlers.http.completions import CompletionFormat
 from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder
-from teneral.runtime.engine.requests import (
+from teneral.runtime.errors import RequestError
+from teneral.runtime.step.requests import (
     MAX_CACHE_SALT_CHARS,
     MAX_NAME_CHARS,
     FirstToken,
     GenerationRequest,
     check_owner,
 )
-from teneral.runtime.errors import RequestError
 
 HOSTILE = {
     "too long": "x" * (MAX_NAME_CHARS + 1),

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 from tests.support.engine_rig import GREEDY, TIMEOUT_S
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import FinishReason, GenerationRequest, Priority
 from teneral.runtime.kv.blocks import BlockAllocator, Epoch
 from teneral.runtime.kv.storage import KVStorage
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import FinishReason, GenerationRequest, Priority
 
 BLOCK_SIZE = 4
 
@@ -81,6 +81,7 @@ def engine_of(decoder: Decoder, *, num_blocks: int, **options: Any) -> Engine:
         decoder,
         ToyTokenizer(),
         options=EngineOptions(kv_bytes=kv_bytes, block_size=BLOCK_SIZE, max_context=60, **options),
+        make_backend=host_backend,
     )
 
 

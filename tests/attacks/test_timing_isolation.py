@@ -25,7 +25,7 @@ from tests.support.engine_rig import TIMEOUT_S, EngineRig
 from tests.support.statistics import area_under_curve
 from tests.support.toy_decoder import ToyDecoder, ToyPool
 
-from teneral.runtime.engine.batch import StepBatch
+from teneral.runtime.step.batch import StepBatch
 
 NUM_PAIRS = 1_000
 NUM_CONTROL_PAIRS = 200

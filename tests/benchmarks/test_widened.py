@@ -10,10 +10,9 @@ import torch
 from benchmarks.widened import widen
 from safetensors.torch import load_file
 from tests.support.decoding import Stepper
+from tests.support.models import DictWeights, build_model
 
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 

@@ -12,7 +12,6 @@ from tests.support.drafting import tell_of_drafts
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.context import Context
-from teneral.runtime.engine.requests import FinishReason
 from teneral.runtime.errors import (
     CancelledError,
     CapacityError,
@@ -21,6 +20,7 @@ from teneral.runtime.errors import (
     ModelError,
     RequestError,
 )
+from teneral.runtime.step.requests import FinishReason
 
 
 def in_a_thread(function):

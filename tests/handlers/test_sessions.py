@@ -10,8 +10,8 @@ from tests.support.small_host import SmallHost
 
 from teneral.handlers.context import Context
 from teneral.handlers.generate import handler as generate
-from teneral.runtime.engine.requests import GenerationRequest, Priority
 from teneral.runtime.errors import RequestError
+from teneral.runtime.step.requests import GenerationRequest, Priority
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from teneral.loader.format.safetensors import (
 )
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
-from teneral.runtime.weights import TORCH_DTYPES
+from teneral.runtime.backends.torch.tensors import TORCH_DTYPES
 
 
 def header_of(data: bytes, name: str = "model.safetensors"):

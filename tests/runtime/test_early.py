@@ -15,8 +15,8 @@ from tests.support.early_rig import (
 )
 
 from teneral.loader.tools.tier_options import TierOptions
-from teneral.runtime.engine.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 from teneral.runtime.kv.blocks import Epoch
+from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(4)]
 SEEDED = SamplingParams(temperature=1.0, top_p=0.95, seed=5)

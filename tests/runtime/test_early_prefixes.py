@@ -18,7 +18,7 @@ from tests.support.early_rig import (
 )
 
 from teneral.loader.format.manifest import Tier
-from teneral.runtime.engine.requests import FirstToken, GenerationRequest
+from teneral.runtime.step.requests import FirstToken, GenerationRequest
 
 SEED = bytes(range(32))
 SYSTEM = tuple(number % 50 + 3 for number in range(6 * BLOCK_SIZE))

@@ -18,15 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.decoding import Stepper
 from tests.support.early_rig import GREEDY, SHAPE, TIMEOUT_S, EarlyRig, packed_tiny
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
-from teneral.runtime.engine.sampling import choose_tokens
-from teneral.runtime.engine.sequence import Choice, SamplingState
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
+from teneral.runtime.step.sampling import choose_tokens
+from teneral.runtime.step.state import Choice, SamplingState
 
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(1 + 9 * number)) for number in range(4)]
 SAMPLINGS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.early_rig import TIMEOUT_S, EarlyRig, exact_tokens, packed_tiny
 
-from teneral.runtime.engine.requests import Priority
+from teneral.runtime.step.requests import Priority
 
 PROMPT = (1, 2, 3, 4, 5)
 

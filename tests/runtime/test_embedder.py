@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 
 from teneral.loader.errors import UnavailableError
 from teneral.loader.timeline import Timeline
@@ -45,7 +44,7 @@ class ToyEncoder:
         self.gate.wait()
         if self.error is not None:
             raise self.error
-        return torch.tensor([[len(tokens), sum(tokens), tokens[-1]] for tokens in token_lists]).float()
+        return np.array([[len(tokens), sum(tokens), tokens[-1]] for tokens in token_lists], np.float32)
 
 
 class Rig:

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
 
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.errors import CancelledError
@@ -23,11 +23,11 @@ class HeldModel:
         self.began = threading.Semaphore(0)
         self.texts: list[int] = []
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         self.began.release()
         self.may_go.acquire()
         self.texts.append(len(token_lists))
-        return torch.tensor([[float(len(tokens))] for tokens in token_lists])
+        return np.array([[float(len(tokens))] for tokens in token_lists], np.float32)
 
 
 def test_what_is_left_of_a_call_is_not_computed() -> None:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.backends.host import host_backend
+from teneral.runtime.backends.torch.storage import Extent
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import GenerationResult
-from teneral.runtime.engine.requests import GenerationRequest, Priority
 from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import Extent
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import GenerationRequest, Priority
 
 STEM = tuple((index * 11) % 60 for index in range(5 * BLOCK_SIZE))
 
@@ -192,7 +192,9 @@ REAL_BLOCK_SIZE = 16
 def engine_of(decoder: Decoder, kind: KVKind, **options: object) -> Engine:
     kv_bytes = 64 * decoder.kv_block_bytes(REAL_BLOCK_SIZE, kind=kind)
     options = {"kv_bytes": kv_bytes, "block_size": REAL_BLOCK_SIZE, "max_context": 96, **options}
-    engine = Engine(decoder, ToyTokenizer(), options=EngineOptions(kv_dtype=kind, **options))
+    engine = Engine(
+        decoder, ToyTokenizer(), options=EngineOptions(kv_dtype=kind, **options), make_backend=host_backend
+    )
     engine.start()
     return engine
 

@@ -11,12 +11,13 @@ from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.errors import IntegrityError
 from teneral.loader.timeline import Timeline
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import FinishReason, GenerationRequest, SamplingParams
 from teneral.runtime.errors import (
     DrainingError,
     ModelError,
 )
+from teneral.runtime.step.requests import FinishReason, GenerationRequest, SamplingParams
 
 # -- how a sequence ends otherwise ---------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ def test_a_decoder_of_text_that_fails_loses_its_sequence_only(caplog):
 
     model = ToyDecoder()
     options = EngineOptions(kv_bytes=64 * model.kv_block_bytes(BLOCK_SIZE), block_size=BLOCK_SIZE)
-    engine = Engine(model, Fragile(), options=options)
+    engine = Engine(model, Fragile(), options=options, make_backend=host_backend)
     engine.start()
     force = SamplingParams(temperature=0, logit_bias=((13, 100.0),))
     bad = engine.submit(GenerationRequest("bad", (1,), 5, force))

@@ -8,14 +8,14 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.engine_rig import BLOCK_SIZE, GREEDY, TIMEOUT_S, EngineRig, finish
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import MAX_CACHE_SALT_CHARS, GenerationRequest
 from teneral.runtime.errors import RequestError
-from teneral.runtime.models.build import build_model
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import MAX_CACHE_SALT_CHARS, GenerationRequest
 
 PROMPT = tuple(number % 60 for number in range(5 * BLOCK_SIZE + 2))
 
@@ -121,7 +121,7 @@ def test_a_real_model_says_the_same_behind_a_found_prefix(family):
     oracle = tiny_model(family)
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     options = EngineOptions(kv_bytes=100 * decoder.kv_block_bytes(4), block_size=4, max_context=96)
-    engine = Engine(decoder, ToyTokenizer(), options=options)
+    engine = Engine(decoder, ToyTokenizer(), options=options, make_backend=host_backend)
     engine.start()
     stem = tuple((index * 11) % 250 for index in range(21))
     for number in range(3):

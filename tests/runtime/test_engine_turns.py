@@ -13,10 +13,10 @@ from tests.support.engine_rig import BLOCK_SIZE, TIMEOUT_S, EngineRig, finish, s
 from tests.support.toy_decoder import ToyDecoder
 
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import FinishReason, Priority
 from teneral.runtime.engine.scheduler import Preempted
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.kv.sessions import Unpinned
+from teneral.runtime.step.requests import FinishReason, Priority
 
 PROMPT = tuple(number % 60 for number in range(5 * BLOCK_SIZE + 2))
 BATCH = Priority.BATCH

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teneral.runtime.engine.fairness import MAX_DEBTORS, MAX_PASSED_OVER, Account, Accounts, fair_order
-from teneral.runtime.engine.requests import Priority
 from teneral.runtime.engine.waiting import WaitingList
+from teneral.runtime.step.requests import Priority
 
 
 @dataclass(eq=False)

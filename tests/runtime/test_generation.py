@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import FinishReason, GenerationEvent, GenerationRequest
 from teneral.runtime.errors import ModelError
+from teneral.runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest
 
 REQUEST = GenerationRequest("r", (1,))
 TIMEOUT_S = 30.0

@@ -23,9 +23,9 @@ from teneral.loader.tools.pack import pack
 from teneral.loader.tools.tier_options import TierOptions
 from teneral.runtime import loading
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
 from teneral.runtime.start import Helpers
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 
@@ -80,7 +80,7 @@ def generate(instance: Instance) -> list[int]:
 
 def config_of(model: Path | str, **settings: Any) -> ServeConfig:
     return ServeConfig(
-        model=str(model), kv_bytes=8 << 20, connections=2, device="cpu", kernels=False, **settings
+        model=str(model), kv_bytes=8 << 20, connections=2, device="cpu", backend="torch", **settings
     )
 
 

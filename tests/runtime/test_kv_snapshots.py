@@ -15,7 +15,6 @@ from teneral.loader.errors import AlreadyExistsError, UsageError
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.errors import SnapshotMismatchError
 from teneral.runtime.instance import Instance
 from teneral.runtime.kv.snapshots.export import (
@@ -27,6 +26,7 @@ from teneral.runtime.kv.snapshots.export import (
 )
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 WAIT_S = 60.0

@@ -15,8 +15,8 @@ from teneral.runtime.engine.capacity import Capacity
 from teneral.runtime.engine.expected_wait import MIN_MEANS, STEPS_OF_A_MEAN
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.engine.options import EngineOptions
-from teneral.runtime.engine.requests import Priority
 from teneral.runtime.errors import CapacityError
+from teneral.runtime.step.requests import Priority
 
 BATCH = Priority.BATCH
 NUM_MEASURED = MIN_MEANS * STEPS_OF_A_MEAN

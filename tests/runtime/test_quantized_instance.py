@@ -13,9 +13,9 @@ from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.sources.base import Source
 from teneral.loader.sources.file import FileStore
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 WAIT_S = 60.0
 PROMPT = (5, 6, 7, 200, 31)
@@ -54,10 +54,9 @@ def greedy(folder: Path) -> list[int]:
     import json
 
     from safetensors.torch import load_file
+    from tests.support.models import DictWeights, build_model
 
-    from teneral.runtime.models.build import build_model
     from teneral.runtime.models.decoder import Decoder
-    from teneral.runtime.weights import DictWeights
 
     weights = DictWeights(load_file(folder / "model.safetensors"))
     decoder = build_model(json.loads((folder / "config.json").read_text()), weights)

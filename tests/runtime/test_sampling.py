@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
-from teneral.runtime.engine.sampling import choose_tokens, exponentials
-from teneral.runtime.engine.sequence import SamplingState
 from teneral.runtime.errors import ModelError
+from teneral.runtime.step import sampling
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.sampling import exponentials
+from teneral.runtime.step.state import SamplingState
 
 VOCAB = 50
 
@@ -35,6 +36,11 @@ def state(*, outputs=(), prompt=(0,), num_top_logprobs=None, **params):
     for token in outputs:
         made.add(token)
     return made
+
+
+def choose_tokens(logits, states):
+    """For torch's tensors, which the oracles take."""
+    return sampling.choose_tokens(logits.numpy(), states)
 
 
 def random_logits(rows=1, seed=0, vocab=VOCAB):

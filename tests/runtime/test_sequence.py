@@ -4,13 +4,14 @@ import pytest
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import (
+from teneral.runtime.engine.sequence import Sequence
+from teneral.runtime.step.requests import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
     TokenLogprob,
 )
-from teneral.runtime.engine.sequence import Choice, Sequence
+from teneral.runtime.step.state import Choice
 
 A, B, C, EOS = 0, 1, 2, 9
 

@@ -17,7 +17,7 @@ import json, sys
 from teneral.runtime.torch_import import import_torch
 trimmed = import_torch(trim={trim})
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
 with Instance(ServeConfig(model={model!r}, loader="thread")) as instance:
     if {embeds}:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from teneral.runtime.engine.batch import SequenceSpan, StepBatch
 from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.step.batch import SequenceSpan, StepBatch
 
 
 class Stepper:
@@ -34,7 +35,7 @@ class Stepper:
     ) -> dict[str, torch.Tensor]:
         """Runs these new tokens of each sequence in one batch: logits of all their rows."""
         batch = self.batch(work)
-        logits = self.decoder.forward(batch, self.kv, on_layer=on_layer)
+        logits = torch.from_numpy(self.decoder.forward(batch, self.kv, on_layer=on_layer))
         return {
             name: logits[span.start : span.start + span.length]
             for name, span in zip(work, batch.spans, strict=True)
@@ -61,11 +62,11 @@ class Stepper:
             ]
             self._lengths[name] = end
         return StepBatch(
-            torch.tensor(tokens),
-            torch.tensor(positions),
-            torch.tensor(slots),
+            np.array(tokens, dtype=np.int64),
+            np.array(positions, dtype=np.int64),
+            np.array(slots, dtype=np.int64),
             tuple(spans),
-            torch.arange(len(tokens)),
+            np.arange(len(tokens)),
         )
 
     def greedy(self, prompts: dict[str, Sequence[int]], num_tokens: int) -> dict[str, list[int]]:

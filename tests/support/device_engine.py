@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.cuda.backend import CudaBackend
 from teneral.runtime.cuda.decoder import DeviceKernels
-from teneral.runtime.engine.backend import BackendOptions
+from teneral.runtime.cuda.executor import CudaModelBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.backend import BackendOptions
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4
 TIMEOUT_S = 60.0
@@ -47,7 +47,7 @@ class Repeater:
 
 def decoder_of(family: str, **overrides: Any) -> Decoder:
     oracle = tiny_model(family, **overrides)
-    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[CudaModelBackend()])
     assert isinstance(decoder, Decoder)
     return decoder
 
@@ -68,9 +68,8 @@ class DeviceRig:
         options = {"block_size": BLOCK_SIZE, "max_context": 96, **options}
         self.launch = launch
         kernels = DeviceKernels(
-            decoder, launch, block_size=options["block_size"], num_processors=num_processors
+            decoder.executor, launch, block_size=options["block_size"], num_processors=num_processors
         )
-        decoder.device_kernels = kernels  # so that the pool is a device's
         self.backend: Any = None
 
         def make_backend(model: Any, kv: Any, chosen: BackendOptions, timeline: Any) -> CudaBackend:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from teneral.runtime.engine.engine import Engine
-from teneral.runtime.engine.requests import FirstToken, GenerationEvent, GenerationRequest
+from teneral.runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
 
 
 def tell_of_drafts(

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -26,13 +27,14 @@ from teneral.loader.stream.options import LoadOptions, Order
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack
 from teneral.loader.tools.tier_options import TierOptions
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.arrival import LoadArrival
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, OnEvent
-from teneral.runtime.engine.requests import FirstToken, GenerationRequest, SamplingParams
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights, StreamedWeights
+from teneral.runtime.step.backend import MakeBackend
+from teneral.runtime.step.requests import FirstToken, GenerationRequest, SamplingParams
+from teneral.runtime.weights import StreamedWeights
 
 TIMEOUT_S = 60.0
 BLOCK_SIZE = 4
@@ -71,6 +73,8 @@ class EarlyRig:
         num_blocks: int = 400,
         holds_draft: bool = False,
         prefix_seed: bytes | None = None,
+        make_backend: MakeBackend = host_backend,
+        backends: Any = None,
         **options: Any,
     ) -> None:
         self.source = PacedSource(open_source(str(artifact)))
@@ -92,7 +96,7 @@ class EarlyRig:
         self.arrival = SlowArrival(self.load)
         self.timeline = Timeline()
         config = json.loads(read_file(self.source, manifest, "config.json"))
-        self.model: Decoder = build_model(config, StreamedWeights(self.load))
+        self.model: Decoder = build_model(config, StreamedWeights(self.load), backends=backends)
         self.engine = Engine(
             self.model,
             ToyTokenizer(),
@@ -102,6 +106,7 @@ class EarlyRig:
             timeline=self.timeline,
             arrival=self.arrival,
             prefix_seed=prefix_seed,
+            make_backend=make_backend,
         )
 
     def start(self) -> None:
@@ -156,6 +161,8 @@ def exact_engine(family: str = "llama", *, prefix_seed: bytes | None = None, **o
     oracle = tiny_model(family, dtype=torch.float32, **{**SHAPE, **overrides})
     decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     options = EngineOptions(kv_bytes=400 * decoder.kv_block_bytes(BLOCK_SIZE), block_size=BLOCK_SIZE)
-    engine = Engine(decoder, ToyTokenizer(), options=options, prefix_seed=prefix_seed)
+    engine = Engine(
+        decoder, ToyTokenizer(), options=options, prefix_seed=prefix_seed, make_backend=host_backend
+    )
     engine.start()
     return engine

@@ -8,9 +8,10 @@ from typing import Any
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.timeline import Timeline
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation, GenerationResult, OnEvent
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)
@@ -39,6 +40,7 @@ class EngineRig:
             options=EngineOptions(kv_bytes=kv_bytes, **options),
             timeline=timeline,
             eos_token_ids=frozenset(eos),
+            make_backend=host_backend,
         )
         if start:
             self.engine.start()

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from tests.support.models import DictWeights, build_model
 
 from teneral.loader.errors import TeneralError
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
-from teneral.runtime.models.build import build_model
 from teneral.runtime.text.tokenizer import TextTokenizer
-from teneral.runtime.weights import DictWeights
 
 from .tiny_models import config_json, save_tiny, tiny_model
 
@@ -125,6 +125,7 @@ class StagedInstance(Instance):
             ),
             timeline=self.timeline,
             eos_token_ids=self._parts.tokenizer.eos_token_ids,
+            make_backend=host_backend,
         )
 
     def fail(self, error: TeneralError) -> None:

@@ -9,7 +9,7 @@ from tests.support.reference_kernels import ReferenceKernels
 from teneral.runtime.cuda import variants as v
 from teneral.runtime.cuda.tables import StepTables, tables_of
 from teneral.runtime.cuda.variants import Shape
-from teneral.runtime.engine.batch import SequenceSpan
+from teneral.runtime.step.batch import SequenceSpan
 
 TOLERANCE = {
     torch.float32: {"atol": 2e-5, "rtol": 1e-4},

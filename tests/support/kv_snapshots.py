@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from teneral.loader.sources.base import Store
+from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.prefix_ledger import PrefixLedger
 from teneral.runtime.kv.prefix_pool import PrefixPool
@@ -43,7 +43,7 @@ class Pool:
         self.prefixes = PrefixCache(self.allocator)
         self.ledger = PrefixLedger(64, lambda each: bool(self.prefixes.find((each,))))
         self.kv = storage or KVStorage(
-            2, 2, 8, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16
+            2, 2, 8, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=DType.BF16
         )
         self.pool = PrefixPool(self, self.kv, seed=seed)
 

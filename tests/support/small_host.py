@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
@@ -68,9 +69,9 @@ class RecitingModel:
     def new_kv(self, num_blocks: int, block_size: int) -> NoPool:
         return NoPool()
 
-    def forward(self, batch: Any, kv: Any, *, on_layer: Any = None) -> torch.Tensor:
+    def forward(self, batch: Any, kv: Any, *, on_layer: Any = None) -> np.ndarray:
         self.gate.wait()
-        logits = torch.zeros(len(batch.logit_rows), self.config.vocab_size)
+        logits = np.zeros((len(batch.logit_rows), self.config.vocab_size), np.float32)
         for row, index in enumerate(batch.logit_rows.tolist()):
             logits[row, self._next.get(int(batch.tokens[index]), self._first)] = 100.0
         return logits
@@ -84,9 +85,9 @@ class CountingModel:
         self.gate = threading.Event()
         self.gate.set()
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
+    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
         self.gate.wait()
-        return torch.tensor([[len(tokens), tokens[0]] for tokens in token_lists], dtype=torch.float32)
+        return np.array([[len(tokens), tokens[0]] for tokens in token_lists], np.float32)
 
 
 class SmallHost:
@@ -108,6 +109,7 @@ class SmallHost:
             self.text_tokenizer,
             options=EngineOptions(max_running=2, max_queued=2, kv_bytes=64),
             eos_token_ids=frozenset({end}),
+            make_backend=host_backend,
         )
         self.encoder = CountingModel(backend.get_vocab_size())
         self.real_embedder = Embedder(self.encoder)

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixCache, chain_hash
@@ -46,14 +45,14 @@ class HashPool:
         self.data = np.full((num_blocks, HASH_BYTES), POISON, np.uint8)
         self.meanwhile: Callable[[], None] = lambda: None
 
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
-        rows, half = into.numpy(), HASH_BYTES // 2
+    def copy_out(self, blocks: Sequence[int], into: np.ndarray) -> None:
+        rows, half = into, HASH_BYTES // 2
         rows[:, :half] = self.data[list(blocks), :half]
         self.meanwhile()
         rows[:, half:] = self.data[list(blocks), half:]
 
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
-        rows, half = content.numpy(), HASH_BYTES // 2
+    def copy_in(self, blocks: Sequence[int], content: np.ndarray) -> None:
+        rows, half = content, HASH_BYTES // 2
         self.data[list(blocks), :half] = rows[:, :half]
         self.meanwhile()
         self.data[list(blocks), half:] = rows[:, half:]

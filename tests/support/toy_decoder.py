@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-from teneral.runtime.engine.batch import SequenceSpan, StepBatch
+from teneral.runtime.step.batch import SequenceSpan, StepBatch
 
 NUM_CONTEXTS = 509  # rows of the table of logits; a history picks one
 UNWRITTEN = -1
@@ -29,7 +30,7 @@ class ToyPool:
     """Tokens and positions, block by block."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.data = torch.full((2, num_blocks, block_size), UNWRITTEN)
+        self.data = np.full((2, num_blocks, block_size), UNWRITTEN)
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
         self.data[:, target, :num_tokens] = self.data[:, source, :num_tokens]
@@ -40,8 +41,9 @@ class ToyDecoder:
 
     def __init__(self, *, max_context: int = 128, vocab_size: int = 64, seed: int = 0) -> None:
         self.config = ToyConfig(max_context, vocab_size)
-        generator = torch.Generator().manual_seed(seed)
-        self._table = torch.randn((NUM_CONTEXTS, vocab_size), generator=generator) * 2.0
+        generator = np.random.default_rng(seed)
+        table = generator.standard_normal((NUM_CONTEXTS, vocab_size), dtype=np.float32)
+        self._table = table * np.float32(2.0)
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()  # a pass has begun, and may be waiting at the gate
@@ -62,7 +64,7 @@ class ToyDecoder:
         pool: ToyPool,
         *,
         on_layer: Callable[[int, str, float, float], None] | None = None,
-    ) -> torch.Tensor:
+    ) -> npt.NDArray[np.float32]:
         number, self.num_passes = self.num_passes, self.num_passes + 1
         self.batch_sizes.append(len(batch.spans))
         self.batch_tokens.append(len(batch.tokens))
@@ -72,7 +74,7 @@ class ToyDecoder:
         if on_layer is not None:
             on_layer(0, "layers.0", 1.0, 2.0)
         kv = pool.data
-        flat = kv.view(2, -1)
+        flat = kv.reshape(2, -1)
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens go to one slot"
         flat[0, batch.slots] = batch.tokens
         flat[1, batch.slots] = batch.positions
@@ -89,9 +91,9 @@ class ToyDecoder:
                 if span.start <= row < span.start + span.length:
                     logits[row] = self.logits_after(history[: int(batch.positions[row]) + 1].tolist())
         rows = [logits[row] for row in batch.logit_rows.tolist()]
-        return torch.stack(rows) if rows else torch.empty((0, self.config.vocab_size))
+        return np.stack(rows) if rows else np.empty((0, self.config.vocab_size), np.float32)
 
-    def logits_after(self, history: Sequence[int]) -> torch.Tensor:
+    def logits_after(self, history: Sequence[int]) -> npt.NDArray[np.float32]:
         """What the model says (vocab,) after these tokens, without any KV pool."""
         key = 7
         for token in history:
@@ -105,7 +107,7 @@ class ToyDecoder:
             history.append(int(self.logits_after(history).argmax()))
         return tuple(history[len(prompt) :])
 
-    def _check_span(self, span: SequenceSpan, batch: StepBatch, kv: torch.Tensor) -> None:
+    def _check_span(self, span: SequenceSpan, batch: StepBatch, kv: npt.NDArray[np.int64]) -> None:
         block_size = kv.shape[2]
         assert span.context_len <= len(span.blocks) * block_size, "too few blocks"
         positions = kv[1, list(span.blocks)].flatten()[: span.context_len]

@@ -182,7 +182,7 @@ class _Computing:
         return pool.get(hashes)
 
     def _compute(self, tokens: Sequence[int]) -> None:
-        from ...engine.requests import GenerationRequest, SamplingParams  # the engine has imported it
+        from ...step.requests import GenerationRequest, SamplingParams  # the engine has imported it
 
         request = GenerationRequest(
             "kv-export",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import platform
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from blake3 import blake3
 
 from ....loader.errors import FormatError, NotFoundError, SourceError, TeneralError
@@ -24,7 +26,6 @@ from .snapshot import FOLDER, SNAPSHOT_NAME, Identity, Snapshot, SnapshotPart, S
 from .snapshot_json import MAX_SNAPSHOT_JSON_BYTES, dump_snapshot
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -215,10 +216,6 @@ def _this_program() -> str:
 
 def _this_host() -> dict[str, str]:
     """What computed it, as far as that may have decided the last bits."""
-    import torch  # whoever has blocks to write has it
-
-    return {
-        "torch": torch.__version__,
-        "machine": platform.machine() or "unknown",
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
+    told = {"numpy": np.__version__, "machine": platform.machine() or "unknown"}
+    torch = sys.modules.get("torch")  # where that computed, it is there
+    return told if torch is None else {**told, "torch": str(torch.__version__)}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
 
 from ..blocks import BlockAllocator
 from ..prefixes import PrefixCache
@@ -47,9 +47,9 @@ MAX_WAIT_S = 0.05  # of the engine, when all that it could do waits for us
 class BlockContent(Protocol):
     """The pool's storage, as `KVStorage` says it."""
 
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None: ...
+    def copy_out(self, blocks: Sequence[int], into: Bytes) -> None: ...
 
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None: ...
+    def copy_in(self, blocks: Sequence[int], content: Bytes) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class Spill:
         share = int(LOOKAHEAD_SHARE * allocator.num_blocks)
         self._lookahead = min(max(share, MIN_LOOKAHEAD_BLOCKS), MAX_LOOKAHEAD_BLOCKS)
         num_rows = max(1, PIECE_BYTES // self._block_bytes)
-        self._piece = torch.empty((num_rows, self._block_bytes), dtype=torch.uint8)
-        self._rows: list[Bytes] = list(self._piece.numpy())
+        self._piece = np.empty((num_rows, self._block_bytes), np.uint8)
+        self._rows: list[Bytes] = list(self._piece)
         self._fetches: deque[Fetch] = deque()
         # Blocks that this refers to: a beginning, and what is copied behind it.
         self._held: Sequence[int] = ()
@@ -245,13 +245,12 @@ class Spill:
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_stopping or self._fetches or self._is_poked)
-                    if self._is_stopping:
-                        break
-                self.pump()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_stopping or self._fetches or self._is_poked)
+                if self._is_stopping:
+                    break
+            self.pump()
         self._give_up()
         self._shelves.close()
 

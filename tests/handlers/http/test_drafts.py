@@ -15,7 +15,7 @@ from teneral.handlers.generate import handler as generate
 from teneral.handlers.http.chat import ChatFormat
 from teneral.handlers.http.completions import CompletionFormat
 from teneral.handlers.http.schemas import ChatBody, CompletionBody, Message
-from teneral.runtime.engine.requests import FinishReason, FirstToken, GenerationEvent
+from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationEvent
 
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [

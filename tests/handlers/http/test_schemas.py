@@ -14,8 +14,8 @@ from teneral.handlers.http.completions import CompletionFormat
 from teneral.handlers.http.parameters import for_choice, sampling
 from teneral.handlers.http.prompts import split_prompt
 from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder, EmbeddingBody
-from teneral.runtime.engine.requests import FirstToken, SamplingParams
 from teneral.runtime.errors import RequestError
+from teneral.runtime.step.requests import FirstToken, SamplingParams
 
 JSON = st.recursive(
     st.none()

@@ -36,7 +36,6 @@ def config_of(model: Path, **settings: Any) -> ServeConfig:
         kv_bytes=16 << 20,
         threads=1,
         model_control=True,
-        kernels=False,
         **settings,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("hypothesis", reason="machines that only check a device need not have it")
 
@@ -12,7 +11,9 @@ from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
 from teneral.runtime.cuda.budget import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, activation_bytes, plan_budget
+from teneral.runtime.dtypes import DType
 from teneral.runtime.models.config import DecoderConfig
+from teneral.runtime.models.spec import DecoderSpec
 
 GIB = 1 << 30
 
@@ -36,10 +37,10 @@ def test_most_of_what_is_left_is_for_keys_and_values():
     assert 54 * GIB < budget.kv_bytes < 63 * GIB
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F32])
 def test_activations_are_those_of_the_largest_step(dtype):
-    config = DecoderConfig.from_json(config_json(tiny_model("llama")))
-    small, large = (activation_bytes(config, dtype, rows, 4) for rows in (100, 200))
-    a_row = dtype.itemsize * (3 * 64 + (4 + 2 * 2) * 16 + 4 * 16 + 3 * 96)
+    spec = DecoderSpec.of(DecoderConfig.from_json(config_json(tiny_model("llama"))), dtype)
+    small, large = (activation_bytes(spec, rows, 4) for rows in (100, 200))
+    a_row = dtype.size_bytes * (3 * 64 + (4 + 2 * 2) * 16 + 4 * 16 + 3 * 96)
     assert large - small == 100 * a_row
-    assert activation_bytes(config, dtype, 100, 5) - small == 320 * (dtype.itemsize + 12)
+    assert activation_bytes(spec, 100, 5) - small == 320 * (dtype.size_bytes + 12)

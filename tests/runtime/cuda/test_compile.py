@@ -52,7 +52,7 @@ OTHERS = {
         dtype="fp16", norm_dtype="fp32", head_dim=80, rotary_dim=32, hidden_size=2560, activation="gelu"
     ),
     "heads of 256, with norms": with_shape(
-        head_dim=256, rotary_dim=256, has_head_norms=True, group=2, activation="gelu_new"
+        head_dim=256, rotary_dim=256, has_head_norms=True, group=2, activation="gelu_tanh"
     ),
     "fp32": with_shape(dtype="fp32", norm_dtype="fp32", head_dim=96, rotary_dim=96, activation="relu"),
 }

@@ -12,11 +12,9 @@ from tests.support.reference_kernels import ReferenceKernels
 
 from teneral.runtime.cuda.backend import CudaBackend
 from teneral.runtime.cuda.decoder import DeviceKernels
-from teneral.runtime.cuda.storage import DeviceKVStorage
-from teneral.runtime.engine.engine import Engine
-from teneral.runtime.engine.requests import FirstToken
+from teneral.runtime.cuda.executor import CudaModelBackend
 from teneral.runtime.errors import CapacityError
-from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.step.requests import FirstToken
 
 NUM_TOKENS = 24
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(3)]
@@ -45,16 +43,15 @@ class Faulty(ReferenceKernels):
 
 
 @pytest.fixture
-def launch(monkeypatch):
-    """Every engine computes as on a device, with these kernels."""
+def launch():
+    """With `rig` an engine computes as on a device, with these kernels."""
     kernels = Faulty()
 
     def make_backend(model, kv, options, timeline):
-        own = DeviceKernels(model, kernels, block_size=options.block_size)
+        own = DeviceKernels(model.executor, kernels, block_size=options.block_size)
         return CudaBackend(model, kv, options, own, recorder=Repeater(), timeline=timeline)
 
-    monkeypatch.setattr(Decoder, "_storage", lambda self, kind: DeviceKVStorage)
-    monkeypatch.setitem(Engine.__init__.__kwdefaults__, "make_backend", make_backend)
+    kernels.rig = {"make_backend": make_backend, "backends": [CudaModelBackend()]}
     return kernels
 
 
@@ -72,7 +69,7 @@ def num_drafted(rig):
 
 @pytest.mark.parametrize("first_token", [FirstToken.EXACT, FirstToken.DRAFT], ids=str)
 def test_what_was_drafted_is_confirmed_as_on_a_cpu(artifact, expected, launch, first_token):
-    with EarlyRig(artifact) as rig:
+    with EarlyRig(artifact, **launch.rig) as rig:
         rig.start()
         generations = [rig.submit(prompt, first_token=first_token) for prompt in PROMPTS]
         wait_until(lambda: num_drafted(rig) >= 3 * 4)
@@ -85,7 +82,7 @@ def test_what_was_drafted_is_confirmed_as_on_a_cpu(artifact, expected, launch, f
 
 
 def test_memory_that_runs_out_while_weights_arrive_ends_one_request(artifact, expected, launch):
-    with EarlyRig(artifact) as rig:
+    with EarlyRig(artifact, **launch.rig) as rig:
         rig.start()
         generations = [rig.submit(prompt) for prompt in PROMPTS]
         wait_until(lambda: num_drafted(rig) >= 3)

@@ -17,9 +17,9 @@ from tests.support.tiny_models import tiny_model
 from teneral.runtime.cuda.graphs import graph_sizes, next_to_record
 from teneral.runtime.cuda.products import is_plain, projections_of
 from teneral.runtime.cuda.variants import variants_of
-from teneral.runtime.engine.requests import SamplingParams
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.metrics import numbers_in
+from teneral.runtime.step.requests import SamplingParams
 
 NUM_TOKENS = 24
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(5)]
@@ -86,7 +86,7 @@ def test_no_kernel_is_launched_that_was_not_compiled_ahead(model):
         rig.say([*PROMPTS, tuple(range(250)) + PROMPTS[4]], 4)
         rig.say(PROMPTS[:2], 8, sampling=SamplingParams(seed=3, top_k=4))
         rig.say(PROMPTS[:2], 8, sampling=SamplingParams(seed=3))
-    compiled = variants_of(decoder.device_kernels.shape)
+    compiled = variants_of(decoder.executor.kernels.shape)
     assert launch.launched.keys() <= set(compiled)
     assert {variant.kernel for variant in launch.launched} == {variant.kernel for variant in compiled}
 
@@ -105,8 +105,8 @@ def test_products_with_one_row_change_no_token(model):
 
 def use_row_products(decoder):
     """As if they had been found to be the faster ones."""
-    matrices = [each.weight for each in projections_of(decoder) if is_plain(each)]
-    decoder.device_kernels.products.use_for(tuple(matrix.shape) for matrix in matrices)
+    matrices = [each.weight for each in projections_of(decoder.executor) if is_plain(each)]
+    decoder.executor.kernels.products.use_for(tuple(matrix.shape) for matrix in matrices)
 
 
 def test_a_seed_says_the_same_alone_and_in_company_recorded_or_not():
@@ -133,7 +133,7 @@ def test_what_a_devices_memory_is_used_for_can_be_seen():
         == statistics.kv_bytes
         == 200 * decoder.kv_block_bytes(BLOCK_SIZE)
     )
-    assert told["engine", "device", "weight_bytes"] == decoder.weight_bytes
+    assert told["engine", "device", "weight_bytes"] == decoder.weights.size_bytes
     assert told["engine", "device", "graph_bytes"] > 0
     assert told["engine", "device", "activation_bytes"] > 0
     assert told["engine", "device", "eager_steps_total"] > 0

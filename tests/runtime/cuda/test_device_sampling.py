@@ -16,9 +16,9 @@ from tests.support.reference_kernels import ReferenceKernels, device_exponential
 
 from teneral.runtime.cuda.sampling import DeviceSampler
 from teneral.runtime.engine import sampling
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
-from teneral.runtime.engine.sequence import Choice, SamplingState
 from teneral.runtime.errors import ModelError
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.state import Choice, SamplingState
 
 VOCAB = 300
 CPU = torch.device("cpu")

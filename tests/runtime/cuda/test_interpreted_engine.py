@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="kernels are written in Triton, which is fo
 
 from tests.support.interpreted import Interpreter
 
-from teneral.runtime.engine.requests import SamplingParams
+from teneral.runtime.step.requests import SamplingParams
 
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 PROMPTS = [(7, 11, 13), tuple(range(20, 29))]

@@ -10,27 +10,33 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
+from tests.support.models import build_model
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.backends.choose import step_backend
+from teneral.runtime.backends.torch.tensors import dtype_of
 from teneral.runtime.cuda import decoder as decoder_module
 from teneral.runtime.cuda import variants as v
 from teneral.runtime.cuda.compile import compile_to
+from teneral.runtime.cuda.executor import CudaModelBackend
 from teneral.runtime.cuda.launch import BinaryLauncher, Driver
 from teneral.runtime.cuda.library import open_library
 from teneral.runtime.cuda.products import is_plain, projections_of
 from teneral.runtime.cuda.sampling import DeviceSampler
 from teneral.runtime.cuda.storage import DeviceKVStorage
 from teneral.runtime.cuda.warm_up import open_launcher
+from teneral.runtime.cuda.weights import DeviceTensor
+from teneral.runtime.dtypes import DType
 from teneral.runtime.engine import sampling
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
-from teneral.runtime.engine.sequence import Lane, SamplingState
-from teneral.runtime.engine.step_batch import Rows
+from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.kv.blocks import Epoch
-from teneral.runtime.models.build import build_model
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
+from teneral.runtime.step.rows import Rows
+from teneral.runtime.step.state import SamplingState
 from teneral.runtime.weights import DictWeights
 
 pytestmark = [
@@ -169,11 +175,11 @@ def test_what_is_drawn_is_what_the_cpu_draws_with_the_same_numbers(launcher, how
 
 def test_blocks_come_out_and_go_in_again():
     kv = DeviceKVStorage(
-        3, 2, 64, num_blocks=8, block_size=16, dtype=torch.bfloat16, device=torch.device("cuda:0")
+        3, 2, 64, num_blocks=8, block_size=16, dtype=DType.BF16, device=torch.device("cuda:0")
     )
     kv.data.copy_(torch.randn(kv.data.shape))
     before = kv.data[:, :, [5, 2]].clone()
-    content = torch.empty((2, DeviceKVStorage.block_bytes(3, 2, 64, 16, torch.bfloat16)), dtype=torch.uint8)
+    content = np.empty((2, DeviceKVStorage.block_bytes(3, 2, 64, 16, DType.BF16)), np.uint8)
     kv.copy_out([5, 2], content)
     kv.copy_in([7, 0], content)
     assert torch.equal(kv.data[:, :, [7, 0]], before)
@@ -184,14 +190,22 @@ def test_blocks_come_out_and_go_in_again():
 
 def on_device(oracle):
     tensors = {name: tensor.cuda() for name, tensor in tensors_of(oracle).items()}
-    return build_model(config_json(oracle), DictWeights(tensors)), tensors
+    weights = DictWeights(
+        {name: DeviceTensor(dtype_of(own.dtype), own, "cuda:0") for name, own in tensors.items()}
+    )
+    return build_model(config_json(oracle), weights, backends=[CudaModelBackend()]), tensors
 
 
 class Rig:
     def __init__(self, decoder, *, num_blocks=400, **options):
         options = {"block_size": 16, "max_context": 512, "max_running": 5, **options}
         kv_bytes = num_blocks * decoder.kv_block_bytes(options["block_size"])
-        self.engine = Engine(decoder, ToyTokenizer(), options=EngineOptions(kv_bytes=kv_bytes, **options))
+        self.engine = Engine(
+            decoder,
+            ToyTokenizer(),
+            options=EngineOptions(kv_bytes=kv_bytes, **options),
+            make_backend=step_backend,
+        )
 
     def say(self, prompts=PROMPTS, params=GREEDY, num_tokens=NUM_TOKENS):
         generations = [
@@ -237,9 +251,11 @@ def test_tokens_are_those_of_transformers_launched_and_recorded(family, override
         device = rig.engine.statistics().device
         assert device.graph_steps_total > NUM_TOKENS
         assert device.graph_bytes > 0
-        products = decoder.device_kernels.products
-        assert products.measure(projections_of(decoder))  # whichever are faster
-        products.use_for(tuple(each.weight.shape) for each in projections_of(decoder) if is_plain(each))
+        products = decoder.executor.kernels.products
+        assert products.measure(projections_of(decoder.executor))  # whichever are faster
+        products.use_for(
+            tuple(each.weight.shape) for each in projections_of(decoder.executor) if is_plain(each)
+        )
         assert [rig.say(prompts=[prompt])[0] for prompt in PROMPTS] == expected
         assert device.free_bytes > 0
     tight = {"max_step_tokens": 40, "max_prefill_tokens": 30, "max_context": 152}
@@ -292,7 +308,7 @@ def test_memory_that_runs_out_fails_one_request():
     with Rig(decoder) as rig:
         expected = rig.say()
     rig = Rig(decoder)
-    kernels = decoder.device_kernels
+    kernels = decoder.executor.kernels
     original, left = kernels.launch, [4]
 
     def launch(*arguments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from teneral.runtime.cuda.packing import NUM_PARTS, StepPacker
 from teneral.runtime.cuda.tables import tables_of
 from teneral.runtime.cuda.variants import TILE_ROWS
-from teneral.runtime.engine.requests import GenerationRequest
-from teneral.runtime.engine.sequence import Lane, SamplingState
-from teneral.runtime.engine.step_batch import Rows, build_batch
+from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.kv.blocks import Epoch
+from teneral.runtime.step.requests import GenerationRequest
+from teneral.runtime.step.rows import Rows, build_batch
+from teneral.runtime.step.state import SamplingState
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -51,10 +53,11 @@ def test_a_batch_is_that_of_a_cpu_with_its_tables(parts, group):
         expected = build_batch(parts, BLOCK_SIZE)
         assert batch.spans == expected.spans
         for name in ("tokens", "positions", "slots", "logit_rows"):
-            assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+            assert np.array_equal(getattr(batch, name), getattr(expected, name)), name
+            assert np.array_equal(getattr(batch.on_device, name).numpy(), getattr(expected, name)), name
         tables = tables_of(expected.spans, group, CPU)
         for name in tables.__slots__:
-            assert torch.equal(getattr(batch.tables, name), getattr(tables, name)), name
+            assert torch.equal(getattr(batch.on_device.tables, name), getattr(tables, name)), name
 
 
 @settings(deadline=None)
@@ -80,14 +83,15 @@ def test_rows_that_fill_up_a_recorded_step_write_and_read_nothing(parts, missing
     expected = build_batch(parts, BLOCK_SIZE)
     num = len(parts)
     assert batch.spans == expected.spans
-    assert torch.equal(batch.tokens[:num], expected.tokens)
-    assert torch.equal(batch.positions[:num], expected.positions)
-    assert batch.slots.tolist() == [*expected.slots.tolist(), *[-1] * missing]
-    assert batch.tables.contexts.tolist() == [*(span.context_len for span in expected.spans), *[0] * missing]
-    for each in (batch.logit_rows, batch.tables.starts, batch.tables.decoding):
+    told, tables = batch.on_device, batch.on_device.tables
+    assert told.tokens[:num].tolist() == batch.tokens.tolist() == expected.tokens.tolist()
+    assert told.positions[:num].tolist() == expected.positions.tolist()
+    assert told.slots.tolist() == [*expected.slots.tolist(), *[-1] * missing]
+    assert tables.contexts.tolist() == [*(span.context_len for span in expected.spans), *[0] * missing]
+    for each in (told.logit_rows, tables.starts, tables.decoding):
         assert each.tolist() == list(range(size))
-    for span, start in zip(expected.spans, batch.tables.table_starts.tolist(), strict=False):
-        assert tuple(batch.tables.blocks[start : start + len(span.blocks)].tolist()) == span.blocks
+    for span, start in zip(expected.spans, tables.table_starts.tolist(), strict=False):
+        assert tuple(tables.blocks[start : start + len(span.blocks)].tolist()) == span.blocks
 
 
 @settings(deadline=None)
@@ -99,8 +103,9 @@ def test_a_recorded_step_is_told_everything_where_it_was_told_before(some, other
     first = packer.decode_batch([], size, room)
     addresses = []
     for batch in (first, packer.decode_batch(some, size, room), packer.decode_batch(others, size, room)):
-        tensors = [batch.tokens, batch.positions, batch.slots, batch.logit_rows]
-        tensors += [getattr(batch.tables, name) for name in batch.tables.__slots__ if name != "tiles"]
+        told = batch.on_device
+        tensors = [told.tokens, told.positions, told.slots, told.logit_rows]
+        tensors += [getattr(told.tables, name) for name in told.tables.__slots__ if name != "tiles"]
         addresses.append([(each.data_ptr(), each.shape) for each in tensors])
     assert addresses[0] == addresses[1] == addresses[2]
     assert all(address for address, _ in addresses[0])

@@ -6,19 +6,17 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.device_engine import TIMEOUT_S
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.loader.timeline import Timeline
 from teneral.runtime.cuda import backend as backend_module
 from teneral.runtime.cuda import warm_up
-from teneral.runtime.cuda.storage import DeviceKVStorage
-from teneral.runtime.cuda.torch_backend import TorchBackend
+from teneral.runtime.cuda.executor import CudaModelBackend
+from teneral.runtime.cuda.torch_backend import TorchDeviceBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
-from teneral.runtime.models.build import build_model
-from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(3)]
 
@@ -42,9 +40,8 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         raise error
 
     monkeypatch.setattr(backend_module, "open_launcher", refuse)
-    monkeypatch.setattr(Decoder, "_storage", lambda self, kind: DeviceKVStorage)
     oracle = tiny_model("mistral", sliding_window=9)
-    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+    decoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[CudaModelBackend()])
     timeline = Timeline()
     engine = Engine(
         decoder,
@@ -53,7 +50,7 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         make_backend=backend_module.cuda_backend,
         timeline=timeline,
     )
-    assert isinstance(engine._backend, TorchBackend)
+    assert isinstance(engine._backend, TorchDeviceBackend)
     engine.start()
     generations = [
         engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 from tests.support.spill_rig import BLOCK_SIZE, POISON, HashPool, SpillRig, chain
 
 from teneral.runtime.kv import prefix_pool
@@ -51,13 +50,13 @@ class LockedContent:
         self._mutex = mutex
         self.num_blocks, self.size_bytes = len(kv.data), kv.data.nbytes
 
-    def copy_out(self, blocks: Sequence[int], into: torch.Tensor) -> None:
+    def copy_out(self, blocks: Sequence[int], into: np.ndarray) -> None:
         assert self._mutex.locked()
-        into.numpy()[:] = self._data[list(blocks)]
+        into[:] = self._data[list(blocks)]
 
-    def copy_in(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+    def copy_in(self, blocks: Sequence[int], content: np.ndarray) -> None:
         assert self._mutex.locked()
-        self._data[list(blocks)] = content.numpy()
+        self._data[list(blocks)] = content
 
 
 class SlowDoor:

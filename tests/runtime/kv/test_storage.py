@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teneral.runtime.backends.torch.storage import MAX_CODE, TorchInt8KVStorage, TorchKVStorage, TorchPool
+from teneral.runtime.backends.torch.tensors import torch_dtype
 from teneral.runtime.cuda.storage import DeviceKVStorage
-from teneral.runtime.engine.batch import SequenceSpan
-from teneral.runtime.kv.int8_storage import MAX_CODE, Int8KVStorage
-from teneral.runtime.kv.storage import KVPool, KVStorage
+from teneral.runtime.dtypes import DType
+from teneral.runtime.kv.storage import Int8KVStorage, KVStorage
+from teneral.runtime.step.batch import SequenceSpan
 
-KINDS: list[type[KVStorage] | type[Int8KVStorage] | type[DeviceKVStorage]] = [
-    KVStorage,
-    Int8KVStorage,
-    DeviceKVStorage,
-]
+KINDS: list[Any] = [TorchKVStorage, TorchInt8KVStorage, DeviceKVStorage]
+ON_HOST = {TorchKVStorage: KVStorage, TorchInt8KVStorage: Int8KVStorage}  # what other executors have
 LAYERS, HEADS, DIM, BLOCKS, BLOCK_SIZE = 2, 3, 4, 12, 4
 
 
-def storage(kind=KVStorage, dtype: torch.dtype = torch.float32) -> KVPool:
+def storage(kind: Any = TorchKVStorage, dtype: DType = DType.F32) -> Any:
     return kind(LAYERS, HEADS, DIM, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def written(kv: KVPool, blocks: tuple[int, ...], length: int, layer: int = 1) -> torch.Tensor:
+def written(kv: TorchPool, blocks: tuple[int, ...], length: int, layer: int = 1) -> torch.Tensor:
     """Writes random tokens into a sequence's blocks, and returns them: (T, 2, heads, dim)."""
     slots = torch.tensor([blocks[t // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE for t in range(length)])
-    tokens = torch.randn(length, 2, HEADS, DIM).to(kv.dtype)
+    tokens = torch.randn(length, 2, HEADS, DIM).to(torch_dtype(kv.dtype))
     kv.write(layer, slots, tokens.view(length, 2 * HEADS, DIM))
     return tokens
 
 
-def assert_same(kv: KVPool, read: torch.Tensor, tokens: torch.Tensor) -> None:
+def assert_same(kv: TorchPool, read: torch.Tensor, tokens: torch.Tensor) -> None:
     """read (heads, T, dim) is what was written of keys or of values, (T, heads, dim)."""
     expected = tokens.transpose(0, 1)
-    if isinstance(kv, KVStorage | DeviceKVStorage):
+    if isinstance(kv, TorchKVStorage | DeviceKVStorage):
         assert torch.equal(read, expected)
         return
-    assert read.dtype == kv.dtype
+    assert read.dtype == torch_dtype(kv.dtype)
     # Half a step of the codes; and what the dtype rounds away, of the scale (a code may be cut off) and of the product.
     largest = expected.float().abs().amax(-1, keepdim=True)
-    bound = largest * (0.5 / MAX_CODE + 2 * torch.finfo(kv.dtype).eps)
+    bound = largest * (0.5 / MAX_CODE + 2 * torch.finfo(torch_dtype(kv.dtype)).eps)
     assert ((read.float() - expected.float()).abs() <= bound).all()
 
 
@@ -49,7 +51,7 @@ def assert_same(kv: KVPool, read: torch.Tensor, tokens: torch.Tensor) -> None:
 @given(
     data=st.data(),
     kind=st.sampled_from(KINDS),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([DType.F32, DType.BF16, DType.F16]),
 )
 def test_tokens_are_read_back_from_any_blocks_and_from_any_of_them_on(data, kind, dtype):
     kv = storage(kind, dtype)
@@ -90,19 +92,19 @@ def test_layers_and_other_blocks_are_left_alone():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 def test_its_size_is_that_of_its_blocks(kind, dtype):
     kv = storage(kind, dtype)
 
     assert kv.size_bytes == BLOCKS * kind.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype)
     assert not KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype) % kv.element_bytes
     numbers = LAYERS * 2 * HEADS * BLOCKS * BLOCK_SIZE
-    in_codes = kind is Int8KVStorage
-    assert kv.size_bytes == numbers * (DIM + dtype.itemsize if in_codes else DIM * dtype.itemsize)
+    in_codes = kind is TorchInt8KVStorage
+    assert kv.size_bytes == numbers * (DIM + dtype.size_bytes if in_codes else DIM * dtype.size_bytes)
 
 
 @settings(deadline=None, max_examples=40)
-@given(data=st.data(), kind=st.sampled_from(KINDS), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(data=st.data(), kind=st.sampled_from(KINDS), dtype=st.sampled_from([DType.F32, DType.BF16]))
 def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data, kind, dtype):
     there, here = storage(kind, dtype), storage(kind, dtype)
     some_blocks = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=6, unique=True)
@@ -112,7 +114,7 @@ def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data, 
     unused = [block for block in range(BLOCKS) if block not in others]
     kept = written(here, tuple(unused), len(unused) * BLOCK_SIZE)
     block_bytes = kind.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, dtype)
-    content = torch.empty((len(blocks), block_bytes), dtype=torch.uint8)
+    content = np.empty((len(blocks), block_bytes), np.uint8)
 
     there.copy_out(blocks, content)
     here.copy_in(others, content)
@@ -123,13 +125,13 @@ def test_blocks_that_are_copied_out_and_in_elsewhere_hold_the_same_tokens(data, 
         assert torch.equal(one, other)
     keys, _ = here.read(1, here.extent(SequenceSpan(0, 1, len(kept), tuple(unused))))
     assert_same(here, keys, kept[:, 0])
-    again = torch.empty_like(content)
+    again = np.empty_like(content)
     here.copy_out(others, again)
-    assert torch.equal(again, content)
+    np.testing.assert_array_equal(again, content)
 
 
 @settings(deadline=None, max_examples=40)
-@given(data=st.data(), kind=st.sampled_from(KINDS), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(data=st.data(), kind=st.sampled_from(KINDS), dtype=st.sampled_from([DType.F32, DType.BF16]))
 def test_the_first_tokens_of_a_block_are_copied_in_all_layers_and_nothing_else_is_changed(data, kind, dtype):
     kv = storage(kind, dtype)
     everything = SequenceSpan(0, 1, BLOCKS * BLOCK_SIZE, tuple(range(BLOCKS)))
@@ -137,7 +139,7 @@ def test_the_first_tokens_of_a_block_are_copied_in_all_layers_and_nothing_else_i
         written(kv, everything.blocks, BLOCKS * BLOCK_SIZE, layer)
     source, target = data.draw(st.permutations(range(BLOCKS)))[:2]
     num_tokens = data.draw(st.integers(1, BLOCK_SIZE))
-    before = torch.empty((BLOCKS, kv.size_bytes // BLOCKS), dtype=torch.uint8)
+    before = np.empty((BLOCKS, kv.size_bytes // BLOCKS), np.uint8)
     kv.copy_out(everything.blocks, before)
     read = [kv.read(layer, kv.extent(everything)) for layer in range(LAYERS)]
     expected = [[each.clone() for each in pair] for pair in read]
@@ -149,17 +151,41 @@ def test_the_first_tokens_of_a_block_are_copied_in_all_layers_and_nothing_else_i
             by_block = each.view(HEADS, BLOCKS, BLOCK_SIZE, DIM)
             by_block[:, target, :num_tokens] = by_block[:, source, :num_tokens].clone()
             assert torch.equal(now, each)
-    after = torch.empty_like(before)
+    after = np.empty_like(before)
     kv.copy_out(everything.blocks, after)
     unconcerned = [block for block in range(BLOCKS) if block != target]
-    assert torch.equal(after[unconcerned], before[unconcerned])
+    np.testing.assert_array_equal(after[unconcerned], before[unconcerned])
     if num_tokens == BLOCK_SIZE:
-        assert torch.equal(after[target], before[source])
+        np.testing.assert_array_equal(after[target], before[source])
+
+
+@pytest.mark.parametrize("kind", list(ON_HOST))
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.F16])
+def test_a_pool_of_arrays_has_the_blocks_layout_and_size_of_one_of_tensors(kind, dtype):
+    torchs, arrays = storage(kind, dtype), storage(ON_HOST[kind], dtype)
+    written(torchs, tuple(range(BLOCKS)), BLOCKS * BLOCK_SIZE)
+    everything, block_bytes = list(range(BLOCKS)), torchs.size_bytes // BLOCKS
+    content = np.zeros((BLOCKS, block_bytes), np.uint8)
+    torchs.copy_out(everything, content)
+
+    arrays.copy_in(everything, content)
+    for pool in (torchs, arrays):
+        pool.copy_tokens(2, 7, 3)
+
+    expected, found = np.zeros_like(content), np.ones_like(content)
+    torchs.copy_out([7, 2, 5], expected[:3])
+    arrays.copy_out([7, 2, 5], found[:3])
+    np.testing.assert_array_equal(found[:3], expected[:3])
+    assert (arrays.layout, arrays.size_bytes, arrays.element_bytes) == (
+        torchs.layout,
+        torchs.size_bytes,
+        torchs.element_bytes,
+    )
 
 
 def test_pools_whose_blocks_can_be_exchanged_have_equal_layouts():
     assert storage().layout == storage().layout == "float32[2, 2, 3, 4, 4]"
-    layouts = {storage(kind, dtype).layout for kind in KINDS for dtype in (torch.float32, torch.bfloat16)}
+    layouts = {storage(kind, dtype).layout for kind in KINDS for dtype in (DType.F32, DType.BF16)}
     assert len(layouts) == 4
     assert storage().layout == storage(DeviceKVStorage).layout
 
@@ -167,7 +193,7 @@ def test_pools_whose_blocks_can_be_exchanged_have_equal_layouts():
 def test_blocks_move_between_a_device_and_the_cpu_as_between_two_of_a_kind():
     device, cpu, back = storage(DeviceKVStorage), storage(), storage(DeviceKVStorage)
     tokens = written(device, (3, 7), 2 * BLOCK_SIZE)
-    content = torch.empty((2, KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, torch.float32))).byte()
+    content = np.empty((2, KVStorage.block_bytes(LAYERS, HEADS, DIM, BLOCK_SIZE, DType.F32)), np.uint8)
 
     device.copy_out((3, 7), content)
     cpu.copy_in((1, 0), content)
@@ -186,26 +212,26 @@ def test_blocks_move_between_a_device_and_the_cpu_as_between_two_of_a_kind():
 @settings(deadline=None, max_examples=60)
 @given(
     exponent=st.integers(-20, 14),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=st.sampled_from([DType.F32, DType.BF16]),
     seed=st.integers(0, 99),
 )
 def test_every_token_and_head_has_a_scale_of_its_own(exponent, dtype, seed):
-    kv = storage(Int8KVStorage, dtype)
+    kv = storage(TorchInt8KVStorage, dtype)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randn((BLOCK_SIZE, 2, HEADS, DIM), generator=generator)
     tokens = (
         tokens * 2.0 ** torch.randint(-8, 9, (BLOCK_SIZE, 2, HEADS, 1), generator=generator) * 2.0**exponent
-    ).to(dtype)
+    ).to(torch_dtype(dtype))
     kv.write(0, torch.arange(BLOCK_SIZE), tokens.view(BLOCK_SIZE, 2 * HEADS, DIM))
     keys, values = kv.read(0, kv.extent(SequenceSpan(0, 1, BLOCK_SIZE, (0,))))
     assert_same(kv, keys, tokens[:, 0])
     assert_same(kv, values, tokens[:, 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16, DType.F16])
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_a_number(dtype):
-    kv = storage(Int8KVStorage, dtype)
-    tokens = torch.zeros((3, 2 * HEADS, DIM), dtype=dtype)
+    kv = storage(TorchInt8KVStorage, dtype)
+    tokens = torch.zeros((3, 2 * HEADS, DIM), dtype=torch_dtype(dtype))
     tokens[1, :, 0] = float("inf")
     tokens[2, :, 1] = float("nan")
     kv.write(0, torch.arange(3), tokens)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import DictWeights, build_model, embed
 from tests.support.tiny_models import DECODERS, ENCODERS, FAMILIES, config_json, tensors_of, tiny_model
 
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.encoder import Encoder
-from teneral.runtime.weights import DictWeights
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,7 +126,7 @@ def test_an_encoder_within_a_model_with_a_head_is_found(family):
     config = config_json(model)
 
     embeddings = [
-        build_model(config, DictWeights(named)).embed([[1, 5, 6, 2]]) for named in (tensors, wrapped)
+        embed(build_model(config, DictWeights(named)), [[1, 5, 6, 2]]) for named in (tensors, wrapped)
     ]
 
     assert torch.equal(*embeddings)

@@ -7,10 +7,12 @@ import itertools
 import pytest
 import torch
 
-from teneral.runtime.models.compute_dtype import ComputeDtype, ComputePolicy, CpuDtypes
+from teneral.runtime.backends.torch.compute_dtype import ComputePolicy, CpuDtypes
+from teneral.runtime.dtypes import DType
+from teneral.runtime.models.executor import ComputeDtype
 from teneral.runtime.models.parameters import COMPUTE_DTYPES
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32 = DType.BF16, DType.F16, DType.F32
 NEITHER, ONLY_BF16, ONLY_FP16, BOTH = (
     CpuDtypes(bfloat16=False, float16=False),
     CpuDtypes(bfloat16=True, float16=False),
@@ -37,51 +39,45 @@ CPUS = (NEITHER, ONLY_BF16, ONLY_FP16, BOTH)
 def test_floats_are_computed_as_they_are_stored_or_in_fp32_where_the_cpu_is_slow(stored, cpu, compute, why):
     chosen = ComputePolicy(cpu).choose(stored, is_quantised=False)
 
-    assert (chosen.compute, chosen.matrices, chosen.why) == (compute, compute, why)
+    assert (chosen.dtype, chosen.why) == (compute, why)
 
 
 @pytest.mark.parametrize(
-    ("stored", "cpu", "compute", "matrices"),
+    ("stored", "cpu", "compute"),
     [
-        (BF16, ONLY_BF16, BF16, BF16),
-        (BF16, BOTH, BF16, BF16),
-        (BF16, NEITHER, FP32, FP32),
-        (BF16, ONLY_FP16, FP32, FP32),
-        (FP16, ONLY_BF16, BF16, FP32),  # a head in fp16 would lose bits in bf16
-        (FP16, BOTH, BF16, FP32),
-        (FP16, NEITHER, FP32, FP32),
-        (FP16, ONLY_FP16, FP32, FP32),
-        *((FP32, cpu, FP32, FP32) for cpu in CPUS),
+        (BF16, ONLY_BF16, BF16),
+        (BF16, BOTH, BF16),
+        (BF16, NEITHER, FP32),
+        (BF16, ONLY_FP16, FP32),
+        (FP16, ONLY_BF16, BF16),
+        (FP16, BOTH, BF16),
+        (FP16, NEITHER, FP32),
+        (FP16, ONLY_FP16, FP32),
+        *((FP32, cpu, FP32) for cpu in CPUS),
     ],
 )
-def test_integers_are_computed_in_bf16_where_it_is_fast_and_floats_beside_them_lose_nothing(
-    stored, cpu, compute, matrices
-):
+def test_integers_are_computed_in_bf16_where_it_is_fast(stored, cpu, compute):
     chosen = ComputePolicy(cpu).choose(stored, is_quantised=True)
 
-    assert (chosen.compute, chosen.matrices) == (compute, matrices)
+    assert chosen.dtype is compute
 
 
 @pytest.mark.parametrize("asked", COMPUTE_DTYPES)
 def test_what_was_asked_for_is_taken_on_every_cpu_and_to_the_letter(asked):
     for cpu, stored, is_quantised in itertools.product(CPUS, COMPUTE_DTYPES, [False, True]):
-        policy = ComputePolicy(cpu, asked=str(asked).removeprefix("torch."))
+        policy = ComputePolicy(cpu, asked=asked.label)
 
         chosen = policy.choose(stored, is_quantised=is_quantised)
 
-        assert chosen == ComputeDtype(
-            stored, asked, asked, takes_few_rows_as_stored=False, why="it was asked for"
-        )
+        assert chosen == ComputeDtype(stored, asked, "it was asked for")
 
 
-def test_the_timeline_is_told_both_dtypes_and_why():
+def test_people_are_told_both_dtypes_and_why():
     chosen = ComputePolicy(NEITHER).choose(FP16, is_quantised=False)
 
-    assert chosen.told == {
-        "stored_dtype": "float16",
-        "compute_dtype": "float32",
-        "why": "the CPU has no fast fp16",
-    }
+    assert chosen.describe("torch") == (
+        "weights in float16, computing in float32 by torch: the CPU has no fast fp16"
+    )
 
 
 def test_this_machine_says_something_of_itself():

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teneral.runtime.backends.torch.activations import activation
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.activations import activation
+from teneral.runtime.models import spec
 from teneral.runtime.models.config import ACTIVATIONS, DecoderConfig, EncoderConfig, is_encoder
 from teneral.runtime.models.rope_config import RopeType
 
@@ -284,7 +285,8 @@ def test_windows_that_cannot_be_meant_are_refused(changes):
 
 
 def test_every_activation_that_is_accepted_can_be_computed():
-    assert all(callable(activation(name)) for name in ACTIVATIONS)
+    assert set(ACTIVATIONS) == set(spec._ACTIVATIONS)
+    assert all(callable(activation(name)) for name in spec.Activation)
 
 
 # -- encoders ----------------------------------------------------------------------------------------------

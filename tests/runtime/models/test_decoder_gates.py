@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.errors import UnavailableError
 from teneral.loader.format.manifest import Tier
-from teneral.runtime.models.build import build_model
-from teneral.runtime.weights import DictWeights, Gate
+from teneral.runtime.weights import Gate
 
 
 class ArrivingGate:
@@ -53,7 +53,7 @@ class ArrivingWeights(DictWeights):
             if group == self._broken:
                 raise UnavailableError("the store went away", source="s3://bucket", name="draft-000.bin")
             for name in names:
-                self.tensor(name).copy_(self._finished[name])
+                self.in_torch(name).copy_(self._finished[name])
 
         return ArrivingGate(wait)
 
@@ -69,7 +69,7 @@ def test_building_asks_no_gate_and_changes_no_weight():
     build_model(config_json(oracle), weights)
 
     assert weights.log == []
-    assert all(weights.tensor(name).isnan().all() for name in weights.names())
+    assert all(weights.in_torch(name).isnan().all() for name in weights.names())
 
 
 def test_each_layer_runs_before_the_next_gate_is_asked():

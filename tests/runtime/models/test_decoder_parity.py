@@ -6,14 +6,14 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model, forward
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.weights import DictWeights
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -186,9 +186,9 @@ def test_only_the_rows_that_are_asked_for_get_logits(rows):
     _, decoder = both("llama")
     whole = Stepper(decoder).step({"a": prompt_of(20)})["a"]
     stepper = Stepper(decoder)
-    batch = replace(stepper.batch({"a": prompt_of(20)}), logit_rows=torch.tensor(rows, dtype=torch.long))
+    batch = replace(stepper.batch({"a": prompt_of(20)}), logit_rows=np.array(rows, dtype=np.int64))
 
-    some = decoder.forward(batch, stepper.kv)
+    some = forward(decoder, batch, stepper.kv)
 
     assert some.shape == (len(rows), decoder.config.vocab_size)
     torch.testing.assert_close(some, whole[rows], atol=1e-5, rtol=1e-5)

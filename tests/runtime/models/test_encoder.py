@@ -10,12 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.decoding import prompt_of
+from tests.support.models import DictWeights, build_model, embed
 from tests.support.tiny_models import ENCODERS, config_json, tensors_of, tiny_model
 
 from teneral.runtime.errors import ContextLengthError, RequestError
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.encoder import MAX_BATCH_TOKENS, Encoder, batches_by_length
-from teneral.runtime.weights import DictWeights
 
 POOLING = {"mean": {"pooling_mode_mean_tokens": True}, "cls": {"pooling_mode_cls_token": True}}
 MODULES = [
@@ -66,7 +65,7 @@ def test_a_batch_of_different_lengths_gives_the_oracles_embeddings_in_order(fami
     oracle, encoder = both(family, mode, normalize=normalize)
     lists = texts(7, 90, 1, 33, 90, 2)
 
-    ours = encoder.embed(lists)
+    ours = embed(encoder, lists)
 
     expected = torch.stack([oracle_embedding(oracle, tokens, mode, normalize=normalize) for tokens in lists])
     assert ours.dtype is torch.float32
@@ -81,7 +80,7 @@ def test_variants_of_bert_give_the_oracles_embeddings(overrides):
     [tokens] = texts(40)
 
     torch.testing.assert_close(
-        encoder.embed([tokens])[0], oracle_embedding(oracle, tokens, "mean"), atol=1e-4, rtol=1e-4
+        embed(encoder, [tokens])[0], oracle_embedding(oracle, tokens, "mean"), atol=1e-4, rtol=1e-4
     )
 
 
@@ -89,7 +88,7 @@ def test_bf16_embeddings_point_where_the_oracles_do():
     oracle, encoder = both("bert", dtype=torch.bfloat16)
     [tokens] = texts(40)
 
-    ours, theirs = encoder.embed([tokens])[0], oracle_embedding(oracle, tokens, "mean")
+    ours, theirs = embed(encoder, [tokens])[0], oracle_embedding(oracle, tokens, "mean")
 
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.999
 
@@ -104,7 +103,7 @@ def test_names_from_tensorflow_are_understood():
     }
     old = build_model(config_json(oracle), DictWeights(renamed), modules=MODULES, pooling=POOLING["mean"])
 
-    assert torch.equal(old.embed(texts(9)), encoder.embed(texts(9)))
+    assert torch.equal(embed(old, texts(9)), embed(encoder, texts(9)))
 
 
 def test_each_gate_is_asked_once_a_batch_before_its_layer():
@@ -137,7 +136,7 @@ def test_no_texts_give_no_embeddings():
 def test_a_text_may_fill_the_position_table_and_not_more():
     _, encoder = both("roberta")
     limit = encoder.config.max_tokens
-    assert encoder.embed(texts(limit)).isfinite().all()
+    assert embed(encoder, texts(limit)).isfinite().all()
 
     with pytest.raises(ContextLengthError, match=f"input 1 has {limit + 1} tokens"):
         encoder.embed(texts(3, limit + 1))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import DictWeights, build_model, product
 from tests.support.quantized import awq_tensors, dense, gptq_tensors
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
@@ -23,20 +24,16 @@ from teneral.loader.sources.open import open_source, open_store
 from teneral.loader.stream.load import WeightLoad
 from teneral.loader.tools.pack import pack
 from teneral.loader.tools.unpack import unpack
+from teneral.runtime.backends.torch.compute_dtype import ComputePolicy, CpuDtypes
+from teneral.runtime.dtypes import DType
 from teneral.runtime.errors import ModelError
-from teneral.runtime.kernels.copies import ROUNDING
-from teneral.runtime.kernels.kinds import products_of
-from teneral.runtime.models.build import build_model
-from teneral.runtime.models.compute_dtype import ComputePolicy, CpuDtypes
-from teneral.runtime.models.converted import ConvertedLinear
+from teneral.runtime.models import projections
+from teneral.runtime.models.converted import ConvertedProjection
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.fields import Fields
-from teneral.runtime.models.linear import take_linear, take_stacked
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.quantization_config import QuantizationConfig
-from teneral.runtime.models.quantized import QuantizedLinear
-from teneral.runtime.quality.served import install_copies
-from teneral.runtime.weights import DictWeights, StreamedWeights
+from teneral.runtime.weights import StreamedWeights
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -75,9 +72,13 @@ class Matrix:
         return dense(self.levels, self.zeros, self.scales, self.order)
 
 
+def take_linear(*arguments: Any, bias: bool) -> Any:
+    return product(projections.take_linear(*arguments, bias=bias))
+
+
 def parameters_of(tensors: dict[str, torch.Tensor], note: dict[str, Any]) -> Parameters:
     config = QuantizationConfig.from_fields(Fields({"quantization_config": note}))
-    return Parameters(DictWeights(tensors), "", torch.float32, config)
+    return Parameters(DictWeights(tensors), "", DType.F32, config)
 
 
 @given(
@@ -123,28 +124,27 @@ def test_awq_means_what_its_integers_do(columns, group_size, rows, seed):
 @pytest.mark.parametrize("note", [GPTQ, AWQ])
 def test_integers_and_zeros_are_kept_as_they_are(note):
     matrix = Matrix(16, 128, note)
-    projection = take_linear(parameters_of(matrix.tensors("x"), note), "x", 128, 16, bias=False)
-    assert isinstance(projection, ConvertedLinear)
-    projection(torch.zeros(1, 128))
+    tensors = matrix.tensors("x")
+    projection = projections.take_linear(parameters_of(tensors, note), "x", 128, 16, bias=False)
+    assert isinstance(projection, ConvertedProjection)
 
-    assert projection._kept is not None
-    linear = projection._kept[0].linear
+    (found,) = projection.matrices()
 
-    assert (linear.bits, linear.group_size, linear.weight.dtype) == (4, 32, torch.uint8)
-    assert linear.zero.tolist() == matrix.zeros.tolist()
-    assert torch.equal(linear.scale, torch.from_numpy(matrix.scales.astype(np.float16)).float())
+    assert projection.is_settled
+    assert (found.bits, found.group_size, found.weight.dtype) == (4, 32, DType.U8)
+    assert found.weight.array.ctypes.data % 64 == 0
+    assert found.zero.array.tolist() == matrix.zeros.tolist()
+    np.testing.assert_array_equal(found.scale.array, matrix.scales.astype(np.float16).astype(np.float32))
 
 
 def test_symmetric_weights_need_no_zeros_and_large_groups_are_several_small_ones():
     note = {**GPTQ, "sym": True, "group_size": -1}
     matrix = Matrix(16, 256, note)
-    projection = take_linear(parameters_of(matrix.tensors("x"), note), "x", 256, 16, bias=False)
-    projection(torch.zeros(1, 256))
+    parameters = parameters_of(matrix.tensors("x"), note)
 
-    assert projection._kept is not None
-    linear = projection._kept[0].linear
+    (found,) = projections.take_linear(parameters, "x", 256, 16, bias=False).matrices()
 
-    assert (linear.zero, linear.group_size) == (None, 128)
+    assert (found.zero, found.group_size) == (None, 128)
 
 
 @pytest.mark.parametrize("same_order", [False, True])
@@ -157,12 +157,12 @@ def test_q_k_and_v_are_one_product_where_their_columns_agree(same_order):
     tensors["q.bias"] = torch.randn(32)  # some tools write biases where the model has none
     x = torch.randn(4, 128)
 
-    projection = take_stacked(parameters_of(tensors, GPTQ), sizes, 128, bias=False)
+    projection = projections.take_stacked(parameters_of(tensors, GPTQ), sizes, 128, bias=False)
 
     expected = torch.cat([x @ matrix.weight().T for matrix in matrices.values()], dim=1)
     expected[:, :32] += tensors["q.bias"]
-    torch.testing.assert_close(projection(x), expected, atol=1e-3, rtol=1e-4)
-    assert len(projection._kept or ()) == (1 if same_order else 3)
+    torch.testing.assert_close(product(projection)(x), expected, atol=1e-3, rtol=1e-4)
+    assert len(projection.matrices()) == (1 if same_order else 3)
 
 
 def test_conversion_happens_once():
@@ -227,7 +227,7 @@ def test_columns_in_groups_that_are_none_are_refused(order):
 def test_integers_of_gptq_without_a_word_in_the_config_are_refused():
     with pytest.raises(ModelError, match=r"config\.json does not say"):
         take_linear(
-            Parameters(DictWeights(Matrix(16, 64, GPTQ).tensors("x")), "", torch.float32),
+            Parameters(DictWeights(Matrix(16, 64, GPTQ).tensors("x")), "", DType.F32),
             "x",
             64,
             16,
@@ -309,31 +309,6 @@ def test_a_checkpoint_computes_what_its_integers_mean(kind):
     torch.testing.assert_close(ours, expected, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("backend", ROUNDING)
-def test_a_checkpoint_is_computed_over_copies_of_what_it_was_converted_to(kind, backend):
-    note, act_order = MODELS[kind]
-    config, checkpoint, _ = foreign_model(note, act_order=act_order)
-    decoder = build_model(config, DictWeights(checkpoint))
-    assert isinstance(decoder, Decoder)
-    linears = [product.linear for product in products_of(decoder)]
-    integers = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
-    if not ROUNDING[backend].can_pack(integers[0]):
-        pytest.skip(f"{backend} is not here")
-    before = logits_of(decoder)
-
-    install_copies(decoder, backend, "model", reserved_bytes=0)
-    over_copies = logits_of(decoder)
-
-    assert len(integers) >= 4 * len(decoder.layers)
-    assert all(linear.packed is not None for linear in integers)
-    difference = float((over_copies - before).norm() / before.norm())
-    assert difference < 0.05
-    # OpenVINO rounds inputs to 8 bits where the processor multiplies those, and not at all with AVX2 alone.
-    if backend != "openvino" or torch.cpu._is_vnni_supported():
-        assert difference > 0
-
-
 @pytest.mark.parametrize("kind", ["gptq", "gptq in its order of activation", "awq"])
 def test_a_checkpoint_in_fp16_is_computed_in_bf16_where_that_is_fast(kind):
     note, act_order = MODELS[kind]
@@ -350,7 +325,7 @@ def test_a_checkpoint_in_fp16_is_computed_in_bf16_where_that_is_fast(kind):
 
     expected = logits_of(build_model(plain, DictWeights(floats)))
     assert isinstance(decoder, Decoder)
-    assert decoder.dtype is torch.bfloat16
+    assert decoder.dtype is DType.BF16
     assert torch.cosine_similarity(ours, expected, dim=-1).min() > 0.998
 
 
@@ -414,7 +389,7 @@ def test_what_was_converted_from_a_draft_is_not_kept():
     tensors["x.scales"].mul_(1.1)
     weights = Arriving(tensors)
     config = QuantizationConfig.from_fields(Fields({"quantization_config": AWQ}))
-    projection = take_linear(Parameters(weights, "", torch.float32, config), "x", 64, 16, bias=False)
+    projection = take_linear(Parameters(weights, "", DType.F32, config), "x", 64, 16, bias=False)
     x = torch.randn(2, 64)
 
     drafted = projection(x)

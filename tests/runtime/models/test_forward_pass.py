@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import DictWeights, build_model, forward
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.format.manifest import Tier
-from teneral.runtime.engine.batch import StepBatch, join, select
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.forward_pass import ForwardPass
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.batch import StepBatch, join, select
 
 FAMILIES = [
     ("llama", {}),
@@ -66,7 +66,7 @@ def finish(under_way: ForwardPass) -> torch.Tensor:
     while not under_way.is_done:
         assert under_way.can_advance()
         under_way.advance()
-    return under_way.logits
+    return torch.from_numpy(under_way.logits)
 
 
 def num_stages(decoder: Decoder) -> int:
@@ -76,7 +76,7 @@ def num_stages(decoder: Decoder) -> int:
 def apart(decoder: Decoder, *works: dict[str, list[int]]) -> list[torch.Tensor]:
     """The logits of these steps, one after the other, each in one go."""
     stepper = Stepper(decoder)
-    return [decoder.forward(stepper.batch(work), stepper.kv) for work in works]
+    return [forward(decoder, stepper.batch(work), stepper.kv) for work in works]
 
 
 ONE, TWO = {"one": prompt_of(13)}, {"two": prompt_of(7)}
@@ -92,7 +92,7 @@ def test_step_by_step_is_the_same_as_in_one_go(decoder: Decoder) -> None:
         stages.append(under_way.stage)
         under_way.advance()
     assert stages == list(range(num_stages(decoder)))
-    assert torch.equal(under_way.logits, expected)
+    assert torch.equal(torch.from_numpy(under_way.logits), expected)
 
 
 def test_what_happens_between_two_stages_does_not_matter(decoder: Decoder) -> None:
@@ -103,7 +103,7 @@ def test_what_happens_between_two_stages_does_not_matter(decoder: Decoder) -> No
     while not under_way.is_done:
         under_way.advance()
         stepper.step({"other": [under_way.stage]})
-    torch.testing.assert_close(under_way.logits, expected, **CLOSE)
+    torch.testing.assert_close(torch.from_numpy(under_way.logits), expected, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_pass_that_stays_one_layer_behind_sees_the_keys_of_the_one_before(deco
             ahead.advance()
         behind.advance()
     for under_way, logits in zip((ahead, behind), expected, strict=True):
-        torch.testing.assert_close(under_way.logits, logits, **CLOSE)
+        torch.testing.assert_close(torch.from_numpy(under_way.logits), logits, **CLOSE)
 
 
 def test_three_passes_may_be_joined_one_by_one(llama: Decoder) -> None:
@@ -280,13 +280,13 @@ def test_whether_it_can_go_on_is_what_the_next_stages_gate_says(
 
 def test_what_it_will_begin_with_can_be_sent_for(tiered: tuple[Decoder, TieredWeights]) -> None:
     decoder, weights = tiered
-    decoder.want(torch.tensor([3, 1]), Tier.REFINE)
+    decoder.want(np.array([3, 1]), Tier.REFINE)
     assert weights.log == [("rows", [3, 1])]
 
 
 def equal(one: StepBatch, other: StepBatch) -> bool:
     return one.spans == other.spans and all(
-        torch.equal(getattr(one, name), getattr(other, name))
+        np.array_equal(getattr(one, name), getattr(other, name))
         for name in ("tokens", "positions", "slots", "logit_rows")
     )
 
@@ -306,11 +306,11 @@ def test_batches_are_joined_and_taken_apart_without_loss(
     kept = sorted(data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=1)))
     chosen, rows = select(joined, kept)
     assert equal(chosen, join([singles[number] for number in kept]))
-    assert torch.equal(joined.tokens[rows], chosen.tokens)
+    assert np.array_equal(joined.tokens[rows], chosen.tokens)
 
 
 def test_taking_spans_out_keeps_only_their_logit_rows(llama: Decoder) -> None:
     batch = Stepper(llama).batch(ONE | TWO)
-    last_rows = StepBatch(batch.tokens, batch.positions, batch.slots, batch.spans, torch.tensor([12, 19]))
+    last_rows = StepBatch(batch.tokens, batch.positions, batch.slots, batch.spans, np.array([12, 19]))
     chosen, _ = select(last_rows, [1])
     assert chosen.logit_rows.tolist() == [6]

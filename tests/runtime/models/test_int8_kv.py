@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
+from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.engine import Engine, EngineOptions
-from teneral.runtime.engine.requests import GenerationRequest, SamplingParams
 from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.models.build import build_model
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 WAIT_S = 60.0
 
@@ -68,7 +68,7 @@ def test_an_engine_in_8_bits_shares_prefixes():
     decoder = decoder_of("llama")
     kv_bytes = 64 * decoder.kv_block_bytes(4, kind=KVKind.INT8)
     options = EngineOptions(kv_bytes=kv_bytes, block_size=4, kv_dtype=KVKind.INT8)
-    engine = Engine(decoder, ToyTokenizer(), options=options)
+    engine = Engine(decoder, ToyTokenizer(), options=options, make_backend=host_backend)
     assert engine.statistics().num_blocks == 64
     engine.start()
     try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from tests.support.models import DictWeights, arrays_of, product
 
-from teneral.runtime.models.linear import Linear, SideBySide, stacked_view, take_stacked
+from teneral.runtime.backends.torch.linear import Linear, SideBySide
+from teneral.runtime.backends.torch.tensors import stacked_view
+from teneral.runtime.dtypes import DType
 from teneral.runtime.models.parameters import Parameters
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.models.projections import take_stacked
+from teneral.runtime.tensors import Tensor
 
 SIZES = [("q", 6), ("k", 2), ("v", 2)]
 NUM_IN = 4
@@ -30,7 +35,8 @@ def shapes(*, bias: bool) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def stacked(tensors: dict[str, torch.Tensor], *, bias: bool) -> Linear | SideBySide:
-    projection = take_stacked(Parameters(DictWeights(tensors), "", torch.float32), SIZES, NUM_IN, bias=bias)
+    parameters = Parameters(DictWeights(tensors), "", DType.F32)
+    projection = product(take_stacked(parameters, SIZES, NUM_IN, bias=bias))
     assert isinstance(projection, Linear | SideBySide)
     return projection
 
@@ -78,3 +84,18 @@ def test_what_does_not_lie_back_to_back_is_no_view():
     assert stacked_view([first, second.view(4, 2)]) is None
     assert stacked_view([first, second.view(torch.int32)]) is None
     assert stacked_view(gapped) is None
+
+
+def test_arrays_that_do_not_lie_back_to_back_are_no_view_either():
+    first, second = arrays_of(in_one_slab([("a", (2, 4)), ("b", (2, 4))])).values()
+    gapped = list(arrays_of(in_one_slab([("a", (2, 4)), ("b", (2, 4))], gap=1)).values())
+
+    whole = first.stacked_with([second])
+    assert whole is not None
+    assert whole.array.ctypes.data == first.array.ctypes.data
+    assert whole.shape == (4, 4)
+    assert second.stacked_with([first]) is None
+    assert first.stacked_with([Tensor(DType.F32, second.array.copy())]) is None
+    assert first.stacked_with([Tensor(DType.F32, second.array.reshape(4, 2))]) is None
+    assert first.stacked_with([Tensor(DType.I32, second.array.view(np.int32))]) is None
+    assert gapped[0].stacked_with([gapped[1]]) is None

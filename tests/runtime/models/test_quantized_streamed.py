@@ -6,9 +6,11 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import build_model, forward
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
@@ -21,9 +23,8 @@ from teneral.loader.stream.options import LoadOptions
 from teneral.loader.stream.rows import RowParts
 from teneral.loader.tools.pack import pack
 from teneral.loader.tools.quantize_plan import QuantizeOptions
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.quantized import QuantizedLinear
+from teneral.runtime.models.matrices import IntegerMatrix
 from teneral.runtime.weights import StreamedWeights
 
 KINDS = [QuantizeOptions(8), QuantizeOptions(4), QuantizeOptions(4, 32, asymmetric=True)]
@@ -82,7 +83,7 @@ def test_a_step_begins_with_the_scales_and_the_rows_of_its_tokens(artifact):
     source = PacedSource(open_source(str(artifact)))
     manifest = open_artifact(source)
     table = RowParts(manifest, TABLE)
-    rows, far = torch.tensor([0, 1, 1030]), 8 * 1024 - 1
+    rows, far = np.array([0, 1, 1030]), 8 * 1024 - 1
     asked = table.holding(rows.tolist())
     assert len(asked) < len(table.all)
     rest = source.hold(reads_of(manifest, *(manifest.parts[number] for number in table.all - asked)))
@@ -93,14 +94,15 @@ def test_a_step_begins_with_the_scales_and_the_rows_of_its_tokens(artifact):
         decoder = decoder_over(load, source)
         load.want_parts(asked)
         load.start()
-        decoder.entry_gate(rows)
-        begun = decoder.embeddings(rows)
-        assert not decoder.entry_gate.opens(torch.tensor([far]), 0.0)
+        gate, embeddings = decoder.weights.entry_gate, decoder.executor.embeddings
+        gate(rows)
+        begun = embeddings(torch.from_numpy(rows))
+        assert not gate.opens(np.array([far]), 0.0)
         rest.release()
-        decoder.entry_gate(torch.tensor([far]))
+        gate(np.array([far]))
         load.join()
-        assert torch.equal(begun, decoder.embeddings(rows))
-        assert decoder.embeddings(torch.tensor([far])).isfinite().all()
+        assert torch.equal(begun, embeddings(torch.from_numpy(rows)))
+        assert embeddings(torch.tensor([far])).isfinite().all()
 
 
 def test_there_is_no_draft_so_a_pass_over_one_is_exact(artifact):
@@ -112,7 +114,7 @@ def test_there_is_no_draft_so_a_pass_over_one_is_exact(artifact):
         decoder = decoder_over(load, source)
         load.start()
         stepper = Stepper(decoder)
-        logits = decoder.forward(stepper.batch({"a": steps[0]}), stepper.kv, tier=Tier.DRAFT)
+        logits = forward(decoder, stepper.batch({"a": steps[0]}), stepper.kv, tier=Tier.DRAFT)
 
     assert torch.equal(logits, finished_logits(artifact, steps)[0])
 
@@ -123,8 +125,8 @@ def test_what_the_loader_puts_side_by_side_is_used_as_one_matrix(artifact):
     with closing(source), WeightLoad(source, open_artifact(source)) as load:
         decoder = decoder_over(load, source)
 
-    assert isinstance(decoder.head, QuantizedLinear)
-    for layer in decoder.layers:
-        assert isinstance(layer.attention.qkv, QuantizedLinear)
-        assert isinstance(layer.mlp.gate_up, QuantizedLinear)
-        assert layer.attention.qkv.scale.data_ptr() != layer.attention.qkv.weight.data_ptr()
+    assert isinstance(decoder.weights.head.matrices()[0], IntegerMatrix)
+    for layer in decoder.weights.layers:
+        (qkv,), (gate_up,) = layer.qkv.matrices(), layer.gate_up.matrices()
+        assert isinstance(qkv, IntegerMatrix)
+        assert isinstance(gate_up, IntegerMatrix)

@@ -7,22 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
-from teneral.runtime.models.build import build_model
+from teneral.runtime.backends.torch.rope import RopeTable, rotate_
 from teneral.runtime.models.config import DecoderConfig
-from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.rope import RopeTable, frequencies_of, rotate_
 from teneral.runtime.models.rope_config import RopeConfig, RopeType
-from teneral.runtime.weights import DictWeights
+from teneral.runtime.models.rotary import Rotary
 
-PLAIN = RopeConfig(RopeType.DEFAULT, 10_000.0, 8, 4_096, 4_096)
+PLAIN = Rotary.of(RopeConfig(RopeType.DEFAULT, 10_000.0, 8, 4_096, 4_096), 4_096)
 
 
 def test_a_rotation_turns_each_pair_by_position_times_frequency():
     x = torch.randn(3, 2, 8)
     positions = torch.tensor([0, 5, 700])
-    frequencies, _ = frequencies_of(PLAIN, 4_096)
+    frequencies = torch.tensor(PLAIN.frequencies)
     turned = x.clone()
 
     rotate_(turned, *RopeTable(PLAIN, 4_096, torch.float32).rows(positions, 701))
@@ -59,7 +58,7 @@ def test_a_table_that_grew_says_the_same_as_one_made_at_once():
 
 
 @pytest.mark.parametrize("stretch", [2, 3])
-def test_dynamic_scaling_beyond_the_trained_context_matches_a_prefill_of_that_length(stretch):
+def test_dynamic_scaling_beyond_the_trained_context_matches_a_prefill_of_that_length(stretch, monkeypatch):
     oracle = tiny_model(
         "llama",
         max_position_embeddings=32,
@@ -68,9 +67,12 @@ def test_dynamic_scaling_beyond_the_trained_context_matches_a_prefill_of_that_le
     config = DecoderConfig.from_json(config_json(oracle))
     assert config.max_context == 32
     longer = replace(config, max_context=32 * stretch)
+    monkeypatch.setattr(DecoderConfig, "from_json", lambda data: longer)
     prompt = prompt_of(32 * stretch)
 
-    ours = Stepper(Decoder(longer, DictWeights(tensors_of(oracle)))).step({"a": prompt})["a"]
+    ours = Stepper(build_model({"model_type": "llama"}, DictWeights(tensors_of(oracle)))).step({"a": prompt})[
+        "a"
+    ]
 
     torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
 

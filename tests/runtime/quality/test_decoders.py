@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import oracle_greedy, oracle_logits, prompt_of
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.quality import decoders
 from teneral.runtime.quality.decoders import CONTEXT_TOKENS, DRAFTED_TOKENS, compare_decoders
-from teneral.runtime.weights import DictWeights
 
 
 def decoder_of(oracle: Any) -> Decoder:

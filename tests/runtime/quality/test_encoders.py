@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoding import prompt_of
+from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.runtime.errors import ModelError
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.encoder import Encoder
 from teneral.runtime.quality.encoders import compare_encoders
-from teneral.runtime.weights import DictWeights
 
 SENTENCES = [prompt_of(length) for length in (5, 9, 4, 30, 12, 7, 21)]
 
@@ -51,7 +50,7 @@ def test_an_encoder_that_is_compared_with_itself_keeps_everything():
 
 def test_figures_are_those_of_the_definitions():
     draft, exact = encoder(noise=0.15), encoder()
-    vectors = [model.embed(SENTENCES).double() for model in (draft, exact)]
+    vectors = [torch.from_numpy(model.embed(SENTENCES)).double() for model in (draft, exact)]
     cosines = torch.cosine_similarity(*vectors, dim=-1).tolist()
     pairs = list(combinations(range(len(SENTENCES)), 2))
     ours, theirs = (

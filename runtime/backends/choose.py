@@ -1,0 +1,100 @@
+"""Which way computes a model: what `--backend` asks for, and what this machine and its weights allow.
+
+The only place that knows all backends. What is chosen is logged; a wish that cannot be met is an error, never silently
+something else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from ...loader.errors import UsageError
+from ...loader.host import available_cores
+from ...loader.timeline import Timeline
+from ..models.executor import ExecutorFactory
+from ..step.backend import Backend, BackendOptions
+from ..tensors import CPU
+
+AUTO, NATIVE, TORCH = "auto", "native", "torch"
+BACKENDS = (AUTO, NATIVE, TORCH)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What was asked for, and for where."""
+
+    asked: str = AUTO  # one of BACKENDS
+    device: str = CPU  # where the weights are
+    compute_dtype: str = AUTO  # or a name as config.json has it
+    threads: int | None = None  # None: as many as there are cores
+    trim_imports: bool = False
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch computes whatever the model is, so that its import need not wait for the model's config."""
+        return self.device != CPU or self.asked == TORCH
+
+    def check(self) -> None:
+        """Raises `UsageError` for what cannot be had here."""
+        if self.asked == NATIVE and self.device != CPU:
+            raise UsageError(
+                f"the native backend computes on the CPU, and the weights are on {self.device}",
+                key="backend",
+                hint="Leave --backend out, or add --device cpu.",
+            )
+        if self.is_torch and not has_torch():
+            raise UsageError(
+                "torch is not installed"
+                + (f", and weights on {self.device} need it" if self.device != CPU else ""),
+                key="backend",
+                hint="pip install 'teneral[torch]'; on a CPU --backend native needs none.",
+            )
+
+    def model_backends(self) -> Iterator[ExecutorFactory]:
+        """In the order in which they are asked whether they compute a model. Each is imported when its turn comes."""
+        self.check()
+        if self.device != CPU:
+            self.import_torch()
+            from ..cuda.executor import CudaModelBackend  # nobody else has a device
+
+            yield CudaModelBackend()
+            return
+        if self.asked == TORCH or (self.asked == AUTO and has_torch()):
+            self.import_torch()
+            from .torch.backend import TorchBackend
+            from .torch.compute_dtype import ComputePolicy
+
+            yield TorchBackend(ComputePolicy.of_this_machine(self.compute_dtype))
+
+    def import_torch(self) -> bool:
+        """The longest import by far. Whether it was trimmed; the environment decides how its threads wait."""
+        # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
+        # Read once, when torch brings the library in (docs/decisions/0007).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from ..torch_import import import_torch
+
+        trimmed = import_torch(trim=self.trim_imports)
+        import torch
+
+        torch.set_num_threads(self.threads or available_cores())
+        return trimmed
+
+
+def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
+    """A `MakeBackend`: the one for where the model's weights are."""
+    if getattr(model, "device", CPU) != CPU:
+        from ..cuda.backend import cuda_backend  # nobody else needs it
+
+        return cuda_backend(model, kv, options, timeline)
+    from .host import host_backend
+
+    return host_backend(model, kv, options, timeline)
+
+
+def has_torch() -> bool:
+    """Whether torch is installed. Does not import it."""
+    return find_spec("torch") is not None

@@ -1,0 +1,39 @@
+"""What torch is to a model that is being built, and to an engine's steps on a CPU."""
+
+from __future__ import annotations
+
+from ...dtypes import DType
+from ...models.executor import ComputeDtype, refusal_of
+from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.spec import DecoderSpec, EncoderSpec
+from . import decoder, encoder
+from .compute_dtype import ComputePolicy
+from .decoder import TorchExecutor
+from .encoder import TorchEncoderExecutor
+
+
+class TorchBackend:
+    """An `ExecutorFactory`. Weights on a device stay in their dtype; on a CPU `policy` chooses."""
+
+    name = "torch"
+
+    def __init__(self, policy: ComputePolicy | None = None) -> None:
+        """Without a policy everything is computed in the dtype of the stored weights."""
+        self._policy = policy
+
+    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+        if self._policy is None:
+            return ComputeDtype(stored, stored, "as stored")
+        return self._policy.choose(stored, is_quantised=is_quantised)
+
+    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        return refusal_of(spec, decoder.IMPLEMENTED, self.name)
+
+    def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
+        return refusal_of(spec, encoder.IMPLEMENTED, self.name)
+
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> TorchExecutor:
+        return TorchExecutor(spec, weights)
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> TorchEncoderExecutor:
+        return TorchEncoderExecutor(spec, weights)

@@ -1,0 +1,78 @@
+"""Decoders on a CUDA device: torch's executor, with kernels of ours in its place once the backend has made them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backends.torch.backend import TorchBackend
+from ..backends.torch.decoder import TorchExecutor
+from ..kv.kinds import KVKind
+from ..models.matrices import DecoderWeights
+from ..models.spec import DecoderSpec
+from ..step.batch import Int64s, StepBatch
+from .decoder import DeviceKernels, DeviceStep
+from .storage import DeviceKVStorage
+from .tables import DeviceBatch
+
+
+class CudaExecutor(TorchExecutor):
+    """An `Executor` whose logits stay on the device, for `DeviceSampler`, where kernels compute them."""
+
+    kernels: DeviceKernels | None = None
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    @torch.inference_mode()
+    def embed(self, batch: StepBatch) -> torch.Tensor:
+        told = batch.on_device
+        return self.embeddings(told.tokens) if isinstance(told, DeviceBatch) else super().embed(batch)
+
+    @torch.inference_mode()
+    def begin(self, batch: StepBatch, kv: Any) -> Any:
+        if self.kernels is None or not self.kernels.takes(batch, kv):
+            return super().begin(batch, kv)
+        told = batch.on_device
+        positions = torch.from_numpy(batch.positions).to(self.device) if told is None else told.positions
+        cos, sin = self.rope.rows(positions, max(span.context_len for span in batch.spans))
+        return self.kernels.begin(batch, kv, cos, sin)
+
+    @torch.inference_mode()
+    def layers(self, step: Any, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(step, DeviceStep):
+            return super().layers(step, first, end, x)
+        for index in range(first, end):
+            x = step.layer(index, x)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: torch.Tensor, rows: Int64s) -> Any:
+        if self.kernels is None:
+            return super().logits(x, rows)
+        return self.kernels.logits(x[torch.from_numpy(rows).to(self.device)])
+
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
+        if kind is not KVKind.MODEL:
+            return super().new_kv(num_blocks, block_size, kind)
+        spec = self.spec
+        return DeviceKVStorage(
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=spec.dtype,
+            device=self.device,
+        )
+
+
+class CudaModelBackend(TorchBackend):
+    """An `ExecutorFactory` for weights on a device: everything is computed in the dtype that is stored."""
+
+    name = "cuda"
+
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> CudaExecutor:
+        return CudaExecutor(spec, weights)

@@ -1,0 +1,55 @@
+"""Weights that a load is placing on a device: torch's tensors over the device's memory, in the form of `Tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...loader.stream.device_load import DeviceLoad
+from ..backends.torch.tensors import TORCH_DTYPES, stacked_view
+from ..dtypes import DType
+from ..tensors import Tensor
+from ..weights import StreamedWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTensor(Tensor):
+    """`array` is a torch tensor, bf16 in torch's own dtype."""
+
+    def on_host(self) -> npt.NDArray[Any]:
+        copy: torch.Tensor = self.array.cpu()
+        bits = copy.view(torch.uint16) if self.dtype is DType.BF16 else copy
+        array: npt.NDArray[Any] = bits.numpy()
+        return array
+
+    def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:
+        whole = stacked_view([self.array, *(other.array for other in others)])
+        return None if whole is None else DeviceTensor(self.dtype, whole, self.device)
+
+
+class DeviceWeights(StreamedWeights):
+    """As `StreamedWeights`, where the load's slabs are another device's."""
+
+    def __init__(self, load: DeviceLoad) -> None:
+        super().__init__(load)
+        self._device_load = load
+        self._device_slabs: dict[int, torch.Tensor] = {}
+
+    def _view(self, group: int, begin: int, end: int, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+        if group not in self._device_slabs:
+            self._device_slabs[group] = torch.utils.dlpack.from_dlpack(self._device_load.device_slab(group))
+        slab = self._device_slabs[group]
+        own = slab[begin:end].view(TORCH_DTYPES[dtype.value]).view(shape)
+        return DeviceTensor(dtype, own, str(slab.device))
+
+
+def as_device_tensor(array: npt.NDArray[np.generic], dtype: DType, device: str) -> DeviceTensor:
+    """A copy of the array there."""
+    own = torch.from_numpy(np.ascontiguousarray(array))
+    own = own.view(torch.bfloat16) if dtype is DType.BF16 else own
+    return DeviceTensor(dtype, own.to(device), device)

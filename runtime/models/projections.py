@@ -1,0 +1,135 @@
+"""Projections out of a model's tensors: several matrices of one input as one, where their weights lie back to back.
+
+A loader that puts q, k and v (or gate and up) next to each other makes the stacked matrix a view of what
+arrived: nothing is copied, and nothing can be, since the content may not be there yet.
+
+Which tensors there are decides what a projection is made of: with `X.weight_scale` its weights are integers, with
+`X.qweight` those of GPTQ or AWQ (docs/quantize.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..dtypes import DType
+from ..errors import ModelError
+from ..tensors import Tensor
+from .converted import take_converted
+from .matrices import DenseMatrix, EmbeddingTable, IntegerMatrix, Matrix, Projection, StoredProjection
+from .parameters import Parameters
+from .quantized import RUN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedProjection:
+    """Projections of different kinds, side by side: some matrices are of GPTQ or AWQ, and others are not."""
+
+    parts: tuple[Projection, ...]
+
+    @property
+    def num_in(self) -> int:
+        return self.parts[0].num_in
+
+    @property
+    def num_out(self) -> int:
+        return sum(part.num_out for part in self.parts)
+
+    @property
+    def is_settled(self) -> bool:
+        return all(part.is_settled for part in self.parts)
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for part in self.parts for matrix in part.matrices())
+
+
+def take_linear(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Projection:
+    """The projection whose tensors are `name`.weight and, with `bias`, `name`.bias."""
+    return take_stacked(parameters, [(name, num_out)], num_in, bias=bias)
+
+
+def take_stacked(
+    parameters: Parameters, names_and_sizes: Sequence[tuple[str, int]], num_in: int, *, bias: bool
+) -> Projection:
+    """One projection to all the (name, num_out), in this order. Raises `ModelError` for what does not fit."""
+    is_foreign = [f"{name}.qweight" in parameters for name, _ in names_and_sizes]
+    if all(is_foreign):
+        return take_converted(parameters, names_and_sizes, num_in, bias=bias)
+    if any(is_foreign):
+        return JoinedProjection(
+            tuple(take_linear(parameters, name, num_in, size, bias=bias) for name, size in names_and_sizes)
+        )
+    parts = [_take_one(parameters, name, num_in, num_out, bias=bias) for name, num_out in names_and_sizes]
+    whole = _stacked(parts) if len(parts) > 1 else None
+    return StoredProjection(tuple(parts) if whole is None else (whole,))
+
+
+def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_size: int) -> EmbeddingTable:
+    """The table `name`.weight. Raises `ModelError` where it does not fit."""
+    if f"{name}.weight_scale" not in parameters:
+        return EmbeddingTable(parameters.take(f"{name}.weight", vocab_size, hidden_size))
+    weight = parameters.take_as(f"{name}.weight", (vocab_size, hidden_size), DType.I8)
+    scale = parameters.take_as(f"{name}.weight_scale", (vocab_size, 1), DType.BF16, DType.F32)
+    return EmbeddingTable(weight, scale)
+
+
+def _take_one(parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool) -> Matrix:
+    if f"{name}.weight_scale" in parameters:
+        return _take_integers(parameters, name, num_in, num_out, bias=bias)
+    weight = parameters.take(f"{name}.weight", num_out, num_in)
+    return DenseMatrix(weight, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _take_integers(
+    parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool
+) -> IntegerMatrix:
+    """The shapes of a matrix's pieces must fit each other, so that nothing that is computed with them can fail."""
+    full_name = parameters.full_name(name)
+    weight, scale = parameters.peek(f"{name}.weight"), parameters.peek(f"{name}.weight_scale")
+    is_packed = weight.dtype is DType.U8
+    num_groups = scale.shape[1] if len(scale.shape) == 2 else 0
+    if num_groups < 1 or num_in % num_groups or (is_packed and num_in % RUN):
+        raise ModelError(
+            f"tensor {full_name}.weight_scale has shape {scale.shape}, which does not fit "
+            f"{full_name}.weight with {num_in} columns"
+        )
+    parameters.take_as(f"{name}.weight", (num_out, num_in // 2 if is_packed else num_in), DType.I8, DType.U8)
+    parameters.take_as(f"{name}.weight_scale", (num_out, num_groups), DType.BF16, DType.F32)
+    needs_zero = parameters.quantization is not None and not parameters.quantization.symmetric
+    zero = None
+    if is_packed and (needs_zero or f"{name}.weight_zero" in parameters):
+        zero = parameters.take_as(f"{name}.weight_zero", (num_out, num_groups), DType.U8)
+    return IntegerMatrix(weight, scale, zero, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _stacked(parts: Sequence[Matrix]) -> Matrix | None:
+    """One matrix over all their tensors, as views; None unless these lie back to back."""
+    first = parts[0]
+    if isinstance(first, DenseMatrix):
+        dense = [part for part in parts if isinstance(part, DenseMatrix)]
+        weight = _whole([part.weight for part in dense])
+        bias = _whole([part.bias for part in dense])
+        if len(dense) < len(parts) or weight is None or (first.bias is not None and bias is None):
+            return None
+        return DenseMatrix(weight, bias)
+    integers = [part for part in parts if isinstance(part, IntegerMatrix)]
+    if len(integers) < len(parts):
+        return None
+    weight = _whole([part.weight for part in integers])
+    scale = _whole([part.scale for part in integers])
+    zero, bias = _whole([part.zero for part in integers]), _whole([part.bias for part in integers])
+    some_lack = any(
+        whole is None and any(tensor is not None for tensor in tensors)
+        for whole, tensors in (
+            (zero, [part.zero for part in integers]),
+            (bias, [part.bias for part in integers]),
+        )
+    )
+    if weight is None or scale is None or some_lack:
+        return None
+    return IntegerMatrix(weight, scale, zero, bias)
+
+
+def _whole(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    there = [tensor for tensor in tensors if tensor is not None]
+    return there[0].stacked_with(there[1:]) if len(there) == len(tensors) else None

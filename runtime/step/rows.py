@@ -1,0 +1,67 @@
+"""From rows of sequences to the arrays of a step. Runs once a step, beside the model: it must cost little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..kv.blocks import Epoch
+from .batch import SequenceSpan, StepBatch
+
+
+class LaneLike(Protocol):
+    """Where a sequence's keys and values of one epoch lie."""
+
+    epoch: Epoch
+    blocks: tuple[int, ...]
+    num_computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens [first, end) of one sequence, whose keys and values go to a lane that holds the blocks for them.
+
+    Logits are wanted of the last `num_logits` of them.
+    """
+
+    lane: LaneLike
+    tokens: Sequence[int]  # from the sequence's first on
+    first: int
+    end: int
+    num_logits: int
+
+
+def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
+    """The batch for these rows; all lanes must be of one epoch. `logit_rows` are in this order."""
+    assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    spans: list[SequenceSpan] = []
+    for part in parts:
+        blocks = part.lane.blocks
+        spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
+        tokens += part.tokens[part.first : part.end]
+        positions += range(part.first, part.end)
+        position = part.first
+        while position < part.end:  # block by block: a prompt has many tokens
+            block, offset = divmod(position, block_size)
+            num_in_block = min(block_size - offset, part.end - position)
+            slot = blocks[block] * block_size + offset
+            slots += range(slot, slot + num_in_block)
+            position += num_in_block
+        logit_rows += range(len(tokens) - part.num_logits, len(tokens))
+    # One array and views of it: making an array from a list costs more than anything else here.
+    num_tokens = len(tokens)
+    numbers = np.array(tokens + positions + slots + logit_rows, dtype=np.int64)
+    return StepBatch(
+        numbers[:num_tokens],
+        numbers[num_tokens : 2 * num_tokens],
+        numbers[2 * num_tokens : 3 * num_tokens],
+        tuple(spans),
+        numbers[3 * num_tokens :],
+    )

@@ -1,0 +1,155 @@
+"""From logits to the next token, sequence by sequence.
+
+Order, as in transformers: logit bias; repetition penalty (prompt and output), presence and frequency penalty
+(output); temperature; top-k (values equal to the k-th are kept); top-p of what is left, renormalised (the
+smallest set of best tokens that reaches p, at least one); min-p (against the best token's probability).
+Log-probabilities are taken before the temperature.
+
+A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
+wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
+the token to be drawn. So there is no generator whose state could be lost or shared: what a sequence draws depends
+neither on its company in the batch, nor on having been preempted. And two models that nearly agree nearly always draw
+the same, which is what lets a draft be confirmed (docs/decisions/0015). On a CUDA device `cuda/sampling.py` says the
+same, with other numbers (0019). Rows are never mixed; nothing is known here of text or scheduling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ModelError
+from .requests import TokenLogprob
+from .state import Choice, SamplingState
+
+NUM_BUCKETS = 1_024
+MAX_BUCKET_DEPTH = 30.0  # of scores below the best; all tokens beyond together have next to no probability
+TINY = 1e-30  # so that equal scores, all of depth 0, can be divided by the largest depth
+
+Floats = npt.NDArray[np.float32]
+Int64s = npt.NDArray[np.int64]
+
+
+def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    """The next token for each row of `logits` (R, vocab), which is left as it is. Changes no state. Among equal scores
+    the lowest id wins.
+
+    A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice.
+    """
+    if all(state.is_plain_greedy for state in states):
+        return [Choice(token) if math.isfinite(score) else not_finite() for score, token in _best(logits)]
+    return [_choose(row, state) for row, state in zip(logits, states, strict=True)]
+
+
+def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
+    """(num,) float64 from the exponential distribution, the same for the same `seed`, which fits 64 bits, signed, and
+    `index`. In 64 bits because in 32 some of so many would be 0, and win any race.
+    """
+    return np.random.Generator(np.random.SFC64([seed % (1 << 64), index])).standard_exponential(num)
+
+
+def _choose(logits: Floats, state: SamplingState) -> Choice | ModelError:
+    scores = _adjust(logits, state)  # (vocab,)
+    ((score, token),) = _best(scores[None])
+    if not math.isfinite(score):
+        return not_finite()
+    if state.params.temperature != 0:
+        token = _draw(scores - np.float32(score), state)
+    if state.num_top_logprobs is None:
+        return Choice(token)
+    return Choice(token, _logprob(scores, token, state.num_top_logprobs))
+
+
+def _best(scores: Floats) -> list[tuple[float, int]]:
+    """The highest score of each row of (R, vocab), NaN counting as the highest, and its token."""
+    return [(scores.item(row, token), token) for row, token in enumerate(scores.argmax(axis=-1).tolist())]
+
+
+def _adjust(logits: Floats, state: SamplingState) -> Floats:
+    """Bias and penalties. A new array, unless there is nothing to do."""
+    params = state.params
+    scores = logits.copy() if params.logit_bias or state.output_counts or state.seen else logits
+    if params.logit_bias:
+        tokens, values = zip(*params.logit_bias, strict=True)
+        np.add.at(scores, np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32))
+    if params.repetition_penalty != 1.0:
+        seen = np.array(list(state.seen), dtype=np.int64)
+        old = scores[seen]
+        penalty = np.float32(params.repetition_penalty)
+        scores[seen] = np.where(old > 0, old / penalty, old * penalty)
+    if (params.presence_penalty or params.frequency_penalty) and state.output_counts:
+        tokens_out = np.array(list(state.output_counts), dtype=np.int64)
+        counts = np.array(list(state.output_counts.values()), dtype=np.float32)
+        scores[tokens_out] -= (
+            np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+        )
+    return scores
+
+
+def _draw(relative_scores: Floats, state: SamplingState) -> int:
+    """Draws from (vocab,) scores whose maximum is 0, so that no temperature can overflow them."""
+    params = state.params
+    with np.errstate(over="ignore"):  # to -inf, whose probability is 0
+        scores: Floats = relative_scores / np.float32(params.temperature)
+    kept: Int64s | None = None  # (K,), ascending; None: all tokens
+    if 0 < params.top_k < scores.size:
+        kept = np.flatnonzero(scores >= np.partition(scores, -params.top_k)[-params.top_k])
+        scores = scores[kept]
+    if params.top_p < 1.0:
+        best = np.flatnonzero(_reaches_mass(scores, params.top_p))
+        kept, scores = best if kept is None else kept[best], scores[best]
+    if params.min_p > 0.0:
+        likely = np.flatnonzero(scores >= math.log(params.min_p))  # the best has score 0
+        kept, scores = likely if kept is None else kept[likely], scores[likely]
+    noise = exponentials(state.seed, state.num_outputs, relative_scores.size)
+    if kept is not None:
+        noise = noise[kept]
+    index = int((np.exp(scores.astype(np.float64)) / noise).argmax())
+    return index if kept is None else int(kept[index])
+
+
+def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
+    """Which are the fewest best tokens that together have `top_p` of the probability, at least one; (N,).
+
+    `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in which `top_p`
+    is reached is sorted: sorting a whole vocabulary costs ten times as much.
+    """
+    depth = np.minimum(-scores, np.float32(MAX_BUCKET_DEPTH))
+    buckets = (depth * (NUM_BUCKETS / (float(depth.max()) + TINY))).astype(np.int64)
+    mass = np.bincount(buckets, weights=np.exp(scores).astype(np.float64)).cumsum()
+    wanted = top_p * mass[-1]
+    last = int(np.searchsorted(mass, wanted))
+    mass_before = mass[last - 1] if last else 0.0
+    inside = np.flatnonzero(buckets == last)
+    order = np.argsort(-scores[inside], kind="stable")
+    ordered = np.exp(scores[inside][order]).astype(np.float64)
+    reached = mass_before + ordered.cumsum() >= wanted
+    num_inside = int(np.count_nonzero(~reached)) + 1  # all before the one that reaches it, and that one
+    keep: npt.NDArray[np.bool_] = buckets < last
+    keep[inside[order[:num_inside]]] = True
+    return keep
+
+
+def _logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:
+    wide = scores.astype(np.float64)
+    wide -= wide.max()
+    logprobs = (wide - math.log(float(np.exp(wide).sum()))).astype(np.float32)
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top:
+        count = min(num_top, logprobs.size)
+        able = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
+        best = able[np.argsort(-logprobs[able], kind="stable")[:count]]
+        pairs = zip(best.tolist(), logprobs[best].tolist(), strict=True)
+        top = tuple((other, value) for other, value in pairs if value > -math.inf)
+    return TokenLogprob(token, logprobs.item(token), top)
+
+
+def not_finite() -> ModelError:
+    """In place of a choice."""
+    return ModelError(
+        "the model's logits are not finite numbers",
+        hint="The weights may be damaged, or overflow in their dtype: `teneral verify` checks the artifact.",
+    )

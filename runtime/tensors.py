@@ -1,0 +1,81 @@
+"""Arrays with their element types: the form in which weights go from the loader to whatever computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .dtypes import DType
+
+CPU = "cpu"
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """An array and what its elements are; BF16 is held as uint16. C-contiguous.
+
+    On the host `array` is numpy's. On a device it is what that device's backend computes with (`cuda/weights.py`).
+    """
+
+    dtype: DType
+    array: Any
+    device: str = CPU
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.size_bytes
+
+    def on_host(self) -> npt.NDArray[Any]:
+        """The content in numpy; no copy where it is there. Blocks."""
+        array: npt.NDArray[Any] = self.array
+        return array
+
+    def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:
+        """This one and the others along their first dimension, as a view; None unless they lie back to back, in this
+        order, in one memory.
+        """
+        arrays = [self.array, *(other.array for other in others)]
+        base, end = _owner(self.array), _address(self.array)
+        for tensor, array in zip((self, *others), arrays, strict=True):
+            if (
+                tensor.dtype is not self.dtype
+                or array.shape[1:] != self.array.shape[1:]
+                or not array.flags.c_contiguous
+                or _address(array) != end
+                or _owner(array) is not base
+            ):
+                return None
+            end += array.nbytes
+        shape = (sum(len(array) for array in arrays), *self.array.shape[1:])
+        return Tensor(self.dtype, np.lib.stride_tricks.as_strided(self.array, shape, self.array.strides))
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """An uninitialised array that begins at a multiple of 64 bytes, as matrices have to."""
+    size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    room = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
+    begin = -_address(room) % ALIGNMENT_BYTES
+    array: npt.NDArray[Any] = room[begin : begin + size_bytes].view(dtype).reshape(shape)
+    return array
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _owner(array: npt.NDArray[Any]) -> Any:
+    """The array, or the buffer, that owns this one's memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return base

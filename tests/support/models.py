@@ -1,0 +1,69 @@
+"""Models over torch tensors, computed by torch unless a test names another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from teneral.runtime import weights
+from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.backends.torch.compute_dtype import ComputePolicy
+from teneral.runtime.backends.torch.linear import product_of
+from teneral.runtime.backends.torch.tensors import from_torch, to_torch
+from teneral.runtime.models import build
+from teneral.runtime.models.executor import ExecutorFactory
+from teneral.runtime.models.matrices import Projection
+from teneral.runtime.tensors import Tensor
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+    """The tensors in numpy; of one storage views of one array, as a load's are."""
+    storages: dict[int, np.ndarray] = {}
+    arrays: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        arrays[name] = own = from_torch(tensor)
+        if tensor.is_contiguous() and tensor.numel():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in storages:
+                storages[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            begin = tensor.storage_offset() * tensor.element_size()
+            part = storages[storage.data_ptr()][begin : begin + tensor.nbytes]
+            arrays[name] = Tensor(own.dtype, part.view(own.dtype.numpy).reshape(own.shape))
+    return arrays
+
+
+class DictWeights(weights.DictWeights):
+    """Finished weights. Arrays share the tensors' memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(arrays_of(tensors))
+
+    def in_torch(self, name: str) -> torch.Tensor:
+        return to_torch(self.tensor(name))
+
+
+def build_model(
+    config: Mapping[str, Any],
+    weights: weights.Weights,
+    *,
+    policy: ComputePolicy | None = None,
+    backends: Iterable[ExecutorFactory] | None = None,
+    **files: Any,
+) -> Any:
+    return build.build_model(config, weights, backends or [TorchBackend(policy)], **files)
+
+
+def product(projection: Projection) -> Any:
+    """What torch computes it with."""
+    return product_of(projection, torch.device("cpu"))
+
+
+def forward(decoder: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+    return torch.from_numpy(decoder.forward(*arguments, **options))
+
+
+def embed(encoder: Any, token_lists: Any) -> torch.Tensor:
+    return torch.from_numpy(encoder.embed(token_lists))

@@ -18,14 +18,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
-from teneral.runtime.kv.attention import paged_attention, plan_attention
-from teneral.runtime.kv.int8_storage import Int8KVStorage
 from tests.support.models import DictWeights, build_model
 
+from teneral.runtime.backends.torch.attention import paged_attention, plan_attention
+from teneral.runtime.backends.torch.storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
+from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.kinds import KVKind
-from teneral.runtime.kv.storage import KVPool, KVStorage
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.quality.text import read_text
 from teneral.runtime.step.batch import SequenceSpan, StepBatch
@@ -103,10 +104,10 @@ def logits(decoder: Decoder, tokens: list[int], kind: KVKind) -> torch.Tensor:
     """(tokens, vocab_size) Of one pass, in which every token reads what those before it have stored."""
     count = len(tokens)
     num_blocks = -(-count // BLOCK_SIZE)
-    everything = torch.arange(count)
+    everything = np.arange(count)
     span = SequenceSpan(0, count, count, tuple(range(num_blocks)))
-    batch = StepBatch(torch.tensor(tokens), everything, everything, (span,), everything)
-    return decoder.forward(batch, decoder.new_kv(num_blocks, BLOCK_SIZE, kind=kind))
+    batch = StepBatch(np.array(tokens), everything, everything, (span,), everything)
+    return torch.from_numpy(decoder.forward(batch, decoder.new_kv(num_blocks, BLOCK_SIZE, kind=kind)))
 
 
 @torch.inference_mode()
@@ -119,13 +120,13 @@ def measure(context: int) -> None:
     prompt = torch.randn(context, 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     print(f"\none layer, {context} tokens of context, bf16: µs")
     print(f"{'':14}{'consecutive':>12}{'scattered':>12}{'store all':>12}")
-    kinds: list[tuple[str, type[KVStorage] | type[Int8KVStorage]]] = [
-        ("model", KVStorage),
-        ("int8", Int8KVStorage),
+    kinds: list[tuple[str, type[TorchKVStorage] | type[TorchInt8KVStorage]]] = [
+        ("model", TorchKVStorage),
+        ("int8", TorchInt8KVStorage),
     ]
     for name, storage in kinds:
-        kv: KVPool = storage(
-            1, KV_HEADS, HEAD_DIM, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16
+        kv: TorchPool = storage(
+            1, KV_HEADS, HEAD_DIM, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=DType.BF16
         )
         kv.write(0, torch.arange(context), prompt)
         times = [
@@ -135,7 +136,7 @@ def measure(context: int) -> None:
         print(f"{name:14}" + "".join(f"{each:12.0f}" for each in times))
 
 
-def attend(queries: torch.Tensor, kv: KVPool, context: int, blocks: tuple[int, ...]) -> torch.Tensor:
+def attend(queries: torch.Tensor, kv: TorchPool, context: int, blocks: tuple[int, ...]) -> torch.Tensor:
     plans = plan_attention([SequenceSpan(0, 1, context, blocks)], kv, num_heads=HEADS, window=None)
     return paged_attention(queries, kv, 0, plans, HEAD_DIM**-0.5)
 

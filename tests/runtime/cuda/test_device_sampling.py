@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 
 from teneral.runtime.cuda.sampling import DeviceSampler
-from teneral.runtime.engine import sampling
 from teneral.runtime.errors import ModelError
+from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.state import Choice, SamplingState
 
@@ -98,7 +98,7 @@ def test_rows_are_chosen_as_the_cpu_chooses_them_one_by_one(rows, seed, coarse):
     before = logits.clone()
     ours = sampler().choose(logits, states)
     assert torch.equal(logits, before)
-    assert_same(ours, sampling.choose_tokens(logits, states))
+    assert_same(ours, sampling.choose_tokens(logits.cpu().numpy(), states))
 
 
 def test_who_wants_more_than_the_best_candidates_gets_them_all():
@@ -107,7 +107,7 @@ def test_who_wants_more_than_the_best_candidates_gets_them_all():
     narrow = sampler(narrow=8)
     ours = narrow.choose(flat, states)
     assert narrow.num_redraws == 2  # of equals the lowest ids are the best: which these are, eight do not say
-    assert_same(ours, sampling.choose_tokens(flat, states))
+    assert_same(ours, sampling.choose_tokens(flat.cpu().numpy(), states))
     narrow.choose(logits_like(1, 0, coarse=False, width=20.0), [state(top_p=0.9, top_k=5, seed=3)])
     assert narrow.num_redraws == 2
 
@@ -118,7 +118,7 @@ def test_top_p_is_a_share_of_all_that_equal_the_kth():
     states = [state(top_k=64, top_p=0.4, seed=seed) for seed in range(40)]
     narrow = sampler(narrow=64)
     ours = narrow.choose(logits.expand(40, -1), states)
-    assert_same(ours, sampling.choose_tokens(logits.expand(40, -1), states))
+    assert_same(ours, sampling.choose_tokens(logits.expand(40, -1).numpy(), states))
     assert narrow.num_redraws == 40
 
 
@@ -129,7 +129,7 @@ def test_a_redrawn_row_keeps_its_penalties_and_has_its_own_logprobs():
     narrow = sampler(narrow=4)
     ours = narrow.choose(logits, states)
     assert narrow.num_redraws == 1
-    assert_same(ours, sampling.choose_tokens(logits, states))
+    assert_same(ours, sampling.choose_tokens(logits.cpu().numpy(), states))
     assert ours[0].logprob.top[0][0] == 7
 
 
@@ -160,5 +160,5 @@ def test_large_vocabularies_are_raced_in_pieces(params):
     logits = torch.randn((6, 3_500), generator=torch.Generator().manual_seed(1))
     states = [state(temperature=2.0, seed=seed, **params) for seed in range(6)]
     ours = DeviceSampler(CPU, ReferenceKernels()).choose(logits, states)
-    assert_same(ours, sampling.choose_tokens(logits, states))
+    assert_same(ours, sampling.choose_tokens(logits.cpu().numpy(), states))
     assert max(choice.token for choice in ours) > 1_024

@@ -1,0 +1,95 @@
+"""What the native core is to a model that is being built."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ....loader.native.library import VERSION, library
+from ...dtypes import DType
+from ...errors import ModelError
+from ...kv.kinds import KVKind
+from ...kv.storage import Int8KVStorage, KVStorage
+from ...models.executor import ComputeDtype, EncoderExecutor, Executor
+from ...models.matrices import DecoderWeights, EncoderWeights
+from ...models.spec import DecoderSpec, EncoderSpec
+from ...tensors import CPU
+from .decoder import NAME, NativeDecoder, refusal
+
+if TYPE_CHECKING:
+    from ....loader.native.library import Library
+
+_STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
+    KVKind.MODEL: KVStorage,
+    KVKind.INT8: Int8KVStorage,
+}
+_COMPUTED_IN = {DType.BF16: DType.BF16, DType.F16: DType.F32, DType.F32: DType.F32}
+
+
+class NativeBackend:
+    """An `ExecutorFactory`. bf16 is computed in bf16 with sums in fp32; fp16, whose numbers fp32 holds, in fp32."""
+
+    name = NAME
+
+    def __init__(self, compute_dtype: str = "auto", threads: int | None = None) -> None:
+        """`compute_dtype` is "auto" or a name as config.json has it. Raises `UsageError` where the environment names a
+        library that cannot be used.
+        """
+        self._asked = compute_dtype
+        self._library = library()
+        if self._library is not None and threads is not None:
+            self._library.functions.tn_set_threads(threads)
+
+    def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
+        if self._asked != "auto":
+            return ComputeDtype(stored, DType.of_label(self._asked), "it was asked for")
+        chosen = _COMPUTED_IN.get(stored, stored)
+        return ComputeDtype(
+            stored, chosen, "as stored" if chosen is stored else "fp32 holds every fp16 number"
+        )
+
+    def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
+        return self._lacks(weights.device) or refusal(spec, weights)
+
+    def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
+        return self._lacks(weights.device) or f"{NAME} computes no encoders yet"
+
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
+        assert self._library is not None
+        return _Decoder(spec, weights, self._library)
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
+        raise ModelError(f"{NAME} computes no encoders yet")
+
+    def _lacks(self, device: str) -> str | None:
+        if device != CPU:
+            return f"{NAME} computes on the CPU, and the weights are on {device}"
+        return None if self._library is not None else f"{NAME} has no library for this processor"
+
+
+class _Decoder(NativeDecoder):
+    """With the pools that it computes over."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
+        super().__init__(spec, weights, library)
+        self._isa = library.isa
+
+    @property
+    def numerics(self) -> str:
+        return f"{NAME}/{VERSION}/{self._isa}"
+
+    def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
+        spec = self._spec
+        return _STORAGES[kind](
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=spec.dtype,
+        )
+
+    def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
+        spec = self._spec
+        return _STORAGES[kind].block_bytes(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype
+        )

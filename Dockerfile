@@ -12,7 +12,8 @@ ARG TORCH_INDEX=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_EXTRA_INDEX_URL=${TORCH_INDEX}
 RUN python -m venv /opt/teneral
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py build_native.py README.md LICENSE ./
+COPY native native
 COPY src src
 COPY loader loader
 COPY runtime runtime

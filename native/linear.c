@@ -32,11 +32,14 @@ enum {
     ALONE_PRODUCTS = 1 << 18 /* below so many, waking threads costs more than it gains */
 };
 
-/* Rows of a tile: what the registers hold. With scales there are two sums for each element. */
-#if TN_LANES == 8
-enum { TILE_ROWS = 3, SCALED_TILE_ROWS = 2 };
-#else
+/* Rows of a tile: what the registers hold. With scales there are totals besides, which short vectors keep in memory:
+ * a group takes more of them, so that it matters less. */
+#if TN_LANES == 16
 enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 4 };
+#elif TN_LANES == 8
+enum { TILE_ROWS = 3, SCALED_TILE_ROWS = 3 };
+#else
+enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
 #endif
 
 /* Weights of 4 columns in one block of K: bf16 or fp32, from where they were loaded or from a strip. */
@@ -46,21 +49,21 @@ typedef struct {
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
-    bool prefetch;
-} quad_t;
+    vf (*totals)[QUAD];         /* memory for a tile's, where they are kept there */
+} quartet_t;
 
 /* ---- tiles ---- */
 
 #if TN_BF16_DOT
 /* Lanes of the products of `count` bf16 of each row with each column. */
-TN_INLINE void sum_bf16(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quad_t *w, int begin,
-                        int end) {
-    const uint16_t *const *column = (const uint16_t *const *)w->column;
+TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const uint16_t *x, int64_t x_stride,
+                        const quartet_t *w, int begin, int end) {
+    const uint16_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
     int k = begin;
     for (; k + 2 * TN_LANES <= end; k += 2 * TN_LANES) {
         vb weights[QUAD];
         for (int j = 0; j < QUAD; j++) {
-            if (w->prefetch) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
             weights[j] = vb_load(column[j] + k);
         }
         for (int i = 0; i < rows; i++) {
@@ -87,15 +90,15 @@ TN_INLINE vf load_input_part(const void *x, int64_t place, const bool is_bf16, i
 }
 
 /* The same in fp32; inputs are widened as they are loaded. */
-TN_INLINE void sum_f32(const int rows, const bool is_bf16, vf sums[][QUAD], const void *x, int64_t x_stride,
-                       const quad_t *w, int begin, int end) {
-    const float *const *column = (const float *const *)w->column;
+TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf sums[][QUAD], const void *x,
+                       int64_t x_stride, const quartet_t *w, int begin, int end) {
+    const float *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
     int k = begin;
     for (; k + TN_LANES <= end; k += TN_LANES) {
         vf inputs[TILE_ROWS];
         for (int i = 0; i < rows; i++) inputs[i] = load_input(x, i * x_stride + k, is_bf16);
         for (int j = 0; j < QUAD; j++) {
-            if (w->prefetch) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
+            if (ahead) __builtin_prefetch((const char *)(column[j] + k) + AHEAD_BYTES);
             const vf weights = vf_load(column[j] + k);
             for (int i = 0; i < rows; i++) sums[i][j] = vf_fma(inputs[i], weights, sums[i][j]);
         }
@@ -110,37 +113,43 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, vf sums[][QUAD], cons
 
 typedef enum { BF16_PAIRS, BF16_IN_F32, F32_IN_F32 } way_t;
 
-TN_INLINE void sum_lanes(const int rows, const way_t way, vf sums[][QUAD], const void *x, int64_t x_stride,
-                         const quad_t *w, int begin, int end) {
+/* Lanes of one stretch of K. `ahead`: the weights come from memory, and are asked for some steps before. */
+TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf sums[][QUAD], const void *x,
+                         int64_t x_stride, const quartet_t *w, int begin, int end) {
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
 #if TN_BF16_DOT
     if (way == BF16_PAIRS) {
-        sum_bf16(rows, sums, x, x_stride, w, begin, end);
+        sum_bf16(rows, ahead, sums, x, x_stride, w, begin, end);
         return;
     }
 #endif
-    sum_f32(rows, way == BF16_IN_F32, sums, x, x_stride, w, begin, end);
+    sum_f32(rows, way == BF16_IN_F32, ahead, sums, x, x_stride, w, begin, end);
 }
 
 /* Write, or add where the block is not the first, one block's share of `rows` by 4 sums into the panel. */
-TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quad_t *w, float *panel,
+TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w, float *panel,
                     bool first) {
     vf sums[TILE_ROWS][QUAD];
-    sum_lanes(rows, way, sums, x, x_stride, w, 0, w->count);
+    sum_lanes(rows, way, true, sums, x, x_stride, w, 0, w->count);
     for (int i = 0; i < rows; i++)
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
 
 /* The same with scales. */
-TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quad_t *w,
+TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w,
                            float *panel, bool first) {
-    vf totals[SCALED_TILE_ROWS][QUAD], sums[SCALED_TILE_ROWS][QUAD];
+    vf sums[SCALED_TILE_ROWS][QUAD];
+#if TN_LANES == 16
+    vf totals[SCALED_TILE_ROWS][QUAD];
+#else
+    vf(*totals)[QUAD] = w->totals;
+#endif
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
     int begin = 0, end = w->first_count;
     for (int group = 0; begin < w->count; group++) {
-        sum_lanes(rows, way, sums, x, x_stride, w, begin, end);
+        sum_lanes(rows, way, false, sums, x, x_stride, w, begin, end);
         for (int j = 0; j < QUAD; j++) {
             const vf scale = vf_set(w->scale[group][j]);
             for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[i][j], scale, totals[i][j]);
@@ -154,23 +163,27 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
 
 /* A tile of the number of rows that `rows` is: a function each, so that sums stay in registers. */
 #define AT_MOST(most, rows) ((rows) < (most) ? (rows) : (most))
-#define EACH_HEIGHT(function, most, way)                                               \
-    switch (rows) {                                                                    \
-    case 1: function(1, way, x, x_stride, w, panel, first); return;                    \
-    case 2: function(AT_MOST(most, 2), way, x, x_stride, w, panel, first); return;     \
-    case 3: function(AT_MOST(most, 3), way, x, x_stride, w, panel, first); return;     \
-    case 4: function(AT_MOST(most, 4), way, x, x_stride, w, panel, first); return;     \
-    case 5: function(AT_MOST(most, 5), way, x, x_stride, w, panel, first); return;     \
-    default: function(AT_MOST(most, 6), way, x, x_stride, w, panel, first); return;    \
+#define HEIGHT(function, most, way, height)                                                                      \
+    case height:                                                                                                 \
+        if (height <= most) function(AT_MOST(most, height), way, x, x_stride, w, panel, first);                  \
+        return;
+#define EACH_HEIGHT(function, most, way)                                                                         \
+    switch (rows) {                                                                                              \
+        HEIGHT(function, most, way, 1)                                                                           \
+        HEIGHT(function, most, way, 2)                                                                           \
+        HEIGHT(function, most, way, 3)                                                                           \
+        HEIGHT(function, most, way, 4)                                                                           \
+        HEIGHT(function, most, way, 5)                                                                           \
+        HEIGHT(function, most, way, 6)                                                                           \
     }
 
-typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first);
+typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first);
 
 #define TILES(way)                                                                                                   \
-    static void tile_##way(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first) {  \
+    static void tile_##way(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) {  \
         EACH_HEIGHT(tile, TILE_ROWS, way)                                                                            \
     }                                                                                                                \
-    static void scaled_##way(int rows, const void *x, int64_t x_stride, const quad_t *w, float *panel, bool first) { \
+    static void scaled_##way(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) { \
         EACH_HEIGHT(scaled_tile, SCALED_TILE_ROWS, way)                                                              \
     }
 TILES(BF16_PAIRS)
@@ -189,9 +202,10 @@ static tile_t tile_for(way_t way, bool is_scaled) {
 
 /* Columns of one block, and the scales of its groups. */
 typedef struct {
-    _Alignas(64) float weights[STRIP_COLUMNS][BLOCK]; /* or twice as many bf16 */
+    _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
     float scale[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
-    quad_t quad[STRIP_COLUMNS / QUAD];
+    vf totals[SCALED_TILE_ROWS][QUAD];
+    quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
 
 /* What is taken off the integers of a group; `place` is the group's among those of the whole matrix. */
@@ -335,7 +349,7 @@ static const void *weights_of(void *to, const tn_matrix *w, int64_t column, cons
 }
 
 /* The scales of the block's groups: those of column `column` as number j of its quad. */
-static void take_scales(quad_t *quad, float (*scale)[QUAD], int j, const tn_matrix *w, int64_t column,
+static void take_scales(quartet_t *quad, float (*scale)[QUAD], int j, const tn_matrix *w, int64_t column,
                         const block_t *block) {
     const int64_t first = column * block->num_groups + block->first_group;
     quad->scale = (const float(*)[QUAD])scale;
@@ -352,10 +366,11 @@ static void take_scales(quad_t *quad, float (*scale)[QUAD], int j, const tn_matr
  * The last quad's missing columns are its last one again: what is computed of them is not used. */
 static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int num, const block_t *block, way_t way) {
     for (int n = 0; n < (num + QUAD - 1) / QUAD * QUAD; n++) {
-        quad_t *quad = &strip->quad[n / QUAD];
+        quartet_t *quad = &strip->quad[n / QUAD];
         const int j = n % QUAD, from = n < num ? n : num - 1;
         quad->column[j] = n < num ? weights_of(strip->weights[n], w, first + n, block, way) : quad->column[j - 1];
         quad->count = block->count;
+        quad->totals = strip->totals;
         if (w->scale != NULL) take_scales(quad, strip->scale[n / QUAD], j, w, first + from, block);
     }
 }
@@ -392,7 +407,6 @@ static void sum_panel(float *panel, strip_t *strip, const tn_linear_args *args, 
             height = tile_rows(rows - row, most);
             const char *x = (const char *)args->x + ((first_row + row) * args->x_stride + begin) * x_bytes;
             for (int n = 0; n < num; n += QUAD) {
-                strip->quad[n / QUAD].prefetch = row == 0;
                 tile_of(height, x, args->x_stride, &strip->quad[n / QUAD], panel + row * STRIP_COLUMNS + n, begin == 0);
             }
         }
@@ -427,7 +441,7 @@ static void finish_panel(const float *panel, const tn_linear_args *args, int64_t
 void tn_linear_columns(const tn_linear_args *args, int64_t begin, int64_t end) {
     strip_t strip;
     float panel[PANEL_ROWS * STRIP_COLUMNS];
-    /* Where one tile takes all rows, a column is read from end to end. */
+    /* Where one tile takes all rows, a column is read from end to end; else tiles share a strip. */
     const int width = args->num_rows <= SCALED_TILE_ROWS ? QUAD : STRIP_COLUMNS;
     for (int64_t first = begin; first < end; first += width) {
         const int num = (int)(end - first < width ? end - first : width);

@@ -1,0 +1,268 @@
+/* Every function of the native core over random cases, compared with plain loops: for sanitizers and emulators.
+ *
+ * Heap blocks have exactly the size that a function may touch. Exits with 1 and says where at the first difference. */
+#include <math.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core.h"
+
+static uint64_t state = 88172645463325252u;
+
+static uint32_t random_bits(void) { /* xorshift */
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (uint32_t)(state >> 16);
+}
+
+static int random_below(int limit) { return (int)(random_bits() % (uint32_t)limit); }
+static float random_float(void) { return (float)((int)(random_bits() & 0xffff) - 32768) / 16384.0f; }
+
+static void fail(const char *what) {
+    fprintf(stderr, "%s: %s differs\n", tn_describe(), what);
+    exit(1);
+}
+
+static void *exactly(size_t bytes) {
+    void *block = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (block == NULL) exit(2);
+    /* The block ends where the data does, so that a sanitizer sees what is read behind. */
+    return (char *)block + ((bytes + 63) / 64 * 64 - bytes) / 16 * 16;
+}
+
+static float widen(uint16_t bits) {
+    uint32_t word = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
+static uint16_t bf16_of(float value) { /* truncated: the cases are made of it */
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    return (uint16_t)(word >> 16);
+}
+
+/* ---- products ---- */
+
+typedef struct {
+    tn_matrix matrix;
+    double *means; /* (num_out, num_in) */
+} weights_t;
+
+static weights_t make_weights(int dtype, int num_out, int num_in, int group_size, bool has_zero) {
+    weights_t made = {{.num_out = num_out, .num_in = num_in, .dtype = dtype}, exactly(sizeof(double) * num_out * num_in)};
+    const int item_bits = dtype == TN_F32 ? 32 : dtype == TN_BF16 || dtype == TN_F16 ? 16 : dtype == TN_I8 ? 8 : 4;
+    const int num_groups = num_in / group_size;
+    uint8_t *data = exactly((size_t)num_out * num_in * item_bits / 8);
+    float *scale = exactly(sizeof(float) * num_out * num_groups);
+    uint8_t *zero4 = exactly(num_out * num_groups);
+    int16_t *zero8 = exactly(sizeof(int16_t) * num_out * num_groups);
+    for (int group = 0; group < num_out * num_groups; group++) {
+        scale[group] = random_float();
+        zero4[group] = (uint8_t)random_below(16);
+        zero8[group] = (int16_t)(random_below(257) - 128);
+    }
+    for (int n = 0; n < num_out; n++) {
+        for (int k = 0; k < num_in; k++) {
+            const int place = n * num_in + k, group = n * num_groups + k / group_size;
+            const float value = random_float();
+            double mean = value;
+            if (dtype == TN_F32) memcpy(data + 4 * place, &value, 4);
+            if (dtype == TN_BF16) {
+                const uint16_t bits = bf16_of(value);
+                memcpy(data + 2 * place, &bits, 2);
+                mean = widen(bits);
+            }
+            if (dtype == TN_F16) {
+                const int power = random_below(16);
+                const uint16_t bits = (uint16_t)(power << 10 | random_below(2) << 15);
+                memcpy(data + 2 * place, &bits, 2);
+                mean = power ? ldexp(bits >> 15 ? -1.0 : 1.0, power - 15) : 0.0;
+            }
+            if (dtype == TN_I8) {
+                data[place] = (uint8_t)random_bits();
+                mean = ((int8_t)data[place] - (has_zero ? zero8[group] : 0)) * (double)scale[group];
+            }
+            if (dtype == TN_U4) {
+                const int level = random_below(16), column = k % 64;
+                uint8_t *byte = data + (n * num_in + k - column) / 2 + column % 32;
+                *byte = (uint8_t)(column < 32 ? level : (*byte & 15) | level << 4);
+                mean = (level - (has_zero ? zero4[group] : 8)) * (double)scale[group];
+            }
+            made.means[place] = mean;
+        }
+    }
+    made.matrix.data = data;
+    if (dtype == TN_I8 || dtype == TN_U4) {
+        made.matrix.scale = scale;
+        made.matrix.group_size = group_size;
+        if (has_zero) made.matrix.zero = dtype == TN_I8 ? (void *)zero8 : (void *)zero4;
+    }
+    return made;
+}
+
+static void check_product(const weights_t *weights, int rows, int x_dtype) {
+    const int num_in = (int)weights->matrix.num_in, num_out = (int)weights->matrix.num_out;
+    void *x = exactly((size_t)rows * num_in * (x_dtype == TN_F32 ? 4 : 2));
+    double *meant = exactly(sizeof(double) * rows * num_in);
+    float *out = exactly(sizeof(float) * rows * num_out), *alone = exactly(sizeof(float) * num_out);
+    for (int place = 0; place < rows * num_in; place++) {
+        const float value = random_float();
+        if (x_dtype == TN_F32) ((float *)x)[place] = value;
+        else ((uint16_t *)x)[place] = bf16_of(value);
+        meant[place] = x_dtype == TN_F32 ? value : widen(bf16_of(value));
+    }
+    tn_linear_args args = {sizeof args, &weights->matrix, x, out, rows, num_in, num_out, x_dtype, TN_F32};
+    if (tn_linear(&args) != TN_OK) fail("a status");
+    for (int row = 0; row < rows; row++) {
+        for (int n = 0; n < num_out; n++) {
+            double sum = 0, size = 1e-30;
+            for (int k = 0; k < num_in; k++) {
+                const double product = meant[row * num_in + k] * weights->means[n * num_in + k];
+                sum += product;
+                size += fabs(product);
+            }
+            if (!(fabs(out[row * num_out + n] - sum) <= 4e-6 * size)) fail("a product");
+        }
+    }
+    const int row = random_below(rows);
+    const int threads = 1 + random_below(5);
+    tn_set_threads(threads);
+    args.x = (char *)x + (size_t)row * num_in * (x_dtype == TN_F32 ? 4 : 2);
+    args.out = alone;
+    args.num_rows = 1;
+    if (tn_linear(&args) != TN_OK) fail("a status");
+    if (memcmp(alone, out + row * num_out, sizeof(float) * num_out)) fail("a row that is alone");
+}
+
+static void check_products(int cases) {
+    const int dtypes[] = {TN_F32, TN_BF16, TN_F16, TN_I8, TN_U4};
+    for (int number = 0; number < cases; number++) {
+        const int dtype = dtypes[number % 5], num_out = 1 + random_below(70);
+        int group_size = 1 + random_below(1200), num_in = group_size;
+        if (dtype == TN_U4 || (dtype == TN_I8 && random_below(2))) {
+            group_size = 32 * (1 + random_below(5));
+            num_in = group_size * 2 * (1 + random_below(6));
+        }
+        const weights_t weights = make_weights(dtype, num_out, num_in, group_size, random_below(2));
+        check_product(&weights, 1 + random_below(number % 7 ? 20 : 210), number % 2 ? TN_F32 : TN_BF16);
+    }
+}
+
+/* ---- merging ---- */
+
+static uint32_t plane_value(const uint8_t *plane, int bits, int64_t count, int64_t frame, int64_t element) {
+    const int share = 8 / bits;
+    const int64_t begin = element / frame * frame, left = count - begin < frame ? count - begin : frame;
+    const int64_t row = (left + share - 1) / share, at = element - begin;
+    return plane[begin / share + at % row] >> (at / row * bits) & ((1u << bits) - 1);
+}
+
+static void check_merge(int word_bytes, int mantissa_bits, int before, int known, int64_t count, int64_t frame) {
+    tn_merge_args args = {.size = sizeof args, .count = count, .frame_elements = frame, .word_bytes = word_bytes,
+                          .mantissa_bits = mantissa_bits, .known_bits = known};
+    const bool is_first = before < 0;
+    const int field_bits = is_first ? 1 + known : known - before;
+    for (int left = field_bits; left;) {
+        const int bits = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        args.plane_bits[args.num_planes] = bits;
+        uint8_t *plane = exactly((size_t)((count * bits + 7) / 8 + 1));
+        for (int64_t place = 0; place < (count * bits + 7) / 8 + 1; place++) plane[place] = (uint8_t)random_bits();
+        args.planes[args.num_planes++] = plane;
+        left -= bits;
+    }
+    uint8_t *exponents = exactly((size_t)count), *out = exactly((size_t)(count * word_bytes));
+    uint32_t *expected = exactly((size_t)count * 4);
+    for (int64_t i = 0; i < count; i++) {
+        exponents[i] = (uint8_t)(random_bits() & (mantissa_bits == 10 ? 31 : 255));
+        uint32_t word = random_bits() & (word_bytes == 2 ? 0xffff : ~0u), field = 0;
+        memcpy(out + i * word_bytes, &word, (size_t)word_bytes);
+        for (int plane = 0; plane < args.num_planes; plane++)
+            field = field << args.plane_bits[plane] | plane_value(args.planes[plane], args.plane_bits[plane], count, frame, i);
+        const int unknown = mantissa_bits - known;
+        const uint32_t fill = unknown ? 1u << (unknown - 1) : 0;
+        if (is_first)
+            word = (field >> known) << (8 * word_bytes - 1) | (uint32_t)exponents[i] << mantissa_bits |
+                   (field & ((1u << known) - 1)) << unknown | fill;
+        else
+            word = (word & ~0u << (mantissa_bits - before)) | field << unknown | fill;
+        expected[i] = word;
+    }
+    args.out = out;
+    args.exponents = is_first ? exponents : NULL;
+    if (tn_merge(&args) != TN_OK) fail("a status");
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(out + i * word_bytes, &expected[i], (size_t)word_bytes)) fail("a merged float");
+}
+
+static void check_merges(void) {
+    const struct { int word_bytes, mantissa_bits; } formats[] = {{2, 7}, {2, 10}, {4, 23}};
+    for (int format = 0; format < 3; format++)
+        for (int known = 0; known <= formats[format].mantissa_bits; known++)
+            for (int before = -1; before < known; before++)
+                check_merge(formats[format].word_bytes, formats[format].mantissa_bits, before, known,
+                            1 + random_below(5000), 64 * (1 + random_below(40)));
+}
+
+static void check_interleave(int num_planes, int64_t count) {
+    tn_interleave_args args = {.size = sizeof args, .count = count, .num_planes = num_planes};
+    uint8_t *planes[8], *out = exactly((size_t)(count * num_planes));
+    for (int plane = 0; plane < num_planes; plane++) {
+        args.planes[plane] = planes[plane] = exactly((size_t)count);
+        for (int64_t i = 0; i < count; i++) planes[plane][i] = (uint8_t)random_bits();
+    }
+    args.out = out;
+    if (tn_interleave(&args) != TN_OK) fail("a status");
+    for (int64_t i = 0; i < count; i++)
+        for (int plane = 0; plane < num_planes; plane++)
+            if (out[i * num_planes + plane] != planes[plane][i]) fail("an interleaved byte");
+}
+
+/* ---- the rest ---- */
+
+static void check_exp(void) {
+    enum { COUNT = 100003 };
+    float *x = exactly(sizeof(float) * COUNT), *out = exactly(sizeof(float) * COUNT);
+    for (int i = 0; i < COUNT; i++) x[i] = random_float() * 43.0f;
+    tn_exp(x, out, COUNT);
+    for (int i = 0; i < COUNT; i++)
+        if (!(fabs(out[i] - exp(x[i])) <= 1.2e-7 * exp(x[i]))) fail("an exponential");
+}
+
+static void *call_often(void *weights) {
+    const weights_t *shared = weights;
+    const int num_in = (int)shared->matrix.num_in, num_out = (int)shared->matrix.num_out;
+    float *x = exactly(sizeof(float) * 4 * num_in), *out = exactly(sizeof(float) * 4 * num_out);
+    for (int i = 0; i < 4 * num_in; i++) x[i] = 1.0f;
+    tn_linear_args args = {sizeof args, &shared->matrix, x, out, 4, num_in, num_out, TN_F32, TN_F32};
+    for (int turn = 0; turn < 40; turn++)
+        if (tn_linear(&args) != TN_OK) fail("a status");
+    return NULL;
+}
+
+static void check_callers_at_once(void) {
+    weights_t weights = make_weights(TN_F32, 640, 512, 512, false);
+    pthread_t callers[3];
+    tn_set_threads(3);
+    for (int i = 0; i < 3; i++) pthread_create(&callers[i], NULL, call_often, &weights);
+    for (int i = 0; i < 3; i++) pthread_join(callers[i], NULL);
+}
+
+int main(int argc, char **argv) {
+    check_products(argc > 1 ? atoi(argv[1]) : 200);
+    check_merges();
+    for (int64_t count = 1; count < 200; count += 33) {
+        check_interleave(2, count);
+        check_interleave(4, count);
+        check_interleave(8, count);
+    }
+    check_exp();
+    check_callers_at_once();
+    printf("%s", tn_describe());
+    return 0;
+}

@@ -57,7 +57,7 @@ TN_EXPORT int32_t tn_num_threads(void);
 typedef struct tn_matrix {
     const void *data;   /* (num_out, num_in) F32, BF16, F16, I8; or U4, num_in / 2 bytes a row, num_in % 64 == 0 */
     const void *scale;  /* (num_out, num_in / group_size) F32 or BF16; NULL for floats */
-    const void *zero;   /* like scale: U8 with U4, I16 with I8, |q - zero| <= 256. NULL: 8 with U4, 0 with I8 */
+    const void *zero;   /* like scale: U8 with U4, at most 16; I16 with I8, |q - zero| <= 256. NULL: 8 or 0 */
     const void *bias;   /* (num_out,) F32, BF16 or F16; or NULL */
     int64_t num_out;
     int64_t num_in;

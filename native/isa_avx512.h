@@ -114,6 +114,11 @@ TN_INLINE vb vb_load_part(const uint16_t *from, int count) { /* count < 2 * TN_L
 }
 TN_INLINE vf vb_dot(vf sums, vb a, vb b) { return _mm512_dpbf16_ps(sums, a, b); }
 
+TN_INLINE vb v_of_i8(__m128i low, __m128i high) {
+    return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high)),
+                               _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low)));
+}
+
 /* 32 integers less `zero` as bf16, exactly: they have at most 8 bits. */
 TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     const __m512i less = _mm512_set1_epi32(zero);
@@ -124,19 +129,38 @@ TN_INLINE void vb_expand_i8(uint16_t *to, const int8_t *from, int zero) {
     _mm512_storeu_si512(to, (__m512i)both);
 }
 
-/* The sixteen levels less `zero` as bf16, for `vb_expand_u4`. */
+/* How the levels of 4 bits less `zero`, at most 16, are looked up: in a table of the integers from -16 to 15. */
 typedef __m512i vb_levels;
-TN_INLINE vb_levels vb_levels_of(int zero) {
-    const __m512i counting = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const vf levels = _mm512_cvtepi32_ps(_mm512_sub_epi32(counting, _mm512_set1_epi32(zero)));
-    return _mm512_castsi256_si512(v_to_bf16(levels));
+TN_INLINE vb_levels vb_levels_of(int zero) { return _mm512_set1_epi16((short)(16 - zero)); }
+TN_INLINE vb v_of_levels(__m512i levels, vb_levels less) {
+    const __m512i table = _mm512_set_epi16(
+        0x4170, 0x4160, 0x4150, 0x4140, 0x4130, 0x4120, 0x4110, 0x4100, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000,
+        0x3f80, 0x0000, (short)0xbf80, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0a0, (short)0xc0c0,
+        (short)0xc0e0, (short)0xc100, (short)0xc110, (short)0xc120, (short)0xc130, (short)0xc140, (short)0xc150,
+        (short)0xc160, (short)0xc170, (short)0xc180);
+    return (vb)_mm512_permutexvar_epi16(_mm512_add_epi16(levels, less), table);
 }
 
 /* 32 bytes → 32 columns of their low halves, and 32 of their high ones. */
-TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
+TN_INLINE void vb_load_u4(const uint8_t *from, vb_levels lows, vb_levels highs, vb *low, vb *high) {
     const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)from));
-    const __m512i nibbles = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
-    _mm512_storeu_si512(low, _mm512_permutexvar_epi16(nibbles, lows));
-    _mm512_storeu_si512(high, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), highs));
+    *low = v_of_levels(_mm512_and_si512(bytes, _mm512_set1_epi16(15)), lows);
+    *high = v_of_levels(_mm512_srli_epi16(bytes, 4), highs);
+}
+TN_INLINE void vb_expand_u4(uint16_t *low, uint16_t *high, const uint8_t *from, vb_levels lows, vb_levels highs) {
+    vb low_values, high_values;
+    vb_load_u4(from, lows, highs, &low_values, &high_values);
+    _mm512_storeu_si512(low, (__m512i)low_values);
+    _mm512_storeu_si512(high, (__m512i)high_values);
+}
+
+/* Integers become vectors so fast that a tile takes them from where they are. */
+#define TN_INTEGER_TILES 1
+TN_INLINE vb vb_load_i8(const int8_t *from) {
+    return v_of_i8(_mm_loadu_si128((const void *)from), _mm_loadu_si128((const void *)(from + 16)));
+}
+TN_INLINE vb vb_load_i8_part(const int8_t *from, int count) { /* count < 32 */
+    const __m256i bytes = _mm256_maskz_loadu_epi8((1u << count) - 1, from);
+    return v_of_i8(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
 }
 #endif

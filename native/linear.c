@@ -46,6 +46,7 @@ enum { TILE_ROWS = 6, SCALED_TILE_ROWS = 6 };
 typedef struct {
     const void *column[QUAD];
     const float (*scale)[QUAD]; /* of each group, (groups, QUAD) */
+    const int16_t (*zero)[QUAD]; /* likewise, where a tile takes U4 as they are */
     int first_count;            /* elements of the first group that are in this block */
     int group_size;
     int count;                  /* elements of the block */
@@ -76,6 +77,55 @@ TN_INLINE void sum_bf16(const int rows, const bool ahead, vf sums[][QUAD], const
         const vb inputs = vb_load_part(x + i * x_stride + k, end - k);
         for (int j = 0; j < QUAD; j++)
             sums[i][j] = vb_dot(sums[i][j], inputs, vb_load_part(column[j] + k, end - k));
+    }
+}
+#endif
+
+#if TN_INTEGER_TILES
+/* The same with I8 that have no zeros. */
+TN_INLINE void sum_i8(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
+                      int begin, int end) {
+    const int8_t *column[QUAD] = {w->column[0], w->column[1], w->column[2], w->column[3]};
+    int k = begin;
+    for (; k + 32 <= end; k += 32) {
+        vb weights[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            __builtin_prefetch(column[j] + k + AHEAD_BYTES);
+            weights[j] = vb_load_i8(column[j] + k);
+        }
+        for (int i = 0; i < rows; i++) {
+            const vb inputs = vb_load(x + i * x_stride + k);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, weights[j]);
+        }
+    }
+    if (k == end) return;
+    for (int i = 0; i < rows; i++) {
+        const vb inputs = vb_load_part(x + i * x_stride + k, end - k);
+        for (int j = 0; j < QUAD; j++)
+            sums[i][j] = vb_dot(sums[i][j], inputs, vb_load_i8_part(column[j] + k, end - k));
+    }
+}
+
+/* The same with U4 of one group, whose columns may begin or end in the middle of a run. */
+TN_INLINE void sum_u4(const int rows, vf sums[][QUAD], const uint16_t *x, int64_t x_stride, const quartet_t *w,
+                      int group, int begin, int end) {
+    for (int run = begin & -64; run < end; run += 64) {
+        const bool has_low = run >= begin, has_high = run + 32 < end;
+        vb low[QUAD], high[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            const uint8_t *column = (const uint8_t *)w->column[j] + run / 2;
+            const vb_levels levels = vb_levels_of(w->zero[group][j]);
+            __builtin_prefetch(column + AHEAD_BYTES);
+            vb_load_u4(column, levels, levels, &low[j], &high[j]);
+        }
+        for (int i = 0; i < rows && has_low; i++) {
+            const vb inputs = vb_load(x + i * x_stride + run);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, low[j]);
+        }
+        for (int i = 0; i < rows && has_high; i++) {
+            const vb inputs = vb_load(x + i * x_stride + run + 32);
+            for (int j = 0; j < QUAD; j++) sums[i][j] = vb_dot(sums[i][j], inputs, high[j]);
+        }
     }
 }
 #endif
@@ -111,11 +161,13 @@ TN_INLINE void sum_f32(const int rows, const bool is_bf16, const bool ahead, vf 
     }
 }
 
-typedef enum { BF16_PAIRS, BF16_IN_F32, F32_IN_F32 } way_t;
+/* Of the inputs, and of the weights as the tile takes them. */
+typedef enum { BF16_PAIRS, BF16_AND_I8, BF16_AND_U4, BF16_IN_F32, F32_IN_F32 } way_t;
 
-/* Lanes of one stretch of K. `ahead`: the weights come from memory, and are asked for some steps before. */
+/* Lanes of elements [begin, end) of the block. `ahead`: the weights come from memory, and are asked for some steps
+ * before. */
 TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf sums[][QUAD], const void *x,
-                         int64_t x_stride, const quartet_t *w, int begin, int end) {
+                         int64_t x_stride, const quartet_t *w, int group, int begin, int end) {
     for (int i = 0; i < rows; i++)
         for (int j = 0; j < QUAD; j++) sums[i][j] = vf_zero();
 #if TN_BF16_DOT
@@ -124,6 +176,17 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf s
         return;
     }
 #endif
+#if TN_INTEGER_TILES
+    if (way == BF16_AND_I8) {
+        sum_i8(rows, sums, x, x_stride, w, begin, end);
+        return;
+    }
+    if (way == BF16_AND_U4) {
+        sum_u4(rows, sums, x, x_stride, w, group, begin, end);
+        return;
+    }
+#endif
+    (void)group;
     sum_f32(rows, way == BF16_IN_F32, ahead, sums, x, x_stride, w, begin, end);
 }
 
@@ -131,7 +194,7 @@ TN_INLINE void sum_lanes(const int rows, const way_t way, const bool ahead, vf s
 TN_INLINE void tile(const int rows, const way_t way, const void *x, int64_t x_stride, const quartet_t *w, float *panel,
                     bool first) {
     vf sums[TILE_ROWS][QUAD];
-    sum_lanes(rows, way, true, sums, x, x_stride, w, 0, w->count);
+    sum_lanes(rows, way, true, sums, x, x_stride, w, 0, 0, w->count);
     for (int i = 0; i < rows; i++)
         vf_reduce4(panel + i * STRIP_COLUMNS, sums[i][0], sums[i][1], sums[i][2], sums[i][3], first);
 }
@@ -149,7 +212,7 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
         for (int j = 0; j < QUAD; j++) totals[i][j] = vf_zero();
     int begin = 0, end = w->first_count;
     for (int group = 0; begin < w->count; group++) {
-        sum_lanes(rows, way, false, sums, x, x_stride, w, begin, end);
+        sum_lanes(rows, way, false, sums, x, x_stride, w, group, begin, end);
         for (int j = 0; j < QUAD; j++) {
             const vf scale = vf_set(w->scale[group][j]);
             for (int i = 0; i < rows; i++) totals[i][j] = vf_fma(sums[i][j], scale, totals[i][j]);
@@ -179,22 +242,30 @@ TN_INLINE void scaled_tile(const int rows, const way_t way, const void *x, int64
 
 typedef void (*tile_t)(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first);
 
-#define TILES(way)                                                                                                   \
-    static void tile_##way(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) {  \
-        EACH_HEIGHT(tile, TILE_ROWS, way)                                                                            \
-    }                                                                                                                \
-    static void scaled_##way(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) { \
-        EACH_HEIGHT(scaled_tile, SCALED_TILE_ROWS, way)                                                              \
+#define TILE(name, function, most, way)                                                                              \
+    static void name(int rows, const void *x, int64_t x_stride, const quartet_t *w, float *panel, bool first) {      \
+        EACH_HEIGHT(function, most, way)                                                                             \
     }
-TILES(BF16_PAIRS)
-TILES(BF16_IN_F32)
-TILES(F32_IN_F32)
+TILE(tile_bf16, tile, TILE_ROWS, BF16_PAIRS)
+TILE(tile_bf16_in_f32, tile, TILE_ROWS, BF16_IN_F32)
+TILE(tile_f32, tile, TILE_ROWS, F32_IN_F32)
+TILE(scaled_bf16, scaled_tile, SCALED_TILE_ROWS, BF16_PAIRS)
+TILE(scaled_bf16_in_f32, scaled_tile, SCALED_TILE_ROWS, BF16_IN_F32)
+TILE(scaled_f32, scaled_tile, SCALED_TILE_ROWS, F32_IN_F32)
+#if TN_INTEGER_TILES
+TILE(scaled_i8, scaled_tile, SCALED_TILE_ROWS, BF16_AND_I8)
+TILE(scaled_u4, scaled_tile, SCALED_TILE_ROWS, BF16_AND_U4)
+#endif
 
 static tile_t tile_for(way_t way, bool is_scaled) {
     switch (way) {
-    case BF16_PAIRS: return is_scaled ? scaled_BF16_PAIRS : tile_BF16_PAIRS;
-    case BF16_IN_F32: return is_scaled ? scaled_BF16_IN_F32 : tile_BF16_IN_F32;
-    default: return is_scaled ? scaled_F32_IN_F32 : tile_F32_IN_F32;
+    case BF16_PAIRS: return is_scaled ? scaled_bf16 : tile_bf16;
+    case BF16_IN_F32: return is_scaled ? scaled_bf16_in_f32 : tile_bf16_in_f32;
+#if TN_INTEGER_TILES
+    case BF16_AND_I8: return scaled_i8;
+    case BF16_AND_U4: return scaled_u4;
+#endif
+    default: return is_scaled ? scaled_f32 : tile_f32;
     }
 }
 
@@ -204,6 +275,7 @@ static tile_t tile_for(way_t way, bool is_scaled) {
 typedef struct {
     _Alignas(64) unsigned char weights[STRIP_COLUMNS][BLOCK * sizeof(float)]; /* bf16 or fp32 */
     float scale[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
+    int16_t zero[STRIP_COLUMNS / QUAD][MAX_GROUPS][QUAD];
     vf totals[SCALED_TILE_ROWS][QUAD];
     quartet_t quad[STRIP_COLUMNS / QUAD];
 } strip_t;
@@ -212,11 +284,6 @@ typedef struct {
 static int zero_at(const tn_matrix *w, int64_t place) {
     if (w->zero == NULL) return w->dtype == TN_U4 ? 8 : 0;
     return w->dtype == TN_U4 ? ((const uint8_t *)w->zero)[place] : ((const int16_t *)w->zero)[place];
-}
-
-static float scale_at(const tn_matrix *w, int64_t place) {
-    return w->scale_dtype == TN_BF16 ? f32_of_bf16(((const uint16_t *)w->scale)[place])
-                                     : ((const float *)w->scale)[place];
 }
 
 static void widen_16(float *to, const uint16_t *from, int count, bool is_bf16) {
@@ -315,6 +382,7 @@ typedef struct {
     int64_t num_groups;  /* of a column, all in all; 0 without scales */
     int64_t first_group; /* that the block begins in */
     int64_t left;        /* elements of that group from `begin` on */
+    int groups;          /* that the block has a part of */
 } block_t;
 
 static block_t block_at(const tn_matrix *w, int64_t begin) {
@@ -323,6 +391,7 @@ static block_t block_at(const tn_matrix *w, int64_t begin) {
         block.num_groups = w->num_in / w->group_size;
         block.first_group = begin / w->group_size;
         block.left = (block.first_group + 1) * w->group_size - begin;
+        block.groups = (int)((begin + block.count - 1) / w->group_size - block.first_group) + 1;
     }
     return block;
 }
@@ -340,25 +409,34 @@ static const void *weights_of(void *to, const tn_matrix *w, int64_t column, cons
         return to;
     case TN_F16: widen_16(to, (const uint16_t *)w->data + place, block->count, false); return to;
     case TN_I8:
+        if (way == BF16_AND_I8) return (const int8_t *)w->data + place;
         expand_i8(to, w, (const int8_t *)w->data + place, block->count, zero_place, block->left, to_bf16);
         return to;
     default:
+        if (way == BF16_AND_U4) return (const uint8_t *)w->data + place / 2;
         expand_u4(to, w, (const uint8_t *)w->data + place / 2, block->count, zero_place, block->left, to_bf16);
         return to;
     }
 }
 
-/* The scales of the block's groups: those of column `column` as number j of its quad. */
-static void take_scales(quartet_t *quad, float (*scale)[QUAD], int j, const tn_matrix *w, int64_t column,
-                        const block_t *block) {
-    const int64_t first = column * block->num_groups + block->first_group;
+/* The scales, and zeros if a tile needs them, of the block's groups: of column `column` as number j of its quad. */
+static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t column, const block_t *block, bool zeros) {
+    quartet_t *quad = &strip->quad[n / QUAD];
+    float(*scale)[QUAD] = strip->scale[n / QUAD];
+    int16_t(*zero)[QUAD] = strip->zero[n / QUAD];
+    const int64_t place = column * block->num_groups + block->first_group;
+    const int num_groups = block->groups, j = n % QUAD;
     quad->scale = (const float(*)[QUAD])scale;
+    quad->zero = (const int16_t(*)[QUAD])zero;
     quad->group_size = (int)(w->group_size < BLOCK ? w->group_size : BLOCK);
     quad->first_count = (int)(block->left < block->count ? block->left : block->count);
-    int group = 0;
-    for (int k = quad->first_count; k < block->count; k += quad->group_size, group++)
-        scale[group][j] = scale_at(w, first + group);
-    scale[group][j] = scale_at(w, first + group);
+    if (w->scale_dtype == TN_BF16)
+        for (int group = 0; group < num_groups; group++)
+            scale[group][j] = f32_of_bf16(((const uint16_t *)w->scale)[place + group]);
+    else
+        for (int group = 0; group < num_groups; group++) scale[group][j] = ((const float *)w->scale)[place + group];
+    for (int group = 0; group < num_groups && zeros; group++)
+        zero[group][j] = (int16_t)(w->zero == NULL ? 8 : ((const uint8_t *)w->zero)[place + group]);
 }
 
 /* Fill the strip with columns [first, first + num) of a block.
@@ -371,7 +449,7 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
         quad->column[j] = n < num ? weights_of(strip->weights[n], w, first + n, block, way) : quad->column[j - 1];
         quad->count = block->count;
         quad->totals = strip->totals;
-        if (w->scale != NULL) take_scales(quad, strip->scale[n / QUAD], j, w, first + from, block);
+        if (w->scale != NULL) take_groups(strip, n, w, first + from, block, way == BF16_AND_U4);
     }
 }
 
@@ -380,8 +458,12 @@ static void fill_strip(strip_t *strip, const tn_matrix *w, int64_t first, int nu
 static way_t way_of(const tn_linear_args *args) {
     if (args->x_dtype == TN_F32) return F32_IN_F32;
 #if TN_BF16_DOT
-    const int dtype = args->weight->dtype;
-    if (dtype == TN_BF16 || dtype == TN_I8 || dtype == TN_U4) return BF16_PAIRS;
+    const tn_matrix *w = args->weight;
+#if TN_INTEGER_TILES
+    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_U4) return BF16_AND_U4;
+    if (args->num_rows <= SCALED_TILE_ROWS && w->dtype == TN_I8 && w->zero == NULL) return BF16_AND_I8;
+#endif
+    if (w->dtype == TN_BF16 || w->dtype == TN_I8 || w->dtype == TN_U4) return BF16_PAIRS;
 #endif
     return BF16_IN_F32;
 }

@@ -79,9 +79,9 @@ def run_pool(
 
 
 def _listening(path: str) -> tuple[socket.socket, Callable[[], None]]:
-    """`listen_locally`, with a function that removes its file. From then on a signal ends this process at once, without the socket's file, until the pool
-    has handlers of its own. Not by an exception: where one is raised while an import cleans up, it is swallowed, and
-    the pool goes on.
+    """`listen_locally`, with a function that removes its file. From then on a signal ends this process at once, without
+    the socket's file, until the pool has handlers of its own. Not by an exception: where one is raised while an import
+    cleans up, it is swallowed, and the pool goes on.
     """
 
     def remove() -> None:

@@ -89,7 +89,9 @@ def status_error(source: str, name: str, head: Head) -> SourceError:
     match head.status:
         case 401 | 403:
             hint = "Give the credentials that the server asks for, or check that they may read this object."
-            return AccessDeniedError(answer, source=source, name=name, hint=hint)
+            return AccessDeniedError(
+                answer, source=source, name=name, hint=hint, may_be_absent=head.status == 403
+            )
         case 404 | 410:
             return NotFoundError(f"there is no {name} in {source}", source=source, name=name)
         case 412:

@@ -150,8 +150,12 @@ def read_entries(source: Source) -> tuple[tuple[Entry, ...], str | None]:
     """
     try:
         data, info = source.read(FILE_NAME, max_bytes=MAX_FILE_BYTES)
-    except (NotFoundError, AccessDeniedError):  # some stores say "denied" about what does not exist
+    except NotFoundError:
         return (), None
+    except AccessDeniedError as error:
+        if not error.may_be_absent:
+            raise
+        return (), None  # where it exists after all, it is only a hint, and is not replaced
     return parse_tuning(data), info.version
 
 

@@ -14,10 +14,12 @@ import pytest
 from botocore.credentials import ReadOnlyCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.checkpoints import llama_contents, model_objects
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
+from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
     AccessDeniedError,
     ChangedError,
@@ -296,6 +298,34 @@ def test_a_refusal_says_what_is_wrong(
     with pytest.raises(kind, match=words) as caught:
         read(opened())
     assert caught.value.source == URL
+
+
+@pytest.mark.parametrize(
+    "code", ["ExpiredToken", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "AccessDenied"]
+)
+def test_plain_weights_do_not_stand_in_for_a_manifest_that_is_refused(
+    server: StoreServer, opened: Callable[..., S3Store], code: str
+) -> None:
+    store = opened()
+    for name, data in model_objects(llama_contents()).items():
+        store.put(name, data)
+    store.put("manifest.json", b"{}")
+    is_refused = Fault(status=403, code=code)
+    record(server, lambda request: is_refused if request.key.endswith("manifest.json") else None)
+    with pytest.raises(AccessDeniedError, match=r"manifest\.json"):
+        open_artifact(store)
+
+
+def test_without_a_right_to_list_the_plain_weights_are_found(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    store = opened()
+    objects = model_objects(llama_contents())
+    for name, data in objects.items():
+        store.put(name, data)
+    denied = Fault(status=403, code="AccessDenied")
+    record(server, lambda request: None if request.key.removeprefix("m/") in objects else denied)
+    assert set(open_artifact(store).by_name) == set(llama_contents())
 
 
 def test_a_missing_bucket_differs_from_a_missing_object(opened: Callable[..., S3Store]) -> None:

@@ -425,6 +425,12 @@ def _timeline(options: argparse.Namespace) -> int:
     )
 
 
+def _pool(options: argparse.Namespace) -> int:
+    from .cli_pool import run_pool_command
+
+    return run_pool_command(options)
+
+
 def _synth(options: argparse.Namespace) -> int:
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.synth import synthesize
@@ -480,6 +486,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "invoke": _invoke,
     "batch": _batch,
     "kv": _kv,
+    "pool": _pool,
     "timeline": _timeline,
     "synth": _synth,
 }

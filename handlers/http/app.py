@@ -60,6 +60,7 @@ def create_app(
         [
             web.get("/livez", health.livez),
             web.get("/readyz", health.readyz),
+            web.get("/health", health.readyz),
             web.get("/ping", health.ping),
             web.get("/metrics", health.metrics),
             web.get("/timeline", health.timeline),

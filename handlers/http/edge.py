@@ -12,6 +12,7 @@ import secrets
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ...runtime.state import State
 from .deadline import deadline_of
 from .errors import ApiError
 from .keys import ApiKeys
@@ -20,7 +21,15 @@ from .service import CALL, SERVICE, Call, Service
 # A platform's probes carry no key. The last is KServe's for the runtimes that it knows (its MLServer's, for one); it
 # tells no more than whether a name is that of the model.
 OPEN_PATHS = frozenset(
-    {"/livez", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/{name}/ready"}
+    {
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/{name}/ready",
+    }
 )
 # Routes that work without a model.
 CONTROL_PATHS = frozenset({"/v2/repository/index", "/v2/repository/models/{name}/{action}"})
@@ -113,6 +122,8 @@ async def _guarded(
                 call.work.limit(call.deadline.remaining_s(), call.deadline.error())
             if _route_of(request) not in CONTROL_PATHS:
                 service.slot.check()
+                if service.state is State.LOADING:
+                    service.metrics.cold_request()
             return await handler(request)
     except asyncio.CancelledError:
         raise

@@ -161,10 +161,10 @@ class JsonObject:
             )
         return value
 
-    def object_name(self, key: str) -> str:
-        """A text that is safe as the relative name of a stored object."""
+    def object_name(self, key: str, folder: str = "") -> str:
+        """A text that is safe as the relative name of a stored object; with the `folder` before it."""
         try:
-            return check_name(self.text(key))
+            return check_name(folder + self.text(key))
         except UsageError as error:
             place = self._place(key)
             raise self._document.error(

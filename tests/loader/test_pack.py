@@ -42,6 +42,7 @@ from teneral.loader.sources.memory import MemoryStore, MemoryWriter
 from teneral.loader.tools.aliases import find_aliases
 from teneral.loader.tools.blob_writer import BlobWriter
 from teneral.loader.tools.pack import pack
+from teneral.loader.tools.tier_options import TierOptions
 from teneral.loader.tools.verify import verify
 
 
@@ -120,6 +121,31 @@ def test_the_number_of_threads_does_not_change_what_is_written(small_parts: None
         blobs = [info.name for info in store.list("blobs/")]
         stored.append([store.read(name, max_bytes=1 << 30)[0] for name in blobs])
     assert stored[0] == stored[1]
+
+
+def test_packing_again_gives_the_same_digest_under_other_names(small_parts: None) -> None:
+    """Also to another place, by other threads: pins, the identities of batch jobs and node caches rest on it."""
+    stores = [MemoryStore(label="first"), MemoryStore(label="second")]
+    first, second = (
+        pack(model_store(llama_contents()), store, threads=threads)
+        for threads, store in enumerate(stores, start=1)
+    )
+    assert first.manifest.digest == second.manifest.digest
+    assert open_artifact(stores[1], digest=first.manifest.digest).digest == first.manifest.digest
+    folders = [{blob.name.rpartition("/")[0] for blob in each.manifest.blobs} for each in (first, second)]
+    assert folders[0].isdisjoint(folders[1]), "writers never share a folder"
+    third = pack(model_store(llama_contents()), stores[0], force=True)
+    assert third.manifest.digest == first.manifest.digest
+    assert not verify(stores[0]).problems
+
+
+@pytest.mark.parametrize("tiers", [TierOptions(draft_bits=2), TierOptions(sketch_bits=1)])
+def test_other_options_give_another_digest(small_parts: None, tiers: TierOptions) -> None:
+    plain, other = (
+        pack(model_store(llama_contents()), MemoryStore(), tiers=each).manifest.digest
+        for each in (None, tiers)
+    )
+    assert plain != other
 
 
 def test_a_model_without_a_config_packs() -> None:
@@ -270,7 +296,8 @@ def test_force_removes_nothing_but_blobs_whatever_the_old_manifest_names() -> No
     store = MemoryStore({"precious.txt": b"keep me"})
     manifest = pack(model_store(llama_contents()), store).manifest
     file = manifest.files[0]
-    hostile = manifest._replace(files=(file._replace(path="precious.txt", size_bytes=7),), digest=None)
+    precious = file._replace(path="precious.txt", size_bytes=7)
+    hostile = manifest._replace(files=(precious,), digest=None, generation="")
     store.put("manifest.json", dump_manifest(hostile))
     pack(model_store(llama_contents()), store, force=True)
     assert store.read("precious.txt", max_bytes=100)[0] == b"keep me"

@@ -125,8 +125,10 @@ class ObjectWriter(Protocol):
 class Store(Source, Protocol):
     """A source that can be written to."""
 
-    def create(self, name: str) -> ObjectWriter:
-        """Begin an object of unknown length. Replaces an object of that name on commit."""
+    def create(self, name: str, *, if_absent: bool = False) -> ObjectWriter:
+        """Begin an object of unknown length. Replaces an object of that name on commit; with `if_absent`, commit raises
+        `AlreadyExistsError` instead, having removed what was written.
+        """
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None

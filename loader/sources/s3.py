@@ -106,11 +106,11 @@ class S3Store:
         """Of reading; what boto3 does is not counted."""
         return self._client.statistics()
 
-    def create(self, name: str) -> Writer:
+    def create(self, name: str, *, if_absent: bool = False) -> Writer:
         from .s3_writer import S3Writer  # as in `_writing`
 
         check_name(name)
-        return S3Writer(self._writing(), name)
+        return S3Writer(self._writing(), name, if_absent=if_absent)
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None

@@ -13,9 +13,16 @@ from ..errors import (
 from . import checks
 from .http import RETRYABLE
 
-_BUSY = frozenset(
-    {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "TooManyRequests"}
-)
+# Another request to the same object was under way: 409, worth another try.
+CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+_BUSY = CONFLICTS | {
+    "SlowDown",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "Throttling",
+    "TooManyRequests",
+}
 _WRONG_REGION = frozenset(
     {
         "PermanentRedirect",

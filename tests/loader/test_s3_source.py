@@ -22,6 +22,7 @@ from tests.support.store_server import StoreServer
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
     AccessDeniedError,
+    AlreadyExistsError,
     ChangedError,
     FormatError,
     NoSpaceError,
@@ -458,6 +459,43 @@ def test_an_upload_that_fails_leaves_no_parts(
     with pytest.raises(AccessDeniedError, match="large"), opened().create("large") as writer:
         writer.write(bytes(2 * PART_BYTES + 1))
     assert server.objects.pending_uploads() == []
+
+
+def conflicts(number: int, code: str, method: str) -> Callable[[Request], Fault | None]:
+    """The first `number` requests of the method meet another writer."""
+    left = iter(range(number))
+    fault = Fault(status=409, code=code)
+    return lambda request: fault if request.method == method and next(left, None) is not None else None
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_a_put_that_conflicts_with_another_is_tried_again(
+    server: StoreServer, opened: Callable[..., S3Store], code: str
+) -> None:
+    store = opened()
+    server.set_fault(conflicts(3, code, "PUT"))
+    store.put("new", b"ours", if_absent=True)
+    assert store.read("new", max_bytes=10)[0] == b"ours"
+    server.set_fault(conflicts(2, code, "PUT"))
+    with pytest.raises(AlreadyExistsError):
+        store.put("new", b"late", if_absent=True)
+
+
+def test_a_conflict_while_parts_are_put_together_is_worth_another_try(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    store = opened()
+    seen = record(
+        server,
+        lambda request: (
+            Fault(status=409, code="ConditionalRequestConflict")
+            if request.method == "POST" and "uploadId" in request.query
+            else None
+        ),
+    )
+    with pytest.raises(UnavailableError), store.create("large", if_absent=True) as writer:
+        writer.write(bytes(PART_BYTES + 1))
+    assert seen[-1].method == "DELETE", "the parts are removed"
 
 
 def test_closing_a_store_ends_its_writing(opened: Callable[..., S3Store]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -24,7 +25,7 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 
 
 class Server:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
@@ -19,7 +20,7 @@ from tests.test_serve import Server
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 LOOK_S = 0.5  # in which a drafted token would have come
 NUM_TOKENS = 60
 REQUEST = {

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 # The command itself, except that its image is here: /opt/ml is not ours to write to.
 SERVE_WITH_FOLDER = """

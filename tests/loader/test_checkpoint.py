@@ -16,6 +16,7 @@ from tests.support.checkpoints import (
     random_content,
     safetensors_file,
 )
+from tests.support.load import patience_s
 
 from teneral.loader.errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
@@ -25,7 +26,7 @@ from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
 
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 
 
 class Unlistable(MemoryStore):

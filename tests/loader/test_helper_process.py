@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.loader.helper_process import HelperProcess
 
@@ -30,7 +31,7 @@ def main(socket_fd, *fds):
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
 """
-WAIT_S = 30
+WAIT_S = patience_s(30)
 
 
 @pytest.fixture

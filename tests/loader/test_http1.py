@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 from tests.support.store_certificate import write_certificate
 from tests.support.store_faults import Fault, on_requests
 from tests.support.store_http import Request as ServerRequest
@@ -458,9 +459,9 @@ def assert_closing_ends_a_read(server: StoreServer, source: HttpSource, fault: F
 
     thread = threading.Thread(target=wait_for_bytes)
     thread.start()
-    assert answered.wait(10)
+    assert answered.wait(patience_s(10))
     source.close()
-    thread.join(10)
+    thread.join(patience_s(10))
     assert [type(error) for error in errors] == [SourceClosedError]
 
 

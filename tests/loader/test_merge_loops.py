@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.loader.test_codec import COUNTS, FLOAT_ENCODINGS, check_tiers, float_encoding, made_of
+from tests.support.load import patience_s
 
 from teneral.loader.format import float_planes
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS
@@ -74,4 +75,4 @@ def test_nibbles_of_all_kinds(calls: Counter[str], name: str, kind: str, count: 
 
 def test_nobody_who_does_not_ask_for_them_imports_numba() -> None:
     code = "import sys; from teneral.loader.format import codec; assert 'numba' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience_s(60))

@@ -18,6 +18,7 @@ from tests.support.checkpoints import (
     model_store,
     random_content,
 )
+from tests.support.load import patience_s
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -192,7 +193,7 @@ def test_no_more_parts_are_in_work_than_threads_and_one(small_parts: None) -> No
 
     class Slow(MemoryStore):
         def create(self, name: str) -> MemoryWriter:
-            is_writable.wait(60)
+            is_writable.wait(patience_s(60))
             return super().create(name)
 
     class Watched(MemoryStore):
@@ -212,7 +213,7 @@ def test_no_more_parts_are_in_work_than_threads_and_one(small_parts: None) -> No
     is_writable.wait(0.2)  # time in which a fourth part could be read, were it allowed
     num_read_ahead = len(read)
     is_writable.set()
-    packing.join(60)
+    packing.join(patience_s(60))
     assert num_read_ahead == 3
     assert len(read) == 12
 
@@ -512,7 +513,7 @@ def in_a_process(script: str, *arguments: object) -> subprocess.CompletedProcess
         [sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience_s(60),
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=False,
     )

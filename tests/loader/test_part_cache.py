@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
+from tests.support.load import patience_s
 from tests.support.tiny_disk import tiny_disk
 
-from teneral.loader.cache import folder as folder_module
 from teneral.loader.cache.folder import LOCK_NAME, PAGE_BYTES, TEMPORARY_LIFE_S, TEMPORARY_PREFIX, CacheFolder
 from teneral.loader.cache.part_cache import SLICE_BYTES, PartCache
 from teneral.loader.cache.writer import PENDING_BYTES
 from teneral.loader.format.manifest import MAX_PART_BYTES
 
-WAIT_LONG_S = 30.0
+WAIT_LONG_S = patience_s(30)
 MIB = 1024 * 1024
 BUDGET_BYTES = 64 * MIB
 
@@ -291,7 +291,6 @@ def test_a_full_disk_costs_a_warning_and_nothing_else(tmp_path: Path) -> None:
 def test_a_disk_that_runs_full_while_it_is_written_to_ends_writing_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "FREE_SHARE", 10**9)  # let it try
     with tiny_disk(tmp_path / "disk", 64 * PAGE_BYTES) as disk:
         first = part(1)
         keep(disk, first)
@@ -308,6 +307,7 @@ def test_a_disk_that_runs_full_while_it_is_written_to_ends_writing_and_leaves_no
         assert held(cache, first)
 
 
+@pytest.mark.usefixtures("tenth_stays_free")
 def test_a_tenth_of_the_disk_stays_free_whatever_the_budget(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk", 100 * PAGE_BYTES) as disk:
         keep(disk, *(part(seed) for seed in range(40)))

@@ -15,6 +15,7 @@ from botocore.credentials import ReadOnlyCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.checkpoints import llama_contents, model_objects
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
@@ -189,7 +190,9 @@ def test_a_token_that_expires_while_many_threads_read_is_renewed_once(
     def expire(request: Request) -> Fault | None:
         if request.headers["x-amz-security-token"] != "token-0" or request.serial == 0:
             return None
-        all_refused.wait(10)  # all eight asked with the old token before any of them could renew it
+        all_refused.wait(
+            patience_s(10)
+        )  # all eight asked with the old token before any of them could renew it
         return Fault(status=400, code="ExpiredToken")
 
     record(server, expire)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tests.support.load import patience_s
 
 from teneral.loader.errors import UnavailableError
 from teneral.loader.timeline import Timeline
@@ -19,7 +20,7 @@ from teneral.runtime.errors import (
     RequestError,
 )
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience_s(30)
 
 
 @dataclass(frozen=True)

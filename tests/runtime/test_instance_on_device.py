@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -29,7 +30,7 @@ from teneral.runtime.start import Helpers
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.artifact import open_artifact
@@ -118,7 +119,7 @@ def test_a_large_vocabulary_is_parsed_once_a_text_was_generated(large: Path) -> 
 
     assert all(says_the_same(text) for text in TEXTS)
     assert tokenizer.vocab_size == whole.vocab_size
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + patience_s(60)
     while process._table is None:  # the first text was decoded
         assert time.monotonic() < until_s
         time.sleep(0.05)
@@ -191,6 +192,6 @@ def test_closing_ends_the_child_and_whoever_waits_for_it(folder: Path) -> None:
         thread.start()
     tokenizer.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience_s(30))
     assert len(errors) == len(threads)
     assert not Path(f"/proc/{pid}").exists()

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.load import patience_s
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -34,7 +35,7 @@ from teneral.runtime.models.build import build_model
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.weights import DictWeights, StreamedWeights
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience_s(60)
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}

@@ -14,6 +14,7 @@ import pytest
 from tests.support.fake_runtime_api import ARN, FakeRuntimeApi, Trouble
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.lambda_rig import running_loop
+from tests.support.load import patience_s
 
 from teneral.handlers.aws_lambda import loop as loop_module
 from teneral.handlers.aws_lambda.errors import MAX_RESPONSE_BYTES
@@ -153,7 +154,7 @@ async def test_an_invocation_without_time_is_ended_before_lambda_ends_the_instan
     held = threading.Event()
 
     def handler(event: Any, context: Any) -> Any:
-        return held.wait(30) if event == "hold" else "free"
+        return held.wait(patience_s(30)) if event == "hold" else "free"
 
     async with running_loop(api, instance, handler) as rig:
         deadline_s = time.monotonic() + 1.0
@@ -195,7 +196,7 @@ async def test_what_is_yielded_is_streamed_as_it_comes(api: FakeRuntimeApi, inst
     def handler(event: Any, context: Any) -> Any:
         yield {"n": 1}
         yield {"n": 2}
-        assert go_on.wait(30)
+        assert go_on.wait(patience_s(30))
         yield {"n": 3}
 
     async with running_loop(api, instance, handler, is_streaming=True) as rig:
@@ -326,7 +327,7 @@ async def test_as_many_run_at_a_time_as_lambda_says_each_on_its_own(
     log = logging.getLogger("users.own")
 
     def handler(event: Any, context: Any) -> Any:
-        together.wait(30)  # nobody passes alone
+        together.wait(patience_s(30))  # nobody passes alone
         log.warning("on %s", event)
         seen.append(os.environ.get("_X_AMZN_TRACE_ID"))
         return [event, context.request_id, context.trace_id]
@@ -359,7 +360,7 @@ async def test_at_the_end_what_runs_may_finish(api: FakeRuntimeApi, instance: St
 
     def handler(event: Any, context: Any) -> Any:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(patience_s(30))
         return "done"
 
     async with running_loop(api, instance, handler, num_workers=2, drain_timeout_s=30) as rig:

@@ -13,6 +13,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 from tests.support.batch_jobs import prompts
+from tests.support.load import patience_s
 
 from teneral.handlers.batch.errors import JobMismatchError
 from teneral.handlers.batch.finish import _digests
@@ -103,7 +104,7 @@ def test_two_workers_that_meet_make_each_record_visible_once(run: Run, s3: Any) 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(patience_s(60))
     assert [report.status for report in reports] == [Status.COMPLETE] * 2
     assert ids(read(s3, "c/out.jsonl")) == [f"id-{number}" for number in range(40)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.instances import TinyParts
+from tests.support.load import patience_s
 
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.engine.capacity import NUM_RECENT_ENDS, Capacity
@@ -166,7 +167,7 @@ async def test_who_is_turned_away_while_it_sends_a_large_body_gets_the_answer_al
     """Not a reset: many clients send all of a request before they look for an answer."""
 
     def send_all_then_read(address: tuple[str, int]) -> list[int]:
-        connection = http.client.HTTPConnection(*address, timeout=60)
+        connection = http.client.HTTPConnection(*address, timeout=patience_s(60))
         statuses = []
         for _ in range(2):  # and the connection goes on
             connection.request("POST", "/v1/completions", b"x" * (4 << 20))

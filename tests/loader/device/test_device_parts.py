@@ -10,6 +10,7 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 from tests.support.device_parts import code_tensors, weights_like
+from tests.support.load import patience_s
 
 from teneral.loader.device import detect
 from teneral.loader.device.compile import cubin_name, find_cubin, keep_cubin
@@ -24,7 +25,7 @@ from teneral.loader.format.manifest import FRAME_ELEMENTS
 from teneral.loader.stream.arena import map_bytes
 
 PAGE = 4096
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 MIXED = {
     "q": ("BF16", "bf16.1.3", weights_like("BF16", FRAME_ELEMENTS + 1001)),
     "norm": ("BF16", "whole.sketch", weights_like("BF16", 777)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.load import patience_s
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
@@ -14,7 +15,7 @@ from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.models.build import build_model
 from teneral.runtime.weights import DictWeights
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 
 
 @pytest.fixture(autouse=True)

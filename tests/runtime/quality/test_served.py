@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.load import patience_s
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
 pytest.importorskip("numba", reason="kernels need the extra [cpu]")
@@ -213,7 +214,9 @@ def test_without_numba_nothing_is_read_and_what_to_install_is_said(tmp_path):
         f"import sys\nsys.modules['numba'] = None\nfrom teneral import cli\nsys.exit(cli.run({arguments!r}))"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(120)
+    )
 
     assert done.returncode == 2
     assert "--as-served needs numba" in done.stderr

@@ -91,7 +91,7 @@ class Decoder:
 
         final = parameters("")
         self.norm = RMSNorm(final.take_norm(f"{root}norm.weight", config.hidden_size), config.norm_eps)
-        head_name = f"{root}embed_tokens" if config.tie_word_embeddings else "lm_head"
+        head_name = _head_name(config, weights, f"{root}embed_tokens")
         self.head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
         self.head_gate = final.gate()
         # A head that is no integers may be multiplied in more precision than the layers; logits then keep it.
@@ -334,3 +334,15 @@ def _take_head_norm(config: DecoderConfig, parameters: Parameters) -> HeadRMSNor
         config.num_heads,
         config.norm_eps,
     )
+
+
+def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
+    """The head's matrix. Where a config says "tied" and the checkpoint holds another head, that counts, as it does for
+    transformers; with equal bytes it makes no difference.
+    """
+    if not config.tie_word_embeddings:
+        return "lm_head"
+    own, shared = "lm_head.weight", f"{embeddings}.weight"
+    if own not in weights or shared not in weights:
+        return embeddings
+    return embeddings if weights.tensor(own).data_ptr() == weights.tensor(shared).data_ptr() else "lm_head"

@@ -9,7 +9,6 @@ import torch
 from tests.support.decoding import Stepper, oracle_logits, prompt_of
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
-from teneral.runtime.models.build import build_model
 from teneral.runtime.models.config import DecoderConfig
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.rope import RopeTable, frequencies_of, rotate_
@@ -79,10 +78,11 @@ def test_a_decoder_with_partial_rotation_runs_and_differs_from_a_full_one():
     oracle = tiny_model("llama")
     config, weights = config_json(oracle), DictWeights(tensors_of(oracle))
     prompt = {"a": prompt_of(9)}
-    partial = {**config, "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.5}}
+    full = DecoderConfig.from_json(config)
+    partial = replace(full, rope=replace(full.rope, rotary_dim=full.head_dim // 2))
 
     full_logits, partial_logits = (
-        Stepper(build_model(data, weights)).step(prompt)["a"] for data in (config, partial)
+        Stepper(Decoder(each, weights)).step(prompt)["a"] for each in (full, partial)
     )
 
     assert torch.equal(full_logits[0], partial_logits[0]), "position 0 is not turned at all"

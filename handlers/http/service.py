@@ -27,6 +27,7 @@ from .mailbox import Bridge
 from .model_slot import ModelSlot
 from .retry import expected_wait_s
 from .starts import count_start
+from .text_threads import TextThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +114,7 @@ class Service:
             write_stall_s=limits.write_stall_s,
         )
         self.bridge = Bridge()
+        self.text_threads = TextThreads()
 
     @property
     def instance(self) -> Instance:
@@ -129,6 +131,12 @@ class Service:
     def first_token(self) -> FirstToken:
         """For requests that do not say it."""
         return FirstToken(self.instance.config.first_token)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the engine has room for, of a prompt; None while it is not there."""
+        engine = self.instance.engine
+        return engine.result().max_context if engine.done() and engine.exception() is None else None
 
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)

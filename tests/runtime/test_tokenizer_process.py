@@ -195,3 +195,22 @@ def test_closing_ends_the_child_and_whoever_waits_for_it(folder: Path) -> None:
         thread.join(patience_s(30))
     assert len(errors) == len(threads)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_long_texts_leave_a_line_for_short_ones(folder: Path) -> None:
+    tokenizer = process_for(folder).load(manifest_of(folder))
+    backend = tokenizer._backend
+    assert isinstance(backend, TokenizerProcess)
+    lines = backend._child._lines
+    os.kill(backend.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(8) as threads:
+        try:
+            asked = [threads.submit(tokenizer.encode, "x" * 100_000) for _ in range(6)]
+            while lines.qsize() > 1:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert lines.qsize() == 1
+        finally:
+            os.kill(backend.pid, signal.SIGCONT)
+        assert {len(each.result()) for each in asked} == {100_000}
+    tokenizer.close()

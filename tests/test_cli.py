@@ -204,6 +204,18 @@ def test_a_handler_that_is_not_there_is_named(artifact: Path, capsys: pytest.Cap
     assert "nowhere.py" in fails(capsys, 14, "invoke", "nowhere.py:handler", "--model", str(artifact))
 
 
+def test_what_a_handler_raises_is_shown_and_debug_is_named(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("def handler(event, context):\n    return event['missing_key']\n")
+    (tmp_path / "event.json").write_text("{}")
+    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
+    said = fails(capsys, 14, "invoke", f"{tmp_path}/broken.py:handler", *arguments)
+    assert "KeyError" in said
+    assert "--debug" in said
+    assert "return event['missing_key']" in caplog.text  # without a logging configuration, on standard error
+
+
 def test_an_event_that_is_not_json_is_refused(
     artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,11 @@ def create_app(
     app = web.Application(middlewares=[edge(service, keys)])
     app[SERVICE] = service
     app.on_response_prepare.append(stamp)
-    health = HealthRoutes(service, ping_while_loading=TRAITS[platform].ping_while_loading)
+    health = HealthRoutes(
+        service,
+        ping_while_loading=TRAITS[platform].ping_while_loading,
+        calls=None if handler is None else handler.calls,
+    )
     models = ModelRoutes(service)
     events = _on_first_use(lambda: _events_route(service, handler))
     app.add_routes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -16,11 +16,18 @@ from .service import Service
 
 MAX_READY_WAIT_S = 60.0
 READY_POLL_S = 0.01
+if TYPE_CHECKING:
+    from ..calls import FunctionCalls
 
 
 class HealthRoutes:
-    def __init__(self, service: Service, *, ping_while_loading: int = 503) -> None:
-        """`ping_while_loading` is the status of /ping until requests can be answered."""
+    def __init__(
+        self, service: Service, *, ping_while_loading: int = 503, calls: FunctionCalls | None = None
+    ) -> None:
+        """`ping_while_loading` is the status of /ping until requests can be answered; `calls` are those of the user's
+        function.
+        """
+        self._calls = calls
         self._service = service
         self._ping_while_loading = ping_while_loading
 
@@ -78,7 +85,7 @@ class HealthRoutes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         service = self._service
-        statistics = {
+        statistics: dict[str, Any] = {
             **service.instance.statistics(),
             "state": str(service.state),
             "http": {
@@ -89,6 +96,8 @@ class HealthRoutes:
                 "body_bytes": service.admission.body_bytes,
             },
         }
+        if self._calls is not None:
+            statistics["function"] = self._calls.statistics()
         # In a thread: the first time it imports the Prometheus client.
         text = await asyncio.to_thread(service.metrics.render, statistics)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})

@@ -33,6 +33,7 @@ class Server:
         address: tuple[str, int],
         stop: asyncio.Event,
         task: asyncio.Task[TeneralError | None],
+        handler: Handler | None,
     ) -> None:
         self.instance = instance
         self.app = app
@@ -41,10 +42,16 @@ class Server:
         self.address = address
         self.stop = stop
         self.task = task
+        self._handler = handler
 
     @property
     def url(self) -> str:
         return f"http://{self.address[0]}:{self.address[1]}"
+
+    @property
+    def handler(self) -> Handler:
+        assert self._handler is not None
+        return self._handler
 
     async def get(self, path: str, **kwargs: Any) -> Answer:
         return await self.request("GET", path, **kwargs)
@@ -132,7 +139,7 @@ async def running_server(
         task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
         try:
             async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
-                yield Server(instance, app, client, address, stop, task)
+                yield Server(instance, app, client, address, stop, task, handler)
         finally:
             stop.set()
             await task

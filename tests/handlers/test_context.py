@@ -162,10 +162,14 @@ def test_a_closed_stream_has_no_more_pieces(host, context):
     assert list(stream) == []
 
 
+def test_an_option_that_there_is_not_is_the_developers_error(context):
+    with pytest.raises(HandlerError, match="temprature"):
+        context.model.generate("x", temprature=1)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"temprature": 1}, "temprature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -1}, "temperature"),

@@ -190,6 +190,12 @@ class ServeConfig:
     read_timeout_s: float = _setting(
         10.0, _seconds(0.1, 600), "silence after which a request has failed", metavar="SECONDS"
     )
+    outage_s: float = _setting(
+        30.0,
+        _seconds(0, 3600),
+        "how long a store that gives nothing is waited for; 0: only as many attempts as anything else",
+        metavar="SECONDS",
+    )
     hedge_after_s: float = _setting(
         0.25,
         _seconds(0, 600),
@@ -416,6 +422,7 @@ class ServeConfig:
             requester_pays=self.requester_pays,
             max_connections=self.connections,
             read_timeout_s=self.read_timeout_s,
+            outage_s=self.outage_s,
             hedge_after_s=self.hedge_after_s,
             min_rate_bytes_s=self.min_rate_bytes_s,
         )

@@ -48,6 +48,9 @@ class SourceOptions(NamedTuple):
     min_rate_bytes_s: int = 4096  # … or less than this over such a time; 0: any rate will do
     hedge_after_s: float = 0.25  # a range that is so long behind the others is asked for twice; 0: never
     max_attempts: int = 6  # … that fail without getting on
+    outage_s: float = (
+        30.0  # a store that gives nothing to any reader is waited for so long, however many attempts
+    )
     max_connections: int = 8
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
 

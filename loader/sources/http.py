@@ -14,6 +14,7 @@ from .base import ObjectInfo, SourceOptions
 from .http_client import HttpClient
 from .http_head import Head, Headers, Request, is_header
 from .http_statistics import HttpStatistics
+from .outage import Note
 from .web_address import encode_path, parse_address
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -63,6 +64,10 @@ class HttpSource:
             f"{self.url} cannot be listed: the web has no way to ask for that",
             hint="Use the folder's s3:// address, or a copy on disk.",
         )
+
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._client.on_outage(note)
 
     def rest(self) -> None:
         self._client.rest()

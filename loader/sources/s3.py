@@ -20,6 +20,7 @@ from .credentials import CredentialChain
 from .http_client import HttpClient
 from .http_head import Head, Headers, Request
 from .http_statistics import HttpStatistics
+from .outage import Note
 from .s3_address import address_of, is_region, parse_url, settings_from
 from .sigv4 import Query, encode_query, sign, signed_region
 from .web_address import encode_path
@@ -86,6 +87,10 @@ class S3Store:
             if token is None:
                 return
         raise SourceError(f"{self.url} holds too many objects to be listed", source=self.url)
+
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._client.on_outage(note)
 
     def rest(self) -> None:
         """As `Remote.rest`. What boto3 keeps for writing sees to itself: it tries a dead connection again, and renews

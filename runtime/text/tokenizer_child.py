@@ -100,10 +100,12 @@ def _load(
         import tokenizers  # noqa: F401
 
         from ...loader.sources.open import open_source
+        from ...loader.sources.outage import show_outages
         from ..files import ModelFiles
         from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file
     source = open_source(task.url, task.source_options)
+    show_outages(source, timeline)
     files = ModelFiles(source, manifest, task.load_options).read
     try:
         with timeline.span("tokenizer", "fetch"):

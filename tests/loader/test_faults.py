@@ -285,7 +285,7 @@ def test_a_fault_that_stays_is_refused_and_names_part_and_object(
 ) -> None:
     store.set_fault(first_ranges(1_000_000, fault, after=10))
     with pytest.raises(kind, match=r"part \d+ \(layers\.\d .*of blobs/(draft|refine)-000.*") as caught:
-        store.load(max_attempts=2, read_timeout_s=0.2)
+        store.load(max_attempts=2, outage_s=0, read_timeout_s=0.2)
     assert words in str(caught.value)
 
 

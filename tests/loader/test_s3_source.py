@@ -73,7 +73,10 @@ def opened(server: StoreServer) -> Iterator[Callable[..., S3Store]]:
 
     def open_at(url: str = URL, **options: object) -> S3Store:
         stores.append(
-            S3Store(url, SourceOptions(**{"endpoint_url": server.url, "max_attempts": 2, **options}))
+            S3Store(
+                url,
+                SourceOptions(**{"endpoint_url": server.url, "max_attempts": 2, "outage_s": 0.0, **options}),
+            )
         )
         return stores[-1]
 

@@ -150,6 +150,8 @@ def test_a_load_that_fails_later_is_the_invocations_error_and_ends_the_process(
             "s3://bucket/artifact",
             "--endpoint-url",
             store.url,
+            "--outage-s",
+            "0",
             "--handler",
             "mine.handler",
         ) as process,

@@ -43,7 +43,7 @@ def s3() -> Iterator[Any]:
         url = f"http://{host}:{port}"
         client = boto3.client("s3", endpoint_url=url, region_name="us-east-1")
         client.create_bucket(Bucket=BUCKET)
-        client.options = SourceOptions(endpoint_url=url, max_attempts=2)
+        client.options = SourceOptions(endpoint_url=url, max_attempts=2, outage_s=0)
         yield client
         client.close()
         server.stop()

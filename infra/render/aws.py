@@ -81,16 +81,19 @@ def store_statements(units: list[Unit]) -> list[dict[str, Any]]:
     read, listed, written = [], [], []
     for unit in units:
         for address, pinned in _read_addresses(unit):
-            bucket, _, prefix = address.partition("/")
-            read.append(_arn(f"{bucket}/{prefix}/*"))
+            read.append(_arn(f"{address}/*"))
             if not pinned:
-                listed.append((bucket, prefix))
-        written += [_arn(pattern) for pattern in _written_patterns(unit.model)]
+                listed.append(f"{address}/*")
+        written += [
+            _arn(pattern) for pattern in _snapshot_patterns(unit.model) + _answer_patterns(unit.model)
+        ]
+        listed += _answer_patterns(unit.model)  # a job lists the parts that are done
     statements = []
     if read:
         statements.append(_allow(_READ, _unique(read)))
-    for bucket, prefix in _unique(listed):
-        condition = {"Condition": {"StringLike": {"s3:prefix": f"{prefix}/*"}}}
+    for pattern in _unique(listed):
+        bucket, _, prefix = pattern.partition("/")
+        condition = {"Condition": {"StringLike": {"s3:prefix": prefix}}}
         statements.append({**_allow(["s3:ListBucket"], [_arn(bucket)]), **condition})
     if written:
         statements.append(_allow(_WRITE, _unique(written)))
@@ -107,12 +110,17 @@ def _read_addresses(unit: Unit) -> list[tuple[str, bool]]:
     return found
 
 
-def _written_patterns(model: Model) -> list[str]:
-    """Bucket and key patterns: of the KV snapshot, and of batch jobs' answers up to their templates' first gap."""
-    patterns = []
+def _snapshot_patterns(model: Model) -> list[str]:
+    """Bucket and keys of the KV snapshot, where instances save it."""
     snapshot = str(model.serve.get("kv_snapshot") or "")
     if snapshot.startswith("s3://") and "@b3:" not in snapshot and model.serve.get("kv_snapshot_save", True):
-        patterns.append(f"{snapshot.removeprefix('s3://').rstrip('/')}/*")
+        return [f"{snapshot.removeprefix('s3://').rstrip('/')}/*"]
+    return []
+
+
+def _answer_patterns(model: Model) -> list[str]:
+    """Buckets and keys of batch jobs' answers, up to their templates' first gap."""
+    patterns = []
     for name in ("batch_output", "batch_answers"):
         address = str(model.serve.get(name) or "")
         if address.startswith("s3://"):

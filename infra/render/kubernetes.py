@@ -165,13 +165,12 @@ def _interceptor_trigger(unit: Unit) -> dict[str, Any]:
 
 
 def _prometheus_trigger(rendering: Rendering, unit: Unit) -> dict[str, Any]:
-    figures = '__name__=~"teneral_(engine|embedder)_(running|queued)"'
     return {
         "type": "prometheus",
         "metricType": "AverageValue",
         "metadata": {
             "serverAddress": rendering.options.prometheus,
-            "query": f'sum({{{figures},pod=~"{unit.name}-[a-z0-9]+-[a-z0-9]+"}}) or vector(0)',
+            "query": f'sum(teneral_http_in_flight{{pod=~"{unit.name}-[a-z0-9]+-[a-z0-9]+"}}) or vector(0)',
             "threshold": str(unit.model.target_concurrency),
         },
     }

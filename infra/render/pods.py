@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...handlers.pool.values import Model
 from .documents import SCRATCH_BYTES
 from .units import MIB, Unit
 
@@ -44,7 +45,7 @@ def container(unit: Unit, *, port_name: str = "http", name: str = "teneral") -> 
         "resources": resources(unit),
         "securityContext": security_context(),
         "volumeMounts": [
-            {"name": mount["name"], "mountPath": path} for path, mount in _volumes(unit).items()
+            {"name": name, "mountPath": path} for path, (name, _) in volume_sizes(unit.model).items()
         ],
     }
 
@@ -81,24 +82,24 @@ def security_context() -> dict[str, Any]:
 
 
 def volumes(unit: Unit) -> list[dict[str, Any]]:
-    return list(_volumes(unit).values())
+    return [_empty_dir(name, size_bytes) for name, size_bytes in volume_sizes(unit.model).values()]
 
 
-def _volumes(unit: Unit) -> dict[str, dict[str, Any]]:
-    """By the path at which they are mounted; no two share a path."""
-    found = {"/tmp": _empty_dir("scratch", SCRATCH_BYTES)}  # noqa: S108 - in the container, which has its own
-    settings = unit.model.serve_settings()
+def volume_sizes(model: Model) -> dict[str, tuple[str, int]]:
+    """Name and bytes of each volume by the path at which it is mounted; no two share a path."""
+    found = {"/tmp": ("scratch", SCRATCH_BYTES)}  # noqa: S108 - in the container, which has its own
+    settings = model.serve_settings()
     for name, folder, size_bytes in (
         ("part-cache", settings.get("cache_dir"), int(settings.get("cache_bytes", 20 << 30))),
         ("kv", settings.get("kv_disk_dir"), int(settings.get("kv_disk_bytes") or 0)),
     ):
         if folder and folder not in found:
-            found[folder] = _empty_dir(name, size_bytes)
+            found[folder] = (name, max(size_bytes, SCRATCH_BYTES))
     return found
 
 
 def _empty_dir(name: str, size_bytes: int) -> dict[str, Any]:
-    return {"name": name, "emptyDir": {"sizeLimit": memory_quantity(max(size_bytes, SCRATCH_BYTES))}}
+    return {"name": name, "emptyDir": {"sizeLimit": memory_quantity(size_bytes)}}
 
 
 def probes(unit: Unit) -> dict[str, Any]:

@@ -7,22 +7,32 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from ...handlers.pool.codes import PoolWarning
-from ...handlers.pool.keys import PLATFORMS
 from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
-from . import aws_lambda, cloud_run, fargate, knative, kserve, kubernetes, sagemaker
+from . import aws_lambda, cloud_run, fargate, helm, knative, kserve, kubernetes, sagemaker
 from .documents import Document, Options, Rendering
 from .patch import apply_patches
 from .yaml_text import yaml_text
 
-RENDERERS: dict[str, Callable[[Rendering, Model], list[Document]]] = {
-    "knative": knative.render_model,
-    "kserve": kserve.render_model,
-    "kubernetes": kubernetes.render_model,
-    "cloud-run": cloud_run.render_model,
-    "lambda": aws_lambda.render_model,
-    "sagemaker": sagemaker.render_model,
-    "fargate": fargate.render_model,
+Renderer = Callable[[Rendering, Sequence[Model]], list[Document]]
+
+
+def _each(render_model: Callable[[Rendering, Model], list[Document]]) -> Renderer:
+    """Of a platform on which models are deployed one by one."""
+    return lambda rendering, models: [
+        document for model in models for document in render_model(rendering, model)
+    ]
+
+
+RENDERERS: dict[str, Renderer] = {
+    "knative": _each(knative.render_model),
+    "kserve": _each(kserve.render_model),
+    "kubernetes": _each(kubernetes.render_model),
+    "helm": helm.render_pool,
+    "cloud-run": _each(cloud_run.render_model),
+    "lambda": _each(aws_lambda.render_model),
+    "sagemaker": _each(sagemaker.render_model),
+    "fargate": _each(fargate.render_model),
 }
 HEADER = "# Rendered by `teneral pool render {platform}` from {file}: change that file, not this one.\n"
 
@@ -60,9 +70,7 @@ def render(
             f"unknown platform {platform!r}", key="platform", hint=f"Name one of {', '.join(RENDERERS)}."
         )
     rendering = Rendering(pool, platform, options or Options(), weight_bytes or {})
-    documents = [
-        document for each in chosen_models(pool, model) for document in RENDERERS[platform](rendering, each)
-    ]
+    documents = RENDERERS[platform](rendering, chosen_models(pool, model))
     patched = apply_patches(rendering, documents, every=model is None)
     return Rendered(platform, pool.file, tuple(patched), tuple(rendering.warnings))
 
@@ -75,7 +83,3 @@ def chosen_models(pool: Pool, name: str | None) -> Sequence[Model]:
             f"unknown model {name!r}", key="--model", hint=f"{pool.file} has {', '.join(pool.models)}."
         )
     return (pool.models[name],)
-
-
-def known_platforms() -> tuple[str, ...]:
-    return tuple(name for name in PLATFORMS if name in RENDERERS)

@@ -22,6 +22,7 @@ from teneral.infra.render.render import RENDERERS, render
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "infra" / "examples" / "reference.pool.toml"
 CLOUDFORMATION = ("lambda", "sagemaker", "fargate")
+CHART = ROOT / "infra" / "helm" / "teneral"
 KUBERNETES = ("knative", "kserve", "kubernetes")
 
 
@@ -112,8 +113,12 @@ def test_a_role_reads_its_model_and_nothing_else():
     written = statements(
         f"s3://bucket/m@b3:{DIGEST}", 'batch_output = "s3://results/out/{bucket}/{key}.jsonl"'
     )
-    assert written[1]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::results/out/*"}]
-    assert "s3:PutObject" in written[1]["Action"]
+    assert written[1]["Condition"] == {"StringLike": {"s3:prefix": "out/*"}}
+    assert written[2]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::results/out/*"}]
+    assert "s3:PutObject" in written[2]["Action"]
+    whole = statements("s3://bucket")
+    assert whole[0]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::bucket/*"}]
+    assert whole[1]["Condition"] == {"StringLike": {"s3:prefix": "*"}}
 
 
 def test_versions_share_instances_by_their_weights():

@@ -260,8 +260,10 @@ def _send_images(
     from ..device.ring import ImageRing, ring_bytes
     from ..device.sink import ImageSink, SentImage
     from ..memory import available_bytes
+    from ..switch_interval import QUICK_S
     from .arena import map_shared
 
+    sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
     size_bytes = ring_bytes(manifest, room_bytes=available_bytes())
     ring = ImageRing(map_shared(memory_fd, size_bytes, what="the ring of images"))
     inbox.give_back = ring.give_back

@@ -175,6 +175,12 @@ class ServeConfig:
     api_key: str | None = _setting(
         None, _text, "bearer token that requests must carry; several with commas, or @FILE", secret=True
     )
+    cors_origin: str | None = _setting(
+        None,
+        _text,
+        "origins of web pages that may call this server, with commas; * is any (default: none)",
+        metavar="ORIGIN",
+    )
     model_control: bool = _setting(
         False, _flag, "let clients unload the model and load it again, through /v2/repository"
     )

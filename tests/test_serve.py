@@ -42,7 +42,9 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.request(method, path, json.dumps(body) if body is not None else None)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
         response = connection.getresponse()
         data = response.read()
         connection.close()

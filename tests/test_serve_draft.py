@@ -83,7 +83,9 @@ class Stream:
         self._changed = threading.Condition()
         self._is_over = False
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-        self._connection.request("POST", "/v1/completions", json.dumps(body))
+        self._connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

@@ -68,7 +68,9 @@ def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.P
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
-        connection.request(method, path, json.dumps(body) if body is not None else None)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
         response = connection.getresponse()
         return response.status, response.read()
     finally:

@@ -21,6 +21,8 @@ from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import Platform
 from teneral.loader.errors import TeneralError
 
+PLATFORM_PATHS = ("/", "/events", "/invocations")
+
 
 class Server:
     """A running server and a client for it."""
@@ -60,6 +62,9 @@ class Server:
         return await self.request("POST", path, json=body, **kwargs)
 
     async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
+        """Of bytes the type is said to be JSON, whatever they are, where it is not given and no platform's."""
+        if "data" in kwargs and path not in PLATFORM_PATHS and not path.startswith("/v2/"):
+            kwargs["headers"] = {"Content-Type": "application/json", **kwargs.get("headers", {})}
         async with self.client.request(method, path, **kwargs) as response:
             return Answer(response.status, response.headers, await response.read())
 

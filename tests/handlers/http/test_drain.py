@@ -23,6 +23,7 @@ from tests.support.load import patience_s
 
 from teneral.handlers.http.limits import Limits
 
+JSON = {"Content-Type": "application/json"}
 BODY = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
 
 
@@ -207,7 +208,10 @@ def process(drain_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], str
 
 
 def invoke(url: str, count: int) -> Any:
-    return urlopen(Request(f"{url}/invoke", data=str(count).encode(), method="POST"), timeout=patience_s(60))
+    return urlopen(
+        Request(f"{url}/invoke", data=str(count).encode(), headers=JSON, method="POST"),
+        timeout=patience_s(60),
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -241,7 +245,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 @pytest.mark.parametrize("accept", ["application/x-ndjson", "text/event-stream"])
 def test_a_signal_ends_streams_that_take_too_long_with_an_error_each(accept: str) -> None:
     with process(drain_timeout_s=0.2) as (server, url):
-        request = Request(f"{url}/invoke", data=b"1000000", method="POST", headers={"Accept": accept})
+        request = Request(f"{url}/invoke", data=b"1000000", method="POST", headers={**JSON, "Accept": accept})
         with (
             urlopen(request, timeout=patience_s(60)) as first,
             urlopen(request, timeout=patience_s(60)) as second,

@@ -104,12 +104,15 @@ def load_handler(spec: str, *, max_calls: int = DEFAULT_MAX_CALLS) -> Handler:
     return Handler(find_function(spec), name=spec, max_calls=max_calls)
 
 
-async def run(handler: Handler, event: Any, context: Context) -> AsyncIterator[Any]:
+async def run(
+    handler: Handler, event: Any, context: Context, *, on_stream: Callable[[], object] = lambda: None
+) -> AsyncIterator[Any]:
     """Invoke the handler and yield its results as they come: JSON-ready values, str or bytes.
 
     A plain function gives one; one that yields, or that returns an iterator, any number. At most a few
-    results are made ahead of their reader. Leaving early (`aclose`, or cancelling the task) cancels the
-    context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
+    results are made ahead of their reader. `on_stream` is called before the first result of one that yields or returns
+    an iterator, of which nothing says yet whether more will come. Leaving early (`aclose`, or cancelling the task)
+    cancels the context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
     raises (`__cause__` is that), except errors of Teneral itself, which pass through as they are; and
     `CancelledError` when the deadline passes first. A function whose reader has left counts until it has ended:
     `HandlerBusyError` when there are too many of them.
@@ -117,6 +120,7 @@ async def run(handler: Handler, event: Any, context: Context) -> AsyncIterator[A
     outlet = Outlet()
     call = handler.calls.begin(context.request_id)
     stop = _begin(handler, event, context, outlet, call)
+    is_told = False
     try:
         while True:
             try:
@@ -126,12 +130,25 @@ async def run(handler: Handler, event: Any, context: Context) -> AsyncIterator[A
                 return
             except TimeoutError:
                 raise CancelledError(f"{handler.name} did not end before its deadline") from None
+            if outlet.is_stream and not is_told:
+                is_told = True
+                on_stream()
             yield value
     finally:
         outlet.close()
         context.cancel()
         stop()
         handler.calls.abandon(call)
+
+
+async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The first values, so many or fewer; the rest can still be read from `values`."""
+    while count > 0:
+        try:
+            yield await anext(values)
+        except StopAsyncIteration:
+            return
+        count -= 1
 
 
 def kind_of(function: Callable[..., Any]) -> HandlerKind:

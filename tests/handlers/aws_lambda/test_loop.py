@@ -211,6 +211,57 @@ async def test_what_is_yielded_is_streamed_as_it_comes(api: FakeRuntimeApi, inst
         assert (await rig.invoke({})).body == outcome.body  # on a connection of its own
 
 
+@pytest.mark.parametrize("returns_it", [False, True])
+async def test_the_first_piece_does_not_wait_for_the_second(
+    api: FakeRuntimeApi, instance: StagedInstance, returns_it: bool
+) -> None:
+    go_on = threading.Event()
+
+    def pieces() -> Any:
+        yield {"n": 1}
+        assert go_on.wait(30)
+        yield {"n": 2}
+
+    def handler(event: Any, context: Any) -> Any:
+        yield from pieces()
+
+    def returning(event: Any, context: Any) -> Any:
+        return pieces()
+
+    async with running_loop(api, instance, returning if returns_it else handler, is_streaming=True) as rig:
+        submitted = api.submit({})
+        try:
+            assert await asyncio.to_thread(submitted.first_piece.wait, 10)
+        finally:
+            go_on.set()
+        assert (await rig.outcome(submitted)).pieces == [b'{"n": 1}\n', b'{"n": 2}\n']
+
+
+async def test_one_value_of_a_plain_function_is_no_stream(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
+    async with running_loop(api, instance, lambda event, context: event, is_streaming=True) as rig:
+        outcome = await rig.invoke({"n": 1})
+        assert (outcome.json, outcome.is_streamed) == ({"n": 1}, False)
+
+
+async def test_an_error_behind_the_only_piece_is_in_the_trailers_and_announced(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
+    def handler(event: Any, context: Any) -> Any:
+        yield {"n": 1}
+        raise ValueError("no more")
+
+    async with running_loop(api, instance, handler, is_streaming=True) as rig:
+        outcome = await rig.invoke({})
+        assert (outcome.kind, outcome.body) == ("response", b'{"n": 1}\n')
+        announced = {name.strip().lower() for name in outcome.headers["trailer"].split(",")}
+        assert announced == set(outcome.trailers)
+        told = outcome.trailing_error()
+        assert (told["errorType"], told["errorMessage"]) == ("ValueError", "no more")
+        assert isinstance(told["stackTrace"], list)
+
+
 async def test_an_error_behind_the_first_piece_is_in_the_trailers(
     api: FakeRuntimeApi, instance: StagedInstance
 ) -> None:

@@ -94,6 +94,7 @@ class HealthRoutes:
                 "in_flight": len(service.in_flight),
                 "waiting_sequences": service.admission.num_waiting,
                 "body_bytes": service.admission.body_bytes,
+                "answer_bytes": service.admission.answer_bytes,
             },
         }
         if self._calls is not None:

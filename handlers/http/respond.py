@@ -5,7 +5,7 @@ given back whole or bit by bit. What it looks like on the wire, a `Format` knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
@@ -22,6 +22,9 @@ from .sse import SSE, EventStream, Framing
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
+
+
+LOGPROB_BYTES = 128  # of one token's, while it is held and as JSON
 
 
 class Asked(Protocol):
@@ -71,25 +74,33 @@ async def respond(
 
 
 async def generate(
-    service: Service, call: Call, asked: Asked, body_bytes: int
+    service: Service,
+    call: Call,
+    asked: Asked,
+    body_bytes: int,
+    *,
+    charge: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Outcome], Usage]:
-    """All of it, once it is there."""
+    """All of it, once it is there. `charge` is called with the memory that is held of it, and may raise."""
     outcomes = [Outcome() for _ in range(asked.num_sequences)]
     with Sequences(service, call) as sequences:
         await _submit(service, call, asked, sequences, body_bytes)
         while steps := await sequences.next_steps():
             for index, event in steps:
+                if event.logprobs:
+                    charge(LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs))
                 outcomes[index].add(event)
     return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
 
 
 async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
-    outcomes, usage = await generate(service, call, fmt, body_bytes)
+    with service.admission.answer() as charge:
+        outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
+        if fmt.looks_up_tokens:
+            answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
+        else:
+            answer = fmt.whole(outcomes, usage)
     details = usage.completion_tokens_details
-    if fmt.looks_up_tokens:
-        answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
-    else:
-        answer = fmt.whole(outcomes, usage)
     return web.Response(
         body=answer,
         content_type="application/json",

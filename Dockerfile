@@ -18,6 +18,7 @@ COPY src src
 COPY loader loader
 COPY runtime runtime
 COPY handlers handlers
+COPY infra infra
 # Bytecode is compiled here, once: without it every cold start would compile torch again, which takes three times as long as importing it.
 # What torch ships for compiling against it and for testing it is left out: more than a quarter of its size.
 RUN /opt/teneral/bin/pip install --no-compile ".${EXTRAS:+[${EXTRAS}]}" \

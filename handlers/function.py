@@ -17,19 +17,23 @@ import enum
 import functools
 import inspect
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from ..loader.errors import TeneralError
 from ..runtime.errors import CancelledError, HandlerError, ResultError
-from .context import Context
+from .calls import DEFAULT_MAX_CALLS, FunctionCall, FunctionCalls
+from .context import LOGGER_NAME, Context
 from .loop_thread import LoopThread
 from .outlet import Outlet, OutletClosedError
 from .threads import CallThreads
 from .user_code import find_function
 
 MAX_MESSAGE_CHARS = 1_000
+
+logger = logging.getLogger(LOGGER_NAME)
 
 
 class HandlerKind(enum.StrEnum):
@@ -53,13 +57,16 @@ class Handler:
     it at the end.
     """
 
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
-        """`name` is what errors call it. Raises `HandlerError` when it does not take two positional
-        arguments.
+    def __init__(
+        self, function: Callable[..., Any], *, name: str | None = None, max_calls: int = DEFAULT_MAX_CALLS
+    ) -> None:
+        """`name` is what errors call it; `max_calls` bounds the calls that have not ended. Raises `HandlerError` when
+        it does not take two positional arguments.
         """
         self.function = function
-        self.name = name or getattr(function, "__qualname__", type(function).__name__)
+        self.name = name or str(getattr(function, "__qualname__", type(function).__name__))
         self.kind = kind_of(function)
+        self.calls = FunctionCalls(self.name, max_calls)
         self.threads = CallThreads(f"teneral-handler-{self.name}")
         self._loop_thread: LoopThread | None = None
         self._lock = threading.Lock()
@@ -81,31 +88,39 @@ class Handler:
 
     def close(self) -> None:
         """Cancel async invocations that still run, and end their loop. Threads end with the calls that they
-        are in.
+        are in; the log has those that go on.
         """
         self.threads.close()
         with self._lock:
             loop_thread, self._loop_thread = self._loop_thread, None
         if loop_thread is not None:
             loop_thread.close()
+        if self.calls.statistics().abandoned_calls:
+            logger.warning("calls of %s do not end: %s", self.name, self.calls.describe())
 
 
-def load_handler(spec: str) -> Handler:
+def load_handler(spec: str, *, max_calls: int = DEFAULT_MAX_CALLS) -> Handler:
     """The handler that `module:function` or `path/file.py:function` names. Raises `HandlerError`."""
-    return Handler(find_function(spec), name=spec)
+    return Handler(find_function(spec), name=spec, max_calls=max_calls)
 
 
-async def run(handler: Handler, event: Any, context: Context) -> AsyncIterator[Any]:
+async def run(
+    handler: Handler, event: Any, context: Context, *, on_stream: Callable[[], object] = lambda: None
+) -> AsyncIterator[Any]:
     """Invoke the handler and yield its results as they come: JSON-ready values, str or bytes.
 
     A plain function gives one; one that yields, or that returns an iterator, any number. At most a few
-    results are made ahead of their reader. Leaving early (`aclose`, or cancelling the task) cancels the
-    context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
+    results are made ahead of their reader. `on_stream` is called before the first result of one that yields or returns
+    an iterator, of which nothing says yet whether more will come. Leaving early (`aclose`, or cancelling the task)
+    cancels the context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
     raises (`__cause__` is that), except errors of Teneral itself, which pass through as they are; and
-    `CancelledError` when the deadline passes first.
+    `CancelledError` when the deadline passes first. A function whose reader has left counts until it has ended:
+    `HandlerBusyError` when there are too many of them.
     """
     outlet = Outlet()
-    stop = _begin(handler, event, context, outlet)
+    call = handler.calls.begin(context.request_id)
+    stop = _begin(handler, event, context, outlet, call)
+    is_told = False
     try:
         while True:
             try:
@@ -115,11 +130,25 @@ async def run(handler: Handler, event: Any, context: Context) -> AsyncIterator[A
                 return
             except TimeoutError:
                 raise CancelledError(f"{handler.name} did not end before its deadline") from None
+            if outlet.is_stream and not is_told:
+                is_told = True
+                on_stream()
             yield value
     finally:
         outlet.close()
         context.cancel()
         stop()
+        handler.calls.abandon(call)
+
+
+async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The first values, so many or fewer; the rest can still be read from `values`."""
+    while count > 0:
+        try:
+            yield await anext(values)
+        except StopAsyncIteration:
+            return
+        count -= 1
 
 
 def kind_of(function: Callable[..., Any]) -> HandlerKind:
@@ -135,15 +164,35 @@ def kind_of(function: Callable[..., Any]) -> HandlerKind:
     return HandlerKind.GENERATOR if inspect.isgeneratorfunction(function) else HandlerKind.SYNC
 
 
-def _begin(handler: Handler, event: Any, context: Context, outlet: Outlet) -> Callable[[], object]:
+def _begin(
+    handler: Handler, event: Any, context: Context, outlet: Outlet, call: FunctionCall
+) -> Callable[[], object]:
     """Start the invocation beside the caller's loop. Returns what asks it to stop: threads have no such
     thing.
     """
-    if handler.kind.is_async:
-        return handler.loop_thread.submit(_invoke_async(handler, event, context, outlet)).cancel
-    call = functools.partial(contextvars.copy_context().run, _invoke, handler, event, context, outlet)
-    handler.threads.run(call)
-    return lambda: None
+    try:
+        if handler.kind.is_async:
+            return handler.loop_thread.submit(
+                _invoke_async(handler, event, context, outlet),
+                ended=functools.partial(handler.calls.end, call),
+            )
+        inside = contextvars.copy_context()
+        handler.threads.run(
+            functools.partial(inside.run, _invoke_and_end, handler, event, context, outlet, call)
+        )
+        return lambda: None
+    except BaseException:  # no thread can be started
+        handler.calls.end(call)
+        raise
+
+
+def _invoke_and_end(
+    handler: Handler, event: Any, context: Context, outlet: Outlet, call: FunctionCall
+) -> None:
+    try:
+        _invoke(handler, event, context, outlet)
+    finally:
+        handler.calls.end(call)
 
 
 def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> None:
@@ -162,7 +211,7 @@ def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> N
     except OutletClosedError:
         return
     except BaseException as error:  # noqa: BLE001 - not even a SystemExit may end the process
-        outlet.end(_as_error(handler, error))
+        outlet.end(_as_error(handler, error, context))
     else:
         outlet.end()
 
@@ -188,7 +237,7 @@ async def _invoke_async(handler: Handler, event: Any, context: Context, outlet: 
         outlet.end(CancelledError(f"{handler.name} was cancelled"))
         raise
     except BaseException as error:  # noqa: BLE001 - as above
-        outlet.end(_as_error(handler, error))
+        outlet.end(_as_error(handler, error, context))
     else:
         outlet.end()
 
@@ -236,7 +285,10 @@ def _type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _as_error(handler: Handler, error: BaseException) -> TeneralError:
+def _as_error(handler: Handler, error: BaseException, context: Context) -> TeneralError:
+    """As it is told to the caller. The developer's own errors go to the log, with their tracebacks."""
+    if isinstance(error, HandlerError) or not isinstance(error, TeneralError):
+        logger.error("request %s: %s failed", context.request_id, handler.name, exc_info=error)
     if isinstance(error, TeneralError):
         return error
     told = f"{handler.name} raised {type(error).__name__}: {_said(error)}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from teneral.handlers.context import Context
+from teneral.handlers.options import check_options
 from teneral.runtime.errors import RequestError
 
 
@@ -28,6 +29,7 @@ def handler(event: Any, context: Context) -> dict[str, Any] | Iterator[dict[str,
     if not isinstance(streaming, bool):
         raise RequestError("stream must be true or false", param="stream")
     options = {key: value for key, value in event.items() if key not in (name, "stream")}
+    check_options(options)
     context.logger.info("generating with %s", context.model.name)
     if streaming:
         return _stream(prompt, options, context)

@@ -10,12 +10,14 @@ import asyncio
 import json
 import sys
 import uuid
-from contextlib import aclosing
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..loader.errors import UsageError
 from ..runtime.config import ServeConfig
+from ..runtime.errors import HandlerError
 from ..runtime.instance import Instance
 from .context import Context
 from .function import Handler, load_handler, run
@@ -31,15 +33,28 @@ def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: f
     """
     if not 0 < timeout_s <= 86_400:
         raise UsageError("--timeout-s must be from 0 to 86400 seconds", key="timeout_s")
-    handler = load_handler(spec)
+    with _naming_debug():
+        handler = load_handler(spec)
     try:
         event = read_event(event_file)
         with Instance(config) as instance:
             context = Context(instance, request_id=f"local-{uuid.uuid4().hex[:12]}", timeout_s=timeout_s)
-            asyncio.run(_print_results(handler, event, context))
+            with _naming_debug():
+                asyncio.run(_print_results(handler, event, context))
     finally:
         handler.close()
     return 0
+
+
+@contextmanager
+def _naming_debug() -> Iterator[None]:
+    """An error of the developer's own, raised in here, tells how to see more of it."""
+    try:
+        yield
+    except HandlerError as error:
+        if error.__cause__ is not None and not error.hint:
+            error.hint = "Run it again with --debug to see the whole traceback."
+        raise
 
 
 def read_event(place: str) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
 from typing import Any
+
+from .lifetime import calling_on_loop
 
 JOIN_TIMEOUT_S = 5.0
 
@@ -19,9 +20,29 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        """Start the coroutine on the loop. Cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    def submit(
+        self, coroutine: Coroutine[Any, Any, None], ended: Callable[[], object]
+    ) -> Callable[[], object]:
+        """Start the coroutine on the loop; returns what asks it to stop. `ended` is called on the loop when it has
+        ended, also where it was cancelled before its first step. Raises `RuntimeError` once the loop is closed.
+        """
+        task: asyncio.Task[None] | None = None
+
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(coroutine)
+            task.add_done_callback(lambda _: ended())
+
+        def stop() -> None:
+            if task is not None:
+                task.cancel()
+
+        try:
+            self._loop.call_soon_threadsafe(start)
+        except RuntimeError:
+            coroutine.close()
+            raise
+        return calling_on_loop(self._loop, stop)
 
     def close(self) -> None:
         """Cancel what runs, give it a moment to clean up, and end the thread. Idempotent; not for the loop's

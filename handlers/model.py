@@ -163,7 +163,7 @@ class Model:
         refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
         embedder = self._lifetime.wait(self._host.embedder)
-        rows = getattr(embedder, method)(_tokenize_texts(tokenizer, texts))
+        rows = getattr(embedder, method)(_tokenize_texts(tokenizer, texts, embedder.max_tokens))
         try:
             return self._lifetime.wait(rows)
         finally:
@@ -174,7 +174,7 @@ class Model:
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
         embedder = await self._lifetime.wait_async(self._host.embedder)
-        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts)
+        token_lists = await asyncio.to_thread(_tokenize_texts, tokenizer, texts, embedder.max_tokens)
         rows = getattr(embedder, method)(token_lists)
         try:
             return await self._lifetime.wait_async(rows)
@@ -182,11 +182,14 @@ class Model:
             embedder.give_up(rows)
 
     def _request(self, tokenizer: TextTokenizer, prompt: Prompt, options: ParsedOptions) -> GenerationRequest:
+        engine = self._host.engine
+        max_tokens = engine.result().max_context if engine.done() and engine.exception() is None else None
         if isinstance(prompt, str):
-            tokens = tokenizer.encode(prompt)
+            tokens = tokenizer.encode(prompt, max_tokens=max_tokens)
         else:
             text = tokenizer.chat(prompt, **{"tools": options.tools, **options.template})
-            tokens = tokenizer.encode(text, add_special_tokens=False)  # the template wrote them
+            # The template wrote the special tokens.
+            tokens = tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         return GenerationRequest(
             request_id=self._request_id,
             prompt_tokens=tuple(tokens),
@@ -203,7 +206,7 @@ class Model:
         )
 
 
-def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str]) -> list[list[int]]:
+def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str], max_tokens: int) -> list[list[int]]:
     items = [texts] if isinstance(texts, str) else texts
     if not isinstance(items, list | tuple) or not all(isinstance(text, str) for text in items):
         raise RequestError(
@@ -213,4 +216,4 @@ def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str]) -> lis
         raise RequestError(
             f"{len(items)} texts were given, but {MAX_EMBEDDED_TEXTS} is the most", param="input"
         )
-    return [tokenizer.encode(text) for text in items]
+    return [tokenizer.encode(text, max_tokens=max_tokens) for text in items]

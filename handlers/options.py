@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..runtime.errors import RequestError
+from ..runtime.errors import HandlerError, RequestError
 from ..runtime.step.requests import FirstToken, Priority, SamplingParams
 
 MAX_LOGIT_BIASES = 1_024
@@ -63,21 +63,33 @@ class ParsedOptions:
     template: dict[str, Any] = field(default_factory=dict)
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """For options that come from outside: raises `RequestError` for one that there is not."""
+    for name in options:
+        if name not in _PARSERS:
+            raise RequestError(f"unknown option {name[:100]!r}", param=name[:100], hint=_known_options())
+
+
 def parse_options(options: Mapping[str, Any]) -> ParsedOptions:
-    """Raises `RequestError` naming the first option that is unknown or whose value cannot be meant."""
+    """Raises `HandlerError` for an option that there is not: its name stands in the developer's code. Raises
+    `RequestError` naming the first option whose value cannot be meant: values often come from the caller.
+    """
     sampling: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in options.items():
         if name not in _PARSERS:
-            raise RequestError(
-                f"unknown option {name!r}",
-                param=str(name),
-                hint=f"Options are {', '.join(sorted(_PARSERS))}.",
+            raise HandlerError(
+                f"context.model has no option {str(name)[:100]!r}",
+                hint=_known_options(),
             )
         if value is not None:
             target = others if name in ParsedOptions.__dataclass_fields__ else sampling
             target[name] = _PARSERS[name](name, value)
     return ParsedOptions(sampling=SamplingParams(**sampling), **others)
+
+
+def _known_options() -> str:
+    return f"Options are {', '.join(sorted(_PARSERS))}."
 
 
 def _integer(name: str, value: Any) -> int:

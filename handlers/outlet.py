@@ -39,6 +39,7 @@ class Outlet:
         self._arrived = asyncio.Event()
         self._values: deque[Any] = deque()  # only touched on the consumer's loop
         self._closed = False
+        self.is_stream = False  # the producer gives value after value, and more than one may come
 
     def put(self, value: Any) -> None:
         """Block until there is room, and hand the value over. Raises `OutletClosedError` when nobody takes
@@ -93,6 +94,7 @@ class Outlet:
             raise
 
     async def _hand_over(self, value: Any) -> None:
+        self.is_stream = True
         await self._room.acquire()
         if self._closed:
             raise OutletClosedError

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 
 def is_artifact(source: Source) -> bool:
-    """Whether the folder has a manifest. Does not read it."""
+    """Whether the folder has a manifest. Does not read it. Raises `AccessDeniedError` where that is denied."""
     try:
         source.stat(MANIFEST_NAME)
-    except (NotFoundError, AccessDeniedError):  # some stores say "denied" about what does not exist
+    except NotFoundError:
+        return False
+    except AccessDeniedError as error:
+        _check_absent(source, error)
         return False
     return True
 
@@ -34,21 +37,23 @@ def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | N
 
     With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it. Raises
     `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when
-    there is nothing, and the source's own errors.
+    there is nothing, `AccessDeniedError` when the manifest may not be read, and the source's own errors.
     """
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
-    except (NotFoundError, AccessDeniedError) as error:
+    except NotFoundError as error:
         if digest is None:
-            return _open_plain(source, error)
-        if isinstance(error, NotFoundError):
-            raise NotFoundError(
-                f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {PIN_MARK}{digest.hex()} pins",
-                source=source.url,
-                name=MANIFEST_NAME,
-                hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",
-            ) from error
-        raise
+            return _open_plain(source)
+        raise NotFoundError(
+            f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {PIN_MARK}{digest.hex()} pins",
+            source=source.url,
+            name=MANIFEST_NAME,
+            hint="Only packed artifacts can be pinned: pack the model, or remove the pin.",
+        ) from error
+    except AccessDeniedError as error:
+        if digest is not None:
+            raise
+        return _open_denied(source, error)
     from .format.manifest_json import (
         parse_manifest,
     )  # while the answer was on its way, a loader has imported it
@@ -56,19 +61,48 @@ def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | N
     return parse_manifest(data, expected_digest=digest, look=look)
 
 
-def _open_plain(source: Source, no_manifest: NotFoundError | AccessDeniedError) -> Manifest:
-    """From safetensors headers. Where all is denied, raises what was said about the manifest."""
+def _open_plain(source: Source) -> Manifest:
+    """From safetensors headers."""
     from .format.checkpoint import (
         manifest_of,
         open_checkpoint,
     )  # an artifact's first bytes need not wait for these
 
+    return manifest_of(open_checkpoint(source))
+
+
+def _open_denied(source: Source, denied: AccessDeniedError) -> Manifest:
+    """From safetensors headers, where it is certain enough that the manifest, which is denied, does not exist.
+
+    Where the folder cannot be listed, another JSON file of it must have been readable: a right by suffix would
+    otherwise hide the manifest of an artifact and show other weights beside it.
+    """
+    is_certain = _check_absent(source, denied)
     try:
-        return manifest_of(open_checkpoint(source))
-    except AccessDeniedError:
-        if isinstance(no_manifest, AccessDeniedError):
-            raise no_manifest from None
-        raise
+        manifest = _open_plain(source)
+    except AccessDeniedError as error:
+        if not error.may_be_absent:
+            raise
+        raise denied from None
+    if not is_certain and not any(file.name.endswith(".json") for file in manifest.files):
+        from .sources.absence import undecided
+
+        raise undecided(source, MANIFEST_NAME) from denied
+    return manifest
+
+
+def _check_absent(source: Source, denied: AccessDeniedError) -> bool:
+    """Raises `denied` where the manifest exists, or may exist. Returns whether a list shows that it does not; otherwise
+    the source denies other objects that do not exist as well.
+    """
+    if not denied.may_be_absent:
+        raise denied
+    from .sources.absence import denies_absent, is_listed  # only after a denial
+
+    listed = is_listed(source, MANIFEST_NAME)
+    if listed or (listed is None and not denies_absent(source)):
+        raise denied
+    return listed is False
 
 
 def find_file(manifest: Manifest, name: str) -> File | None:

@@ -65,7 +65,15 @@ class NotFoundError(SourceError):
 
 
 class AccessDeniedError(SourceError):
-    """No credentials, wrong ones, or no permission."""
+    """No credentials, wrong ones, or no permission. `may_be_absent` where the store would say the same of an object
+    that does not exist: the credentials themselves are not refused.
+    """
+
+    def __init__(
+        self, message: str, *, source: str = "", name: str = "", hint: str = "", may_be_absent: bool = False
+    ) -> None:
+        super().__init__(message, source=source, name=name, hint=hint)
+        self.may_be_absent = may_be_absent
 
 
 class UnavailableError(SourceError):

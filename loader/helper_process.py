@@ -3,13 +3,14 @@
 What must not wait for this process's GIL runs in one: the loader, the tokenizer. It is started by forking where that
 is safe (it has an interpreter and our modules already), else as a fresh interpreter. Either way the
 module that it runs has a `main(socket_fd, *fds)`, called with the numbers of the open files that it is given, and is
-to end when the socket does.
+to end when the socket does. Should it be busy or stopped when its owner ends, the system kills it (`LifeLine`).
 
 It does not know what is said over the socket.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -42,6 +43,44 @@ class Surroundings(NamedTuple):
         os.chdir(self.folder)
 
 
+class LifeLine:
+    """A pipe that kills a process when this one ends, however both of them are by then: also where either was stopped.
+
+    The kernel sends SIGKILL to the pipe's owner when the last writing end is closed, as it sends SIGIO elsewhere. It
+    does not depend on the thread that started the process, as a parent's death signal does. Where a system does not
+    know it, a helper still sees the end of its socket.
+    """
+
+    _is_open = False
+
+    def __init__(self) -> None:
+        """`theirs` is for the process to inherit; it need do nothing with it."""
+        self.theirs, self._ours = os.pipe()
+        self._is_open = True
+
+    def __del__(self) -> None:
+        self.close()
+
+    def hold(self, pid: int) -> None:
+        """From now on the process, which has inherited `theirs`, ends with this one."""
+        if sys.platform == "linux":
+            with suppress(OSError):
+                fcntl.fcntl(self.theirs, fcntl.F_SETSIG, signal.SIGKILL)
+                fcntl.fcntl(self.theirs, fcntl.F_SETOWN, pid)
+                flags = fcntl.fcntl(self.theirs, fcntl.F_GETFL)
+                fcntl.fcntl(self.theirs, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+    def given(self) -> None:
+        """`theirs` was inherited, or will not be: it is closed here."""
+        os.close(self.theirs)
+
+    def close(self) -> None:
+        """Kill the process, if it is there. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._ours)
+
+
 class HelperProcess:
     """`socket` is this side's end, and the caller's to close."""
 
@@ -53,20 +92,27 @@ class HelperProcess:
         Raises `OSError` when the system refuses another process.
         """
         self.socket, theirs = socket.socketpair()
+        self._life = LifeLine()
         with theirs:
             try:
                 self._process: _Fork | subprocess.Popen[bytes] = (
-                    _Fork(module, theirs, fds)
+                    _Fork(module, theirs, fds, self._life.theirs)
                     if fork and _is_single_threaded()
-                    else _spawn(module, (theirs.fileno(), *fds))
+                    else _spawn(module, (theirs.fileno(), *fds), self._life.theirs)
                 )
+                self._life.hold(self._process.pid)
             except OSError:
                 self.socket.close()
+                self._life.close()
                 raise
+            finally:
+                self._life.given()
 
     def wait(self) -> int:
         """Block until it has ended; its exit status, or minus the signal that killed it."""
-        return self._process.wait()
+        status = self._process.wait()
+        self._life.close()
+        return status
 
     def kill(self) -> None:
         """End it now, if it has not ended. It is still to be waited for."""
@@ -80,12 +126,12 @@ class HelperProcess:
 class _Fork:
     """A fork of this process that runs a module's `main`; waited for and killed as `subprocess.Popen` is."""
 
-    def __init__(self, module: str, theirs: socket.socket, fds: Sequence[int]) -> None:
+    def __init__(self, module: str, theirs: socket.socket, fds: Sequence[int], life_fd: int) -> None:
         self._lock = threading.Lock()  # between who waits for it and who kills it
         self._status: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _serve_and_exit(module, theirs, fds)
+            _serve_and_exit(module, theirs, fds, life_fd)
 
     def wait(self) -> int:
         # The part that may last is not under the lock. Where another thread has the status by now, or the system keeps
@@ -109,14 +155,14 @@ class _Fork:
                     return
 
 
-def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int]) -> None:
+def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int], life_fd: int) -> None:
     """The fork's whole life: nothing of it may return into the code that forked."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the owner decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # It must not hold what the owner thinks that it has closed.
-        _close_all_but(0, 1, 2, theirs.fileno(), *fds)
+        _close_all_but(0, 1, 2, theirs.fileno(), *fds, life_fd)
         name = _package() + module
         __import__(name)
         sys.modules[name].main(theirs.fileno(), *fds)
@@ -136,7 +182,7 @@ def _close_all_but(*kept: int) -> None:
                 os.close(int(name))
 
 
-def _spawn(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def _spawn(module: str, fds: Sequence[int], life_fd: int) -> subprocess.Popen[bytes]:
     import subprocess  # 10 ms that a fork need not pay
     from pathlib import Path
 
@@ -146,7 +192,7 @@ def _spawn(module: str, fds: Sequence[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", _package() + module, *map(str, fds)],
         stdin=subprocess.DEVNULL,
-        pass_fds=fds,
+        pass_fds=(*fds, life_fd),
         env=os.environ | {"PYTHONPATH": path},
     )
 

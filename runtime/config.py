@@ -168,6 +168,12 @@ class ServeConfig:
     api_key: str | None = _setting(
         None, _text, "bearer token that requests must carry; several with commas, or @FILE", secret=True
     )
+    cors_origin: str | None = _setting(
+        None,
+        _text,
+        "origins of web pages that may call this server, with commas; * is any (default: none)",
+        metavar="ORIGIN",
+    )
     model_control: bool = _setting(
         False, _flag, "let clients unload the model and load it again, through /v2/repository"
     )
@@ -182,6 +188,12 @@ class ServeConfig:
     requester_pays: bool = _setting(False, _flag, "agree to pay for the requests")
     read_timeout_s: float = _setting(
         10.0, _seconds(0.1, 600), "silence after which a request has failed", metavar="SECONDS"
+    )
+    outage_s: float = _setting(
+        30.0,
+        _seconds(0, 3600),
+        "how long a store that gives nothing is waited for; 0: only as many attempts as anything else",
+        metavar="SECONDS",
     )
     hedge_after_s: float = _setting(
         0.25,
@@ -403,6 +415,7 @@ class ServeConfig:
             requester_pays=self.requester_pays,
             max_connections=self.connections,
             read_timeout_s=self.read_timeout_s,
+            outage_s=self.outage_s,
             hedge_after_s=self.hedge_after_s,
             min_rate_bytes_s=self.min_rate_bytes_s,
         )

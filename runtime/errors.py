@@ -6,6 +6,7 @@ TeneralError
 │   ├── ContextLengthError
 │   └── RefusedError       … or must not be served, as a filter of the handler's decides; `code` says why
 ├── CapacityError          too much at once: try again after `retry_after_s`
+│   └── HandlerBusyError   … because calls of the user's handler do not end
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
 ├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
@@ -58,6 +59,10 @@ class CapacityError(TeneralError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+
+
+class HandlerBusyError(CapacityError):
+    """As many calls of the user's handler run as may, those included whose callers have left."""
 
 
 class CancelledError(TeneralError):

@@ -21,6 +21,7 @@ from ..loader.errors import TeneralError, UsageError
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
 from ..loader.sources.open import open_source
+from ..loader.sources.outage import show_outages
 from ..loader.stream.options import Order
 from ..loader.timeline import Timeline
 from .config import ServeConfig
@@ -278,6 +279,7 @@ class Instance:
         address, digest = split_pin(self.config.model)
         if self._source is None:
             self._source = open_source(address, self.config.source_options)
+            show_outages(self._source, self.timeline)
         if self._load is None:
             self._load = load_here(self._source, digest, self.config, self.timeline)
         manifest = self._load.manifest

@@ -74,6 +74,9 @@ class Metrics:
         self._request_seconds: dict[str, Histogram] = {}
         self._first_token_seconds = Histogram()
         self._inter_token_seconds = Histogram()
+        self._starts: dict[tuple[str, str], int] = {}
+        self._start_seconds: dict[str, Histogram] = {}
+        self._cold_requests = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
 
@@ -83,6 +86,18 @@ class Metrics:
         with self._lock:
             self._requests[key] = self._requests.get(key, 0) + 1
             self._request_seconds.setdefault(route, Histogram()).observe(seconds)
+
+    def start_ended(self, kind: str, outcome: str, seconds: float) -> None:
+        """`kind` is cold, standby or reload; `outcome` ok, when requests can be answered, or failed."""
+        with self._lock:
+            self._starts[kind, outcome] = self._starts.get((kind, outcome), 0) + 1
+            if outcome == "ok":
+                self._start_seconds.setdefault(kind, Histogram()).observe(seconds)
+
+    def cold_request(self) -> None:
+        """A request that arrived while nothing could be answered yet."""
+        with self._lock:
+            self._cold_requests += 1
 
     def prompt_taken(self, num_tokens: int) -> None:
         with self._lock:
@@ -145,13 +160,32 @@ class Metrics:
                 "teneral_inter_token_seconds", "Between the tokens of a sequence."
             )
             between.add_metric((), self._inter_token_seconds.cumulative(), self._inter_token_seconds.sum)
+            starts = CounterMetricFamily(
+                "teneral_starts",
+                "Starts by kind (cold, standby, reload) and outcome.",
+                labels=("kind", "outcome"),
+            )
+            for start_labels, count in self._starts.items():
+                starts.add_metric(start_labels, count)
+            start = HistogramMetricFamily(
+                "teneral_start_seconds",
+                "From the beginning of a start until requests can be answered.",
+                labels=("kind",),
+            )
+            for kind, histogram in self._start_seconds.items():
+                start.add_metric((kind,), histogram.cumulative(), histogram.sum)
+            cold = CounterMetricFamily(
+                "teneral_cold_requests",
+                "Requests that arrived while nothing could be answered yet.",
+                self._cold_requests,
+            )
             prompt = CounterMetricFamily(
                 "teneral_prompt_tokens", "Tokens of prompts taken.", self._prompt_tokens
             )
             generated = CounterMetricFamily(
                 "teneral_generated_tokens", "Tokens generated.", self._generated_tokens
             )
-        return iter((requests, seconds, first, between, prompt, generated))
+        return iter((requests, seconds, first, between, starts, start, cold, prompt, generated))
 
 
 def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:

@@ -39,6 +39,10 @@ class Tensor:
         array: npt.NDArray[Any] = self.array
         return array
 
+    def is_at(self, other: Tensor) -> bool:
+        """Whether both begin at the same place in memory."""
+        return _address(self.array) == _address(other.array)
+
     def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:
         """This one and the others along their first dimension, as a view; None unless they lie back to back, in this
         order, in one memory.

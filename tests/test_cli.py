@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
@@ -203,6 +204,18 @@ def test_a_handler_that_is_not_there_is_named(artifact: Path, capsys: pytest.Cap
     assert "nowhere.py" in fails(capsys, 14, "invoke", "nowhere.py:handler", "--model", str(artifact))
 
 
+def test_what_a_handler_raises_is_shown_and_debug_is_named(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("def handler(event, context):\n    return event['missing_key']\n")
+    (tmp_path / "event.json").write_text("{}")
+    arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
+    said = fails(capsys, 14, "invoke", f"{tmp_path}/broken.py:handler", *arguments)
+    assert "KeyError" in said
+    assert "--debug" in said
+    assert "return event['missing_key']" in caplog.text  # without a logging configuration, on standard error
+
+
 def test_an_event_that_is_not_json_is_refused(
     artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,7 +279,7 @@ def test_output_that_cannot_be_written_is_told(artifact: Path) -> None:
     command = [sys.executable, "-m", "teneral", "inspect", str(artifact)]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=patience_s(60), check=False
         )
     assert (ended.returncode, ended.stderr) == (7, "teneral: no space is left where the output is written\n")
 
@@ -289,7 +302,7 @@ def test_packing_that_is_ended_by_a_signal_leaves_nothing_behind(
         while process.poll() is None and not list(tmp_path.glob("out/**/*.tmp")):
             time.sleep(0.002)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=patience_s(60))[1]
     assert process.returncode == code
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("loader", "runtime", "handlers")
+FOLDERS = ("loader", "runtime", "handlers", "infra")
 
 HEAVY = {
     "torch", "transformers", "numpy", "aiohttp", "asyncio", "boto3", "botocore", "tokenizers", "jinja2", "msgspec",

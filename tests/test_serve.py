@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -24,7 +25,7 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 
 
 class Server:
@@ -41,7 +42,9 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        connection.request(method, path, json.dumps(body) if body is not None else None)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
         response = connection.getresponse()
         data = response.read()
         connection.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
@@ -19,7 +20,7 @@ from tests.test_serve import Server
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 LOOK_S = 0.5  # in which a drafted token would have come
 NUM_TOKENS = 60
 REQUEST = {
@@ -82,7 +83,9 @@ class Stream:
         self._changed = threading.Condition()
         self._is_over = False
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
-        self._connection.request("POST", "/v1/completions", json.dumps(body))
+        self._connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

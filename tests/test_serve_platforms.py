@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 # The command itself, except that its image is here: /opt/ml is not ours to write to.
 SERVE_WITH_FOLDER = """
@@ -67,7 +68,9 @@ def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.P
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
-        connection.request(method, path, json.dumps(body) if body is not None else None)
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
         response = connection.getresponse()
         return response.status, response.read()
     finally:

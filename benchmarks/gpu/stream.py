@@ -22,6 +22,7 @@ from benchmarks.gpu.check import claim
 from benchmarks.gpu.planes import Parts, coded_parts, open_device
 from benchmarks.report import machine, note, table, versions
 
+from teneral.loader.device.base import Placed
 from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import PartImage, plan_image, slab_starts
 from teneral.loader.device.ring import DEFAULT_BYTES
@@ -134,7 +135,7 @@ def place_all(
             image, at = slots[tier][number % len(slots[tier])]
             if len(on_their_way) >= num_slots - len(made.parts):
                 on_their_way.popleft().wait()
-            on_their_way.append(device.place(image, at))
+            on_their_way.append(device.place([Placed(image, at)]))
             sent_bytes += image.sent_bytes
     while on_their_way:
         on_their_way.popleft().wait()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...runtime.errors import CancelledError, RequestError
 from ..context import Context
-from ..function import Handler, run
+from ..function import Handler, run, up_to
 from .errors import MAX_RESPONSE_BYTES, ResponseTooLargeError
 from .events import EventKind, kind_of_event
 from .invocation import Invocation
@@ -77,12 +77,16 @@ class Answers:
             platform=invocation.facts(self._environment),
             trace_id=invocation.trace_id,
         )
-        values = cast(AsyncGenerator[Any, None], run(self._handler, event, context))
+        is_stream = asyncio.Event()  # it yields, whether or not its definition shows that
+        values = cast(AsyncGenerator[Any, None], run(self._handler, event, context, on_stream=is_stream.set))
         async with aclosing(values):
-            first = await anext(values, _NOTHING)
-            second = await anext(values, _NOTHING)
-            is_several = self._handler.kind.is_generator or second is not _NOTHING
-            given = [value for value in (first, second) if value is not _NOTHING]
+            given = [value async for value in up_to(1, values)]
+            is_several = self._handler.kind.is_generator
+            if self._is_streaming:  # the first piece goes out at once
+                is_several = is_several or is_stream.is_set()
+            elif not is_several:
+                given += [value async for value in up_to(1, values)]
+                is_several = len(given) > 1
             if not is_several:
                 value = given[0] if given else None
                 await reply.whole(_encode(value), BYTES if isinstance(value, bytes) else "application/json")
@@ -179,7 +183,6 @@ class Answers:
         return await self._stack.enter_async_context(serving_inside(self._make_app()))
 
 
-_NOTHING = object()
 _JSON = [("content-type", "application/json")]
 
 

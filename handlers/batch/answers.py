@@ -20,6 +20,7 @@ from ...runtime.errors import CapacityError, ContextLengthError, ModelError, Req
 from ...runtime.step.requests import Priority
 from ..context import Context
 from ..http.keys import parse_keys
+from ..options import check_options
 from . import records
 from .index import JobIndex
 from .lines import Call, Embed, Generate, Line, Problem
@@ -69,6 +70,7 @@ class Answers:
 
     async def _generate(self, line: Line, request: Generate) -> Record:
         options = dict(request.options)
+        check_options(options)
         if options.get("seed") is None:
             options["seed"] = self._index.seed(line.number)
         if options.get("priority") is None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from ...loader.errors import AlreadyExistsError, FormatError
-from ...runtime.errors import ModelError
+from ...loader.errors import (
+    AlreadyExistsError,
+    FormatError,
+    LoadError,
+    NoSpaceError,
+    SourceClosedError,
+    UnavailableError,
+)
+from ...runtime.errors import CancelledError, CapacityError, DrainingError, ModelError, UnloadedError
 
 
 class JobMismatchError(AlreadyExistsError):
@@ -16,3 +23,17 @@ class JobFormatError(FormatError):
 
 class ModelBrokenError(ModelError):
     """The model ran, and answers nothing any more. What was finished is kept; another instance can go on from there."""
+
+
+# Errors after which another run goes on from what is finished: exit code 75, and `JobRetryError` for events.
+WORTH_ANOTHER_RUN = (
+    UnavailableError,
+    NoSpaceError,
+    SourceClosedError,
+    LoadError,
+    DrainingError,
+    CapacityError,
+    UnloadedError,
+    CancelledError,
+    ModelBrokenError,
+)

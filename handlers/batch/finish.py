@@ -1,30 +1,35 @@
 """The end of a job: the manifest, which says that all parts are there, and the one file that is made of them.
 
-Whoever finds all parts there does it; that several do is no harm. The manifest is written by a conditional put and is
-the same whoever writes it; the file is made of the same parts, and replaces itself whole. A job that was cut off
-between the two is finished by its next run.
+Any worker that finds all parts there does it; several do no harm. Manifest and file are the same from each of them, and
+each is only created where there is none. A file that exists is recognised by the digests of the parts, or refused. A
+job that was cut off between the two is finished by its next run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError
+from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, UnavailableError
 from ...loader.format.json_object import Document, JsonObject
+from ...loader.sources.base import ObjectInfo
+from ...loader.sources.throttle import pause_s
 from .errors import JobFormatError, JobMismatchError
 from .index import FORMAT_NAME, FORMAT_VERSION, JobIndex
 from .partial import PARTIAL_FOLDER
-from .parts import PartInfo, part_name, read_part, remove_quietly
-from .places import Places
+from .parts import PartInfo, part_name, read_input, read_part, remove_quietly
+from .places import Input, Places
 from .scan import MAX_PARTS
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_RECORD_BYTES = 1 << 50
+MAX_WRITES = 6  # of the file, where others write it at the same time or the store fails
 _MANIFEST = Document(
     MANIFEST_NAME,
     JobFormatError,
@@ -91,10 +96,26 @@ def read_finished(places: Places, index: JobIndex) -> Finished | None:
 
 
 def write_file(places: Places, index: JobIndex, finished: Finished) -> None:
-    """The one file, where one is wanted and is not there. Atomic: it appears whole, or not at all. Blocks."""
-    if places.final is None or is_file_there(places, finished):
+    """The one file, where one is wanted and is not there. Atomic: it appears whole, or not at all; it replaces nothing.
+    Blocks. Raises `JobMismatchError` where another file is.
+    """
+    if places.final is None:
         return
-    with places.final.create(places.final_name) as writer:
+    for attempt in range(1, MAX_WRITES + 1):
+        if is_file_there(places, finished):
+            return
+        try:
+            _create_file(places, index, finished)
+            return
+        except (AlreadyExistsError, UnavailableError):  # another worker's write, or a lost answer to this one
+            if attempt == MAX_WRITES:
+                raise
+        time.sleep(pause_s(attempt, None))
+
+
+def _create_file(places: Places, index: JobIndex, finished: Finished) -> None:
+    assert places.final is not None
+    with places.final.create(places.final_name, if_absent=True) as writer:
         for number, part in enumerate(finished.parts):
             data, found = read_part(places.work, number, index)
             if found.sha256 != part.sha256:
@@ -107,13 +128,13 @@ def write_file(places: Places, index: JobIndex, finished: Finished) -> None:
 
 
 def is_file_there(places: Places, finished: Finished) -> bool:
-    """Raises `JobMismatchError` where something else is."""
+    """Reads the file where there is one. Raises `JobMismatchError` where something else is."""
     assert places.final is not None
     try:
         found = places.final.stat(places.final_name)
     except NotFoundError:
         return False
-    if found.size_bytes != finished.size_bytes:
+    if not _holds_parts(places, found, finished):
         raise JobMismatchError(
             f"{places.output} is there, and is not what this job has made",
             source=places.final.url,
@@ -121,6 +142,32 @@ def is_file_there(places: Places, finished: Finished) -> bool:
             hint="Move it away, or choose another output.",
         )
     return True
+
+
+def _holds_parts(places: Places, found: ObjectInfo, finished: Finished) -> bool:
+    """Whether the file is that of these parts, by their digests."""
+    assert places.final is not None
+    if found.size_bytes != finished.size_bytes:
+        return False
+    given = Input(places.final, places.final_name, places.output, found.version)
+    chunks = read_input(given, found.version, 0, found.size_bytes)
+    sizes = [part.size_bytes for part in finished.parts]
+    digests = zip(_digests(chunks, sizes), finished.parts, strict=True)
+    return all(digest == part.sha256 for digest, part in digests)
+
+
+def _digests(chunks: Iterable[bytes], sizes_bytes: Iterable[int]) -> Iterable[str]:
+    """The SHA-256 of each stretch of so many bytes, one behind another."""
+    rest = memoryview(b"")
+    pieces = iter(chunks)
+    for size_bytes in sizes_bytes:
+        digest, left_bytes = hashlib.sha256(), size_bytes
+        while left_bytes > 0:
+            rest = rest or memoryview(next(pieces))
+            taken = rest[:left_bytes]
+            digest.update(taken)
+            left_bytes, rest = left_bytes - len(taken), rest[len(taken) :]
+        yield digest.hexdigest()
 
 
 def dump_manifest(finished: Finished, index: JobIndex, places: Places) -> bytes:

@@ -69,6 +69,7 @@ class Head:
     """What the scan must know of a line: by what name its answer goes, and of which kind it is."""
 
     custom_id: CustomId | None  # None: there is none that can be used
+    is_implicit: bool  # the line gives none: it is the line's number
     is_openai: bool
     is_embedding: bool
 
@@ -99,6 +100,7 @@ def read_head(raw: RawLine) -> Head | None:
     given = msgspec.UNSET
     is_openai = fields.url is not given or fields.method is not given or fields.body is not given
     return Head(
+        is_implicit=fields.custom_id is given or fields.custom_id is None,
         custom_id=_usable_id(fields.custom_id, raw.number),
         is_openai=is_openai,
         is_embedding=fields.url == "/v1/embeddings" if is_openai else fields.input is not given,
@@ -125,6 +127,8 @@ def parse_line(raw: RawLine, *, is_duplicate: bool, job_is_openai: bool, max_lin
     if is_duplicate:
         shown = str(custom_id)[:MAX_SHOWN_CHARS]
         message = f"line {raw.number}: the custom_id {shown!r} is an earlier line's"
+        if head.is_implicit:
+            message = f"line {raw.number} has no custom_id, and its number is that of another line"
         custom_id, request = None, Problem("duplicate_custom_id", message)
     elif custom_id is None:
         wanted = f"a text of 1 to {MAX_ID_CHARS} characters or a whole number"

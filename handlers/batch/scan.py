@@ -1,6 +1,6 @@
 """One pass over the input: where its parts begin, how many records it has, and which lines take another's custom_id.
 
-The input is streamed: what is held is one line, 16 bytes a record, and the places of the parts. Pure: whoever reads the
+The input is streamed: what is held is one line, 17 bytes a record, and the places of the parts. Pure: whoever reads the
 input feeds it. Of what lines ask for, it sees no more than `read_head`.
 """
 
@@ -37,7 +37,9 @@ class PartSpan:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What the pass has found. `duplicates` has a bit a record, set where an earlier record has its custom_id."""
+    """What the pass has found. `duplicates` has a bit a record, set where another record has its custom_id: an earlier
+    one, or, of a line without a custom_id, any line that gives the line's number as its own.
+    """
 
     parts: tuple[PartSpan, ...]
     num_lines: int
@@ -55,6 +57,7 @@ class Scanner:
         self._part_lines = part_lines
         self._starts: list[tuple[int, int, int]] = []  # of each part: its first byte, line and record
         self._hashes = bytearray()
+        self._implicit = bytearray()  # a byte a record: whether its custom_id is its line's number
         self._num_lines = 0
         self._num_records = 0
         self._num_embeddings = 0
@@ -78,7 +81,7 @@ class Scanner:
             num_lines=self._num_lines,
             num_records=self._num_records,
             is_openai=bool(self._is_openai),
-            duplicates=np.packbits(duplicates_of(self._hashes)).tobytes(),
+            duplicates=np.packbits(duplicates_of(self._hashes, self._implicit)).tobytes(),
         )
 
     def _take(self, lines: Iterable[RawLine]) -> None:
@@ -107,6 +110,7 @@ class Scanner:
             if head is None or head.custom_id is None
             else str(head.custom_id).encode("utf-8", "surrogatepass")
         )
+        self._implicit.append(head is not None and head.is_implicit)
         self._hashes += blake2b(name, digest_size=_HASH_BYTES).digest()
         self._num_records += 1
 
@@ -123,11 +127,14 @@ def merged(starts: list[tuple[int, int, int]], max_parts: int, wanted: int) -> l
     return starts[::step]
 
 
-def duplicates_of(hashes: bytearray) -> np.ndarray:
-    """(N,) bool from N hashes of 16 bytes: whether an earlier one is the same. Takes about 40 bytes a hash."""
+def duplicates_of(hashes: bytearray, implicit: bytearray) -> np.ndarray:
+    """(N,) bool from N hashes of 16 bytes: whether one that goes before it is the same. Hashes that are not `implicit`
+    (N bytes) go before those that are, and earlier ones before later ones. Takes about 40 bytes a hash.
+    """
     pairs = np.frombuffer(bytes(hashes), dtype=np.uint64).reshape(-1, 2)  # (N, 2)
     flags = np.zeros(len(pairs), dtype=bool)  # (N,)
-    order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # (N,); stable: of equal ones the earliest comes first
+    is_implicit = np.frombuffer(bytes(implicit), dtype=np.uint8)  # (N,)
+    order = np.lexsort((is_implicit, pairs[:, 1], pairs[:, 0]))  # (N,); stable: the earliest comes first
     ordered = pairs[order]
     flags[order[1:]] = (ordered[1:] == ordered[:-1]).all(axis=1)
     return flags

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
-from ...runtime.errors import CapacityError
+from ...runtime.errors import CapacityError, RequestError
 from .errors import ApiError
 from .json_bounds import memory_bytes
 from .limits import Limits
@@ -33,6 +33,7 @@ class Admission:
         self._retry_after_s = retry_after_s
         self._waiting = 0
         self._body_bytes = 0
+        self._answer_bytes = 0
 
     @property
     def num_waiting(self) -> int:
@@ -43,6 +44,11 @@ class Admission:
     def body_bytes(self) -> int:
         """Memory that request bodies are charged with at the moment."""
         return self._body_bytes
+
+    @property
+    def answer_bytes(self) -> int:
+        """Memory that unfinished answers are charged with at the moment."""
+        return self._answer_bytes
 
     @contextmanager
     def waiting(self, num_sequences: int) -> Iterator[None]:
@@ -61,6 +67,34 @@ class Admission:
             yield
         finally:
             self._waiting -= num_sequences
+
+    @contextmanager
+    def answer(self) -> Iterator[Callable[[int], None]]:
+        """While in here: a function that charges memory for what an answer holds until it is whole. It raises
+        `RequestError` for more than one answer may hold, and `CapacityError` for more than all of them.
+        """
+        charged_bytes = 0
+
+        def charge(num_bytes: int) -> None:
+            nonlocal charged_bytes
+            if charged_bytes + num_bytes > self._limits.max_answer_bytes:
+                raise RequestError(
+                    f"the answer's log-probabilities would take more than {self._limits.max_answer_bytes} bytes",
+                    param="logprobs",
+                    hint="Ask for fewer tokens, choices or log-probabilities, or for a stream.",
+                )
+            if self._answer_bytes + num_bytes > self._limits.max_answer_bytes_in_flight:
+                raise CapacityError(
+                    "the log-probabilities of the requests in work take all the memory that they may",
+                    retry_after_s=self._retry_after_s(),
+                )
+            charged_bytes += num_bytes
+            self._answer_bytes += num_bytes
+
+        try:
+            yield charge
+        finally:
+            self._answer_bytes -= charged_bytes
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:

@@ -14,6 +14,7 @@ from ...loader.timeline import Timeline
 from ...runtime.metrics import Metrics
 from ..kserve.routes import kserve_routes
 from ..platforms import TRAITS, Platform
+from .browsers import Origins, parse_origins
 from .chat import ChatRoute
 from .completions import CompletionRoute
 from .debug import DebugRoutes
@@ -50,16 +51,23 @@ def create_app(
     service = Service(instance, limits or Limits(), Metrics(), make_instance=make_instance)
     api_key = instance.config.api_key
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
-    app = web.Application(middlewares=[edge(service, keys)])
+    origins = Origins(parse_origins(instance.config.cors_origin))
+    takes_any = platform is Platform.SAGEMAKER
+    app = web.Application(middlewares=[edge(service, keys, origins, takes_any_media=takes_any)])
     app[SERVICE] = service
-    app.on_response_prepare.append(stamp)
-    health = HealthRoutes(service, ping_while_loading=TRAITS[platform].ping_while_loading)
+    app.on_response_prepare.append(stamp(origins))
+    health = HealthRoutes(
+        service,
+        ping_while_loading=TRAITS[platform].ping_while_loading,
+        calls=None if handler is None else handler.calls,
+    )
     models = ModelRoutes(service)
     events = _on_first_use(lambda: _events_route(service, handler))
     app.add_routes(
         [
             web.get("/livez", health.livez),
             web.get("/readyz", health.readyz),
+            web.get("/health", health.readyz),
             web.get("/ping", health.ping),
             web.get("/metrics", health.metrics),
             web.get("/timeline", health.timeline),

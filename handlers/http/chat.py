@@ -84,7 +84,6 @@ class ChatFormat:
         _refuse_unsupported(body)
         self.body = body
         self.first_token = wanted_first_token(body, default=first_token)
-        self.prepare_may_block = True  # another process renders the template
         self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
         self.num_prompt_tokens = 0
         self._messages = [template_message(message, index) for index, message in enumerate(body.messages)]
@@ -95,10 +94,11 @@ class ChatFormat:
         self._begun: set[int] = set()  # choices whose role was sent
         self._untold = Untold()
 
-    def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         tools = self.body.tools if self.body.tool_choice != "none" else None
         text = tokenizer.chat(self._messages, tools=tools)
-        prompt = tuple(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
+        # The template wrote the special tokens.
+        prompt = tuple(tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens))
         self.num_prompt_tokens = len(prompt)
         self._bytes_of = partial(token_bytes, tokenizer)
         body = self.body
@@ -111,6 +111,10 @@ class ChatFormat:
             num_top_logprobs=self._num_top_logprobs,
             first_token=self.first_token,
         )
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        return self._num_top_logprobs is not None
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

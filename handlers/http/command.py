@@ -102,9 +102,10 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
                 from ..function import load_handler
                 from .app import Limits, create_app, serve
             instance.kind.add_done_callback(lambda _: _collect_garbage())
-            handler = load_handler(config.handler) if config.handler else None
+            limits = Limits.from_config(config)
+            handler = load_handler(config.handler, max_calls=limits.max_in_flight) if config.handler else None
             platform = platform_of(config.platform, os.environ)
-            app = create_app(instance, handler=handler, limits=Limits.from_config(config), platform=platform)
+            app = create_app(instance, handler=handler, limits=limits, platform=platform)
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
                 drain_timeout_s = TRAITS[platform].drain_timeout_s

@@ -73,7 +73,6 @@ class CompletionFormat:
         _refuse_unsupported(body)
         self.body = body
         self.first_token = wanted_first_token(body, default=first_token)
-        self.prepare_may_block = False
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
         self.num_sequences = self._n * len(self._prompts)
@@ -86,9 +85,10 @@ class CompletionFormat:
         ] = {}  # of each choice that has begun, its tokens' text given out so far
         self._untold = Untold()
 
-    def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         body = self.body
-        prompts = [tokens_of(prompt, tokenizer.encode, param="prompt") for prompt in self._prompts]
+        encode_prompt = partial(tokenizer.encode, max_tokens=max_tokens)
+        prompts = [tokens_of(prompt, encode_prompt, param="prompt") for prompt in self._prompts]
         self.num_prompt_tokens = sum(map(len, prompts))
         self._tokenizer = tokenizer
         self._bytes_of = partial(token_bytes, tokenizer)
@@ -101,6 +101,10 @@ class CompletionFormat:
             num_top_logprobs=body.logprobs,
             first_token=self.first_token,
         )
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        return self.body.logprobs is not None or bool(self.body.echo)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step

@@ -8,10 +8,14 @@ import asyncio
 import logging
 import re
 import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from ...runtime.state import State
+from .browsers import SAFE_METHODS, Origins, check_media_type, is_from_inside
 from .deadline import deadline_of
 from .errors import ApiError
 from .keys import ApiKeys
@@ -20,7 +24,15 @@ from .service import CALL, SERVICE, Call, Service
 # A platform's probes carry no key. The last is KServe's for the runtimes that it knows (its MLServer's, for one); it
 # tells no more than whether a name is that of the model.
 OPEN_PATHS = frozenset(
-    {"/livez", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/{name}/ready"}
+    {
+        "/livez",
+        "/readyz",
+        "/health",
+        "/ping",
+        "/v2/health/live",
+        "/v2/health/ready",
+        "/v2/models/{name}/ready",
+    }
 )
 # Routes that work without a model.
 CONTROL_PATHS = frozenset({"/v2/repository/index", "/v2/repository/models/{name}/{action}"})
@@ -31,10 +43,14 @@ access_logger = logging.getLogger("teneral.http.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-def edge(service: Service, keys: ApiKeys | None) -> Middleware:
+def edge(
+    service: Service, keys: ApiKeys | None, origins: Origins, *, takes_any_media: bool = False
+) -> Middleware:
     """The one middleware. With `keys`, every route but `OPEN_PATHS` asks for one of them, those that do not exist
-    too.
+    too. Pages of `origins` may send requests; `takes_any_media` as `check_media_type` has it.
     """
+
+    guards = _Guards(keys, origins, takes_any_media)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -43,7 +59,7 @@ def edge(service: Service, keys: ApiKeys | None) -> Middleware:
         status, size_bytes = CLIENT_GONE, 0
         service.connections.request_begins(request.protocol)
         try:
-            response = await _guarded(service, keys, request, handler, call)
+            response = await _guarded(service, guards, request, handler, call)
             status = call.error_status or response.status
             size_bytes = _size_bytes(response)
             return response
@@ -55,16 +71,21 @@ def edge(service: Service, keys: ApiKeys | None) -> Middleware:
     return middleware
 
 
-async def stamp(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal `on_response_prepare`: the headers that every response carries."""
-    response.headers["Server"] = "teneral"  # aiohttp's would tell the versions that run here
-    if request.app[SERVICE].in_flight.draining:
-        response.headers["Connection"] = "close"  # so that a load balancer's next request goes elsewhere
-        response.force_close()
-    call = CALL.get(None)
-    if call is not None:
-        response.headers["x-request-id"] = call.request_id
-        response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
+def stamp(origins: Origins) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """For the signal `on_response_prepare`: the headers that every response carries."""
+
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "teneral"  # aiohttp's would tell the versions that run here
+        if request.app[SERVICE].in_flight.draining:
+            response.headers["Connection"] = "close"  # so that a load balancer's next request goes elsewhere
+            response.force_close()
+        origins.stamp(request, response)
+        call = CALL.get(None)
+        if call is not None:
+            response.headers["x-request-id"] = call.request_id
+            response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
+
+    return add
 
 
 def _size_bytes(response: web.StreamResponse) -> int:
@@ -99,12 +120,26 @@ def request_id_of(request: web.BaseRequest) -> str:
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Guards:
+    keys: ApiKeys | None
+    origins: Origins
+    takes_any_media: bool
+
+
 async def _guarded(
-    service: Service, keys: ApiKeys | None, request: web.Request, handler: Handler, call: Call
+    service: Service, guards: _Guards, request: web.Request, handler: Handler, call: Call
 ) -> web.StreamResponse:
     try:
-        if keys is not None and not _is_open(request):
-            _check_key(request, keys)
+        is_from_outside = not is_from_inside(request)
+        if is_from_outside:
+            # Before the key: browsers ask without one.
+            if (answer := guards.origins.preflight(request)) is not None:
+                return answer
+            if request.method not in SAFE_METHODS:
+                guards.origins.check(request)
+        if guards.keys is not None and not _is_open(request):
+            _check_key(request, guards.keys)
         if request.method != "POST":
             return await handler(request)
         call.deadline = deadline_of(request, call.arrived_s)
@@ -113,6 +148,10 @@ async def _guarded(
                 call.work.limit(call.deadline.remaining_s(), call.deadline.error())
             if _route_of(request) not in CONTROL_PATHS:
                 service.slot.check()
+                if service.state is State.LOADING:
+                    service.metrics.cold_request()
+            if is_from_outside:
+                check_media_type(request, takes_any=guards.takes_any_media)
             return await handler(request)
     except asyncio.CancelledError:
         raise

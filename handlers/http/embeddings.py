@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -37,9 +38,9 @@ class EmbeddingRoute:
             tokenizer = await service.tokenizer()
             embedder = await service.ready(service.instance.embedder)
             embedder.require_room()
-            # In a thread: thousands of texts may take a while.
-            token_lists = await asyncio.to_thread(
-                lambda: [tokens_of(item, tokenizer.encode, param="input") for item in inputs]
+            encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
+            token_lists = await service.text_threads.run(
+                len(data), lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
             )
         num_tokens = sum(map(len, token_lists))
         service.metrics.prompt_taken(num_tokens)

@@ -17,6 +17,7 @@ from ...runtime.errors import (
     CapacityError,
     ContextLengthError,
     DrainingError,
+    HandlerBusyError,
     HandlerError,
     ModelError,
     RefusedError,
@@ -34,6 +35,7 @@ _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID_REQUEST, "context_length_exceeded"),
     (RefusedError, 400, INVALID_REQUEST, "content_refused"),  # or what it says itself
     (RequestError, 400, INVALID_REQUEST, None),
+    (HandlerBusyError, 503, SERVER_ERROR, "handler_busy"),
     (CapacityError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (DrainingError, 503, SERVER_ERROR, "draining"),
     (UnloadedError, 503, SERVER_ERROR, "model_unloaded"),

@@ -1,23 +1,33 @@
-"""What platforms and people ask about an instance: /livez, /readyz, /ping, /metrics, /timeline."""
+"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /metrics, /timeline."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
 from ...runtime.state import State
-from .errors import retry_after
+from .errors import ApiError, retry_after
 from .responses import encode
 from .retry import expected_wait_s
 from .service import Service
 
+MAX_READY_WAIT_S = 60.0
+READY_POLL_S = 0.01
+if TYPE_CHECKING:
+    from ..calls import FunctionCalls
+
 
 class HealthRoutes:
-    def __init__(self, service: Service, *, ping_while_loading: int = 503) -> None:
-        """`ping_while_loading` is the status of /ping until requests can be answered."""
+    def __init__(
+        self, service: Service, *, ping_while_loading: int = 503, calls: FunctionCalls | None = None
+    ) -> None:
+        """`ping_while_loading` is the status of /ping until requests can be answered; `calls` are those of the user's
+        function.
+        """
+        self._calls = calls
         self._service = service
         self._ping_while_loading = ping_while_loading
 
@@ -28,10 +38,14 @@ class HealthRoutes:
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """200 when a request that is sent now is worked on at once; else 503. The state and the load's
-        progress either way.
+        """200 when a request that is sent now is worked on at once, or with `?when=exact` when every weight is exact;
+        else 503. The state and the load's progress either way. `?wait_s=N` holds the answer back until it is 200, for
+        up to N seconds. /health is the same route: most routers look there.
         """
+        wanted = _wanted(request)
+        await self._wait_until(wanted, _wait_s(request))
         instance, state = self._service.instance, self._service.state
+        is_ready = state in wanted
         report: dict[str, Any] = {
             "state": str(state),
             "model": instance.model_name,
@@ -40,11 +54,19 @@ class HealthRoutes:
         if instance.failure is not None:
             report["error"] = instance.failure.message
         return web.Response(
-            status=200 if state.can_answer else 503,
+            status=200 if is_ready else 503,
             body=encode(report),
             content_type="application/json",
-            headers={} if state.can_answer else self._retry_after(),
+            headers={} if is_ready else self._retry_after(),
         )
+
+    async def _wait_until(self, wanted: frozenset[State], wait_s: float) -> None:
+        """Return when the state is one of those, or can become none of them any more, or `wait_s` are over."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        hopeful = wanted | {State.LOADING, State.PARTIAL}
+        while (state := self._service.state) not in wanted and state in hopeful and loop.time() < deadline_s:
+            await asyncio.sleep(READY_POLL_S)
 
     async def ping(self, request: web.Request) -> web.Response:
         """What SageMaker and RunPod's load balancer ask: 200 when requests can be answered. No body, as SageMaker has
@@ -63,7 +85,7 @@ class HealthRoutes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         service = self._service
-        statistics = {
+        statistics: dict[str, Any] = {
             **service.instance.statistics(),
             "state": str(service.state),
             "http": {
@@ -72,8 +94,11 @@ class HealthRoutes:
                 "in_flight": len(service.in_flight),
                 "waiting_sequences": service.admission.num_waiting,
                 "body_bytes": service.admission.body_bytes,
+                "answer_bytes": service.admission.answer_bytes,
             },
         }
+        if self._calls is not None:
+            statistics["function"] = self._calls.statistics()
         # In a thread: the first time it imports the Prometheus client.
         text = await asyncio.to_thread(service.metrics.render, statistics)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
@@ -83,3 +108,23 @@ class HealthRoutes:
         return web.Response(
             body=encode(self._service.instance.timeline.snapshot()), content_type="application/json"
         )
+
+
+def _wanted(request: web.Request) -> frozenset[State]:
+    """The states that `?when=` asks for."""
+    when = request.query.get("when", "first-layer")
+    if when == "exact":
+        return frozenset({State.READY})
+    if when == "first-layer":
+        return frozenset({State.PARTIAL, State.READY})
+    raise ApiError(400, "when must be first-layer or exact", param="when")
+
+
+def _wait_s(request: web.Request) -> float:
+    try:
+        wait_s = float(request.query.get("wait_s", "0"))
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= MAX_READY_WAIT_S:
+        raise ApiError(400, f"wait_s must be a number from 0 to {MAX_READY_WAIT_S:g}", param="wait_s")
+    return wait_s

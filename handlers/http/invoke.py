@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ...runtime.errors import CancelledError
 from ..context import NO_FACTS, Context
-from ..function import Handler, run
+from ..function import Handler, run, up_to
 from .respond import complete
 from .responses import encode
 from .schemas import Decoder
@@ -111,13 +111,3 @@ def whole(value: Any) -> web.Response:
     if isinstance(value, bytes):
         return web.Response(body=value, content_type="application/octet-stream")
     return web.Response(body=encode(value), content_type="application/json")
-
-
-async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The first values, so many or fewer; the rest can still be read from `values`."""
-    while count > 0:
-        try:
-            yield await anext(values)
-        except StopAsyncIteration:
-            return
-        count -= 1

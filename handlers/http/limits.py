@@ -32,6 +32,10 @@ class Limits:
     max_body_bytes: int = 8 << 20
     max_body_bytes_in_flight: int = 64 << 20  # of all requests together: what bodies may cost in memory
     body_timeout_s: float = 60.0  # for a body to arrive
+    max_answer_bytes: int = (
+        64 << 20
+    )  # of one answer that is not streamed: what its log-probabilities may cost
+    max_answer_bytes_in_flight: int = 256 << 20  # of all of them together
     max_in_flight: int = 352  # requests being worked on, waiting ones included
     max_taken: int = (
         288  # sequences running, queued or on their way to the engine: what the engine itself takes

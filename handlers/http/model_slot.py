@@ -30,11 +30,20 @@ logger = logging.getLogger("teneral.http")
 class ModelSlot:
     """One per server; used on its event loop only."""
 
-    def __init__(self, instance: Instance, make: Callable[[], Instance], in_flight: InFlight) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        make: Callable[[], Instance],
+        in_flight: InFlight,
+        *,
+        started: Callable[[Instance, bool], object] = lambda instance, is_first: None,
+    ) -> None:
         """`make` gives an instance that was not started, of the same configuration. `instance` is the caller's to
-        close; what comes after it is closed here.
+        close; what comes after it is closed here. `started` is called with each that begins to load.
         """
         self.instance = instance
+        self._started = started
+        started(instance, True)
         self.reason = ""  # why there is no model, where there is none
         self._first = instance
         self._make = make
@@ -127,6 +136,7 @@ class ModelSlot:
         instance = self.instance = self._make()  # now, so that its clock begins with its load
         self._absence, self.reason = State.LOADING, ""
         logger.info("loading %s", instance.model_name)
+        self._started(instance, False)
         try:
             await asyncio.to_thread(instance.start)
             await _can_answer(instance)

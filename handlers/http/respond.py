@@ -5,7 +5,7 @@ given back whole or bit by bit. What it looks like on the wire, a `Format` knows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from aiohttp import web
@@ -23,23 +23,22 @@ from .sse import SSE, EventStream, Framing
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
 
-# Tokenising so much holds the event loop for about a millisecond; more is done in a thread.
-INLINE_PROMPT_BYTES = 4096
+
+LOGPROB_BYTES = 128  # of one token's, while it is held and as JSON
 
 
 class Asked(Protocol):
     """What a request wants to have generated. Does no I/O."""
 
     num_sequences: int
-    prepare_may_block: bool
     first_token: FirstToken  # what its sequences ask for
 
     @property
     def body(self) -> GenerationBody: ...
 
-    def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
-        """What the engine is asked. Called once, maybe in a thread, before all that follows. Raises
-        `RequestError`.
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        """What the engine is asked. Called once, in a thread, before all that follows. A prompt has room for
+        `max_tokens`; None: not known yet. Raises `RequestError`.
         """
 
     @property
@@ -48,6 +47,10 @@ class Asked(Protocol):
 
 class Format(Asked, Protocol):
     """One request's side of the wire, too: `completions.CompletionFormat` or `chat.ChatFormat`."""
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        """Whether `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
 
     def chunks(self, step: Step) -> list[bytes]:
         """What a stream says of a step: any number of JSON items."""
@@ -71,23 +74,35 @@ async def respond(
 
 
 async def generate(
-    service: Service, call: Call, asked: Asked, body_bytes: int
+    service: Service,
+    call: Call,
+    asked: Asked,
+    body_bytes: int,
+    *,
+    charge: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Outcome], Usage]:
-    """All of it, once it is there."""
+    """All of it, once it is there. `charge` is called with the memory that is held of it, and may raise."""
     outcomes = [Outcome() for _ in range(asked.num_sequences)]
     with Sequences(service, call) as sequences:
         await _submit(service, call, asked, sequences, body_bytes)
         while steps := await sequences.next_steps():
             for index, event in steps:
+                if event.logprobs:
+                    charge(LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs))
                 outcomes[index].add(event)
     return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
 
 
 async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
-    outcomes, usage = await generate(service, call, fmt, body_bytes)
+    with service.admission.answer() as charge:
+        outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
+        if fmt.looks_up_tokens:
+            answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
+        else:
+            answer = fmt.whole(outcomes, usage)
     details = usage.completion_tokens_details
     return web.Response(
-        body=fmt.whole(outcomes, usage),
+        body=answer,
         content_type="application/json",
         headers={} if details is UNSET else {DRAFTED_TOKENS_HEADER: str(details.drafted_tokens)},
     )
@@ -100,10 +115,18 @@ async def _send_steps(
     with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
         await _submit(service, call, fmt, sequences, body_bytes)
         while steps := await sequences.next_steps():
-            if items := [item for step in steps for item in fmt.chunks(step)]:
+            if fmt.looks_up_tokens:
+                items = await service.text_threads.run(body_bytes, _chunks, fmt, steps)
+            else:
+                items = _chunks(fmt, steps)
+            if items:
                 await stream.send(*items)
     if fmt.body.includes_usage:
         await stream.send(fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)))
+
+
+def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:
+    return [item for step in steps for item in fmt.chunks(step)]
 
 
 async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:
@@ -131,10 +154,7 @@ async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
         tokenizer = await service.tokenizer()
-        if fmt.prepare_may_block or body_bytes > INLINE_PROMPT_BYTES:
-            requests = await asyncio.to_thread(fmt.prepare, tokenizer)
-        else:
-            requests = fmt.prepare(tokenizer)
+        requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
         engine = await service.ready(service.instance.engine)
         sequences.submit(engine, requests)
     service.metrics.prompt_taken(fmt.num_prompt_tokens)

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
@@ -25,6 +26,8 @@ from .limits import MAX_HEAD_BYTES, Limits
 from .mailbox import Bridge
 from .model_slot import ModelSlot
 from .retry import expected_wait_s
+from .starts import count_start
+from .text_threads import TextThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +106,7 @@ class Service:
         self.metrics = metrics
         self.admission = Admission(limits, self._num_in_engine, self._retry_after_s)
         self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
-        self.slot = ModelSlot(instance, make_instance, self.in_flight)
+        self.slot = ModelSlot(instance, make_instance, self.in_flight, started=partial(count_start, metrics))
         self.connections = Connections(
             max_connections=limits.max_connections,
             max_head_bytes=MAX_HEAD_BYTES,
@@ -111,6 +114,7 @@ class Service:
             write_stall_s=limits.write_stall_s,
         )
         self.bridge = Bridge()
+        self.text_threads = TextThreads()
 
     @property
     def instance(self) -> Instance:
@@ -127,6 +131,12 @@ class Service:
     def first_token(self) -> FirstToken:
         """For requests that do not say it."""
         return FirstToken(self.instance.config.first_token)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the engine has room for, of a prompt; None while it is not there."""
+        engine = self.instance.engine
+        return engine.result().max_context if engine.done() and engine.exception() is None else None
 
     async def tokenizer(self) -> TextTokenizer:
         return await self.ready(self.instance.tokenizer)

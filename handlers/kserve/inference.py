@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -81,7 +82,7 @@ class Inference:
             result = await self._run(self._handler, asked, call, session)
             return await asyncio.to_thread(tensors_of, result)  # nobody knows how large it is
         if await service.ready(service.instance.kind) == "encoder":
-            return await self._embed(asked, call)
+            return await self._embed(asked, call, body_bytes)
         return await self._generate(asked, call, body_bytes)
 
     async def _generate(self, asked: Asked, call: Call, body_bytes: int) -> list[Tensor]:
@@ -106,7 +107,7 @@ class Inference:
         reasons = [str(outcome.finish_reason) for outcome in outcomes]
         return [_texts("text_output", shape, answers), _texts("finish_reason", shape, reasons)]
 
-    async def _embed(self, asked: Asked, call: Call) -> list[Tensor]:
+    async def _embed(self, asked: Asked, call: Call, body_bytes: int) -> list[Tensor]:
         service, tensors = self._service, dict(asked.tensors)
         name, texts, _ = prompts_of(tensors, max_prompts=service.limits.max_embedding_inputs)
         if tensors or asked.parameters:
@@ -115,9 +116,9 @@ class Inference:
         with service.admission.waiting(1):
             tokenizer = await service.tokenizer()
             embedder = await service.ready(service.instance.embedder)
-            # In a thread: thousands of texts may take a while.
-            token_lists = await asyncio.to_thread(
-                lambda: [tokens_of(text, tokenizer.encode, param=name) for text in texts]
+            encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
+            token_lists = await service.text_threads.run(
+                body_bytes, lambda: [tokens_of(text, encode_text, param=name) for text in texts]
             )
         service.metrics.prompt_taken(sum(map(len, token_lists)))
         call.limit(service.limits.request_timeout_s)

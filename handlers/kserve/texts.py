@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -42,14 +43,14 @@ class TextRequest:
         check_extras(body)
         self.body = body
         self.first_token = wanted_first_token(body, default=first_token)
-        self.prepare_may_block = False
         self.num_sequences = len(prompts)
         self.num_prompt_tokens = 0
         self._prompts = prompts
         self._request_id = request_id
 
-    def prepare(self, tokenizer: TextTokenizer) -> list[GenerationRequest]:
-        prompts = [tokens_of(prompt, tokenizer.encode, param=TEXT_INPUTS[0]) for prompt in self._prompts]
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        encode_prompt = partial(tokenizer.encode, max_tokens=max_tokens)
+        prompts = [tokens_of(prompt, encode_prompt, param=TEXT_INPUTS[0]) for prompt in self._prompts]
         self.num_prompt_tokens = sum(map(len, prompts))
         body = self.body
         return sequences(
@@ -65,6 +66,8 @@ class TextRequest:
 
 class GenerateFormat(TextRequest):
     """One `generate` or `generate_stream`: `respond.Format`."""
+
+    looks_up_tokens = False
 
     def __init__(
         self,

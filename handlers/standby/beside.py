@@ -63,13 +63,19 @@ def pool_beside(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator
 
 def main(owner: str, *arguments: str) -> None:
     """Become `teneral standby` with these arguments, unless the process `owner` is gone. Does not return then."""
-    import ctypes
-
-    # Where the system refuses it, the pool ends with a server that ends well.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() == int(owner):
         command = [sys.executable, "-m", _package(), "standby", *arguments]
         os.execv(sys.executable, command)  # noqa: S606 - an argument list of our own making
+
+
+def end_with_parent() -> None:
+    """Have this process get SIGTERM when the thread that started it ends. The caller checks `os.getppid()` afterwards:
+    the parent may be gone already. Where the system refuses it, this process ends only with a parent that ends well.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _package() -> str:

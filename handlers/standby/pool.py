@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +57,8 @@ def run_pool(
     check_fits(
         num_processes * reserve_bytes, available(), what=f"a pool of {num_processes} with memory ahead"
     )
-    with _listening(check_path(path)) as listener:
+    listener, remove_socket = _listening(check_path(path))
+    with listener:
         try:
             began_s = time.monotonic()
             import_everything()
@@ -72,31 +74,41 @@ def run_pool(
             )
             pool.run()
         finally:
-            with suppress(OSError):
-                os.unlink(path)
+            remove_socket()
     return 0
 
 
-def _listening(path: str) -> socket.socket:
-    """`listen_locally`, and from then on a signal ends this process at once, without the socket's file, until the pool
-    has handlers of its own. Not by an exception: where one is raised while an import cleans up, it is swallowed, and
-    the pool goes on.
+def _listening(path: str) -> tuple[socket.socket, Callable[[], None]]:
+    """`listen_locally`, with a function that removes its file. From then on a signal ends this process at once, without
+    the socket's file, until the pool has handlers of its own. Not by an exception: where one is raised while an import
+    cleans up, it is swallowed, and the pool goes on.
     """
 
-    def end(*_: object) -> None:
+    def remove() -> None:
         with suppress(OSError):
-            os.unlink(path)
+            if _identity(path) == bound:
+                os.unlink(path)
+
+    def end(*_: object) -> None:
+        remove()
         os._exit(0)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # none may come between the file and its end
     try:
         listener = listen_locally(path)
+        bound = _identity(path)
         for number in numbers:
             signal.signal(number, end)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return listener
+    return listener, remove
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """The file at the path itself, not one that it links to: a file put there since is not the pool's to remove."""
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino
 
 
 def import_everything() -> None:
@@ -149,6 +161,18 @@ def listen_locally(path: str) -> socket.socket:
 
 
 def _make_room(path: str) -> None:
+    """Remove the socket that a killed pool of this user has left at the path, and no other file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return
+    # A connection to a file of any other kind is refused in the same way as one to a socket without a listener.
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} exists and is not a socket of this user",
+            key="standby_socket",
+            hint="Give a path at which there is no file.",
+        )
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
         try:
             probe.connect(path)

@@ -11,6 +11,9 @@ room by it counts anew. The least recently used go first; a file's modification 
 content never changes. What was written or read since this folder was opened is not evicted for more of the same load:
 a model that is larger than the budget would otherwise push out its own beginning.
 
+An entry that is no regular file of ours (a link, a FIFO, a folder, a file that may not be read) is removed where it is
+met, as a damaged part is: it costs a miss and nothing else.
+
 It does not know what a part is. All methods raise `OSError`.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat as stat_modes
 import threading
 import time
@@ -37,9 +41,17 @@ SPARE_SHARE = (
     20  # eviction frees a twentieth of the budget beyond the need, so that it is not due at every part
 )
 
+# What opening says of an entry that is not ours to read: a link, a socket, a device, another's file or folder.
+_WRONG_ENTRY = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EISDIR))
+MAX_LOCK_TRIES = 10  # others may replace a wrong lock file at the same time
+
 _READ = (
     os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 )  # a link or a FIFO in our place must do no harm
+
+
+class WrongEntryError(OSError):
+    """Where a part should be is something else, or what this user may not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +77,24 @@ class CacheFolder:
 
     @contextmanager
     def opened(self, digest: bytes) -> Iterator[tuple[int, int] | None]:
-        """The part's file, and its size in bytes; None when there is none. Counts as a use of the part."""
+        """The part's file, and its size in bytes; None when there is none. Counts as a use of the part.
+
+        Raises `WrongEntryError` for what cannot be one.
+        """
         folder = self._folder()
         try:
             fd = os.open(digest.hex(), _READ, dir_fd=folder)
         except FileNotFoundError:
             yield None
             return
+        except OSError as error:
+            if error.errno in _WRONG_ENTRY:
+                raise WrongEntryError(error.errno, error.strerror) from error
+            raise
         try:
             status = os.fstat(fd)
             if not stat_modes.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "is not a regular file", os.path.join(self.path, digest.hex()))
+                raise WrongEntryError(errno.EINVAL, "is not a regular file")
             if status.st_mtime_ns < self._opened_at_ns:
                 now_ns = time.time_ns()
                 with suppress(
@@ -88,10 +107,10 @@ class CacheFolder:
 
     def holds(self, digest: bytes) -> bool:
         try:
-            os.stat(digest.hex(), dir_fd=self._folder(), follow_symlinks=False)
+            status = os.stat(digest.hex(), dir_fd=self._folder(), follow_symlinks=False)
         except FileNotFoundError:
             return False
-        return True
+        return stat_modes.S_ISREG(status.st_mode)
 
     def has_refused(self, size_bytes: int) -> bool:
         """Whether there was no room for a part of that size or a smaller one, and so there will be none."""
@@ -111,7 +130,11 @@ class CacheFolder:
             finally:
                 os.close(fd)
             with self._locked():  # who counts must not miss the file because it changes its name just then
-                os.rename(temporary, digest.hex(), src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    os.rename(temporary, digest.hex(), src_dir_fd=folder, dst_dir_fd=folder)
+                except IsADirectoryError:  # all else is replaced by that
+                    self.remove(digest)
+                    os.rename(temporary, digest.hex(), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
@@ -119,9 +142,17 @@ class CacheFolder:
         return True
 
     def remove(self, digest: bytes) -> None:
-        """Fine when it is not there."""
-        with suppress(FileNotFoundError):
-            os.unlink(digest.hex(), dir_fd=self._folder())
+        """Whatever the entry is. Fine when it is not there."""
+        self._remove_entry(digest.hex())
+
+    def _remove_entry(self, name: str) -> None:
+        folder = self._folder()
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return
+        except IsADirectoryError:
+            shutil.rmtree(name, dir_fd=folder)  # follows no links, and the folder is private to this user
 
     def _reserve(self, temporary: str, size_bytes: int) -> int | None:
         """A new file to write to, whose size counts from now on; None when there is no room for it."""
@@ -176,8 +207,9 @@ class CacheFolder:
                     continue
                 with suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    if is_temporary and status.st_mtime_ns < dead_before_ns:
-                        os.unlink(entry.name, dir_fd=folder)
+                    is_dead = is_temporary and status.st_mtime_ns < dead_before_ns
+                    if is_dead or not stat_modes.S_ISREG(status.st_mode):
+                        self._remove_entry(entry.name)
                         continue
                     # Temporary files are not evicted for room: they are somebody's at work, or soon too old.
                     used_at_ns = self._opened_at_ns if is_temporary else status.st_mtime_ns
@@ -192,12 +224,39 @@ class CacheFolder:
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """Keep all other writers from counting; the lock file. A lock ends with the process that holds it."""
-        fd = os.open(LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=self._folder())
+        fd = self._lock_file()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
             yield fd
         finally:
             os.close(fd)
+
+    def _lock_file(self) -> int:
+        """The locked file. One that is no regular file is replaced; a lock on a file that was replaced is none."""
+        folder = self._folder()
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        for _ in range(MAX_LOCK_TRIES):
+            try:
+                fd = os.open(LOCK_NAME, flags, 0o600, dir_fd=folder)
+            except OSError as error:
+                if error.errno not in _WRONG_ENTRY:
+                    raise
+                self._remove_entry(LOCK_NAME)
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                status = os.fstat(fd)
+                if not stat_modes.S_ISREG(status.st_mode):
+                    self._remove_entry(LOCK_NAME)
+                else:
+                    with suppress(FileNotFoundError):
+                        present = os.stat(LOCK_NAME, dir_fd=folder, follow_symlinks=False)
+                        if os.path.samestat(status, present):
+                            return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+        raise OSError(errno.EBUSY, "is replaced again and again", os.path.join(self.path, LOCK_NAME))
 
     def _folder(self) -> int:
         with self._lock:

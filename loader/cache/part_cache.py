@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .folder import CacheFolder
+from .folder import CacheFolder, WrongEntryError
 from .pace import ReadGate, is_crawling
 from .tally import CacheStatistics, Tally
 from .writer import CacheWriter
@@ -60,6 +60,9 @@ class PartCache:
         begun_s = self._clock()
         try:
             found = self._read(digest, start, buffer, begun_s)
+        except WrongEntryError:
+            self._discard(digest)
+            found = False
         except OSError as error:
             self._stop_reading(error.strerror or str(error))
             found = False
@@ -140,7 +143,7 @@ class PartCache:
                     return False
 
     def _discard(self, digest: bytes) -> None:
-        """The part's file is wrong."""
+        """The part's entry is wrong: it is removed, and not asked for again by this load."""
         with self._lock:
             self._rejected.add(digest)
         self._tally.add(num_rejected=1)

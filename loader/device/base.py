@@ -17,7 +17,7 @@ methods may be called from any thread, `place` from one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .image import PartImage
@@ -41,7 +41,7 @@ class DeviceStatistics(NamedTuple):
     """What a device has been asked to do, and what it holds. Sizes in bytes, times in seconds."""
 
     name: str
-    num_parts: int
+    num_images: int
     sent_bytes: int  # over the link to the device: planes
     written_bytes: int  # of weights, by merging and copying; words that are replaced count again
     num_launches: int
@@ -50,6 +50,13 @@ class DeviceStatistics(NamedTuple):
     open_s: float  # until the device could be asked for memory: its context and its kernels
     pin_s: float
     is_pinned: bool  # the host's ring is read by the device itself, and not copied once more
+
+
+class Placed(NamedTuple):
+    """An image that lies in the ring, and where."""
+
+    image: PartImage
+    offset_bytes: int
 
 
 class Device(Protocol):
@@ -78,10 +85,10 @@ class Device(Protocol):
         memory alive for as long as anything looks at it. Undefined content until it is placed.
         """
 
-    def place(self, image: PartImage, offset_bytes: int, after: Iterable[Ticket] = ()) -> Ticket:
-        """Have the image at that place of the ring merged into the weights, behind all that was placed before.
+    def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
+        """Have these images merged into the weights, in order, behind all that was placed before. One ticket for all.
 
-        What others have read of these weights so far, up to `after`, is read before. The image's memory belongs to the
+        What others have read of these weights so far, up to `after`, is read before. The images' memory belongs to the
         device until the ticket is done. Returns at once. Raises `LoadError`.
         """
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadError, TeneralError
+from ..format.manifest import align
 from ..timeline import Timeline
-from .base import DeviceStatistics, Ticket
+from .base import DeviceStatistics, Placed, Ticket
 from .compile import cubin_for
-from .image import Chunks, PartImage
+from .image import CHUNK_STATUS_BYTES, PartImage
 from .memory import check_device_fits, device_refused
 from .nvcomp import Decompressor, find_library
 from .recipe import KERNELS, RESOLVE_KERNEL
@@ -35,13 +36,17 @@ BLOCKS_PER_FRAME = 4  # each takes a quarter of a whole frame
 MAX_GRID_Y = 65_535
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
+SCRATCH_ALIGNMENT_BYTES = 256
+CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES  # that the decompressor is told, and tells, of each chunk
 
 
 class CudaTicket:
     """An event on a stream."""
 
-    def __init__(self, device: CudaDevice, event: Any, statuses: npt.NDArray[np.int32] | None = None) -> None:
-        """`statuses`, on the host, are what was said of decompressed frames, once the event is there."""
+    def __init__(
+        self, device: CudaDevice, event: Any, statuses: Sequence[npt.NDArray[np.int32]] = ()
+    ) -> None:
+        """`statuses`, on the host, are what was said of each image's frames, once the event is there."""
         self._device = device
         self.event = event
         self._statuses = statuses
@@ -53,10 +58,12 @@ class CudaTicket:
     def wait(self) -> None:
         with self._device.used("placing weights"):
             self.event.synchronize()
-        statuses, self._statuses = self._statuses, None  # their memory is the next image's afterwards
-        if statuses is not None and statuses.any():
+        statuses, self._statuses = self._statuses, ()  # their memory is the next images' afterwards
+        num_failed = sum(int((of_image != 0).sum()) for of_image in statuses)
+        if num_failed:
+            num_frames = sum(of_image.size for of_image in statuses)
             raise LoadError(
-                f"{self._device.name} could not decompress {int((statuses != 0).sum())} of {statuses.size} frames",
+                f"{self._device.name} could not decompress {num_failed} of {num_frames} frames",
                 hint="Their digests were right: uninstall nvidia-libnvcomp to have the host decompress them.",
             )
 
@@ -83,7 +90,7 @@ class CudaDevice:
         self._host_ring: npt.NDArray[np.uint8] | None = None
         self._ring_address = 0
         self._ring_bytes = self._weights_bytes = 0
-        self._num_parts = self._sent_bytes = self._written_bytes = self._num_launches = 0
+        self._num_images = self._sent_bytes = self._written_bytes = self._num_launches = 0
         self._pin_s = 0.0
         self._scratch: Any = None  # of the decompressor
         self._scratch_bytes = 0
@@ -132,20 +139,26 @@ class CudaDevice:
     def weights(self) -> Any:
         return self._weights
 
-    def place(self, image: PartImage, offset_bytes: int, after: Iterable[Ticket] = ()) -> Ticket:
+    def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
         with self.used("placing weights"):
-            self._upload(image, offset_bytes)
+            for image, offset_bytes in images:
+                self._upload(image, offset_bytes)
+            there = self._cupy.cuda.Event(disable_timing=True)
+            there.record(self._uploads)
+            self._merges.wait_event(there)
             for ticket in after:
                 assert isinstance(ticket, CudaTicket)
                 self._merges.wait_event(ticket.event)
-            statuses = self._decompress(image.chunks, offset_bytes) if image.chunks is not None else None
-            self._merge(image, offset_bytes)
+            statuses = self._decompress([placed for placed in images if placed.image.chunks is not None])
+            for image, offset_bytes in images:
+                self._merge(image, offset_bytes)
             done = self._cupy.cuda.Event(block=True, disable_timing=True)
             done.record(self._merges)
-        self._num_parts += 1
-        self._sent_bytes += image.sent_bytes
-        self._written_bytes += image.written_bytes
-        self._num_launches += len(image.launches)
+        self._num_images += len(images)
+        for image, _ in images:
+            self._sent_bytes += image.sent_bytes
+            self._written_bytes += image.written_bytes
+            self._num_launches += len(image.launches)
         return CudaTicket(self, done, statuses)
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
@@ -173,7 +186,7 @@ class CudaDevice:
     def statistics(self) -> DeviceStatistics:
         return DeviceStatistics(
             self.name,
-            self._num_parts,
+            self._num_images,
             self._sent_bytes,
             self._written_bytes,
             self._num_launches,
@@ -224,7 +237,7 @@ class CudaDevice:
         )
 
     def _upload(self, image: PartImage, offset_bytes: int) -> None:
-        """What the kernels need to the ring, and the rest straight to its place; the merging stream waits for both."""
+        """What the kernels need to the ring, and the rest straight to its place."""
         to_device, stream = self._runtime.memcpyHostToDevice, self._uploads.ptr
         host, ring = self._ring_address + offset_bytes, self._ring_memory.ptr + offset_bytes
         if image.upload_bytes:
@@ -234,38 +247,54 @@ class CudaDevice:
             if copy.size_bytes:
                 place = weights + copy.weights_bytes
                 self._runtime.memcpyAsync(place, host + copy.image_bytes, copy.size_bytes, to_device, stream)
-        there = self._cupy.cuda.Event(disable_timing=True)
-        there.record(self._uploads)
-        self._merges.wait_event(there)
 
-    def _decompress(self, chunks: Chunks, offset_bytes: int) -> npt.NDArray[np.int32]:
-        """Have the image's frames decompressed behind it, before they are merged. What is said of them comes to the
-        place in the host's ring that mirrors the device's.
+    def _decompress(self, images: Sequence[Placed]) -> list[npt.NDArray[np.int32]]:
+        """Have the frames of these images decompressed behind each, before they are merged: all in one launch, as one
+        image has too few frames for a large device. What is said of them comes to the host's images.
         """
+        if not images:
+            return []
         import numpy as np  # as above
 
-        assert self._decompressor is not None
+        decompressor = self._decompressor
+        assert decompressor is not None
         assert self._host_ring is not None
-        needed_bytes = self._decompressor.scratch_bytes(chunks.num, chunks.total_bytes)
+        chunks = [placed.image.chunks for placed in images if placed.image.chunks is not None]
+        num = sum(each.num for each in chunks)
+        needed_bytes = decompressor.scratch_bytes(num, sum(each.total_bytes for each in chunks))
+        arrays = self._take_scratch(num, needed_bytes)
+        done = 0
+        for each, (_, offset_bytes) in zip(chunks, images, strict=True):
+            ring = np.uint64(self._ring_memory.ptr + offset_bytes)
+            pointers = [np.uint64(arrays + 8 * (num * place + done)) for place in range(4)]
+            arguments = (ring, np.uint32(each.table_bytes), np.uint32(each.num), *pointers)
+            with self._merges:
+                self._kernels[RESOLVE_KERNEL]((-(-each.num // THREADS),), (THREADS,), arguments)
+            done += each.num
+        room = arrays + align(num * CHUNK_ARRAYS_BYTES, SCRATCH_ALIGNMENT_BYTES)
+        decompressor.launch(arrays, num, room, needed_bytes, self._merges.ptr)
+        statuses, source = [], arrays + 5 * 8 * num
+        for each, (_, offset_bytes) in zip(chunks, images, strict=True):
+            begin = offset_bytes + each.status_bytes
+            said = self._host_ring[begin : begin + CHUNK_STATUS_BYTES * each.num].view(np.int32)
+            to_host = self._runtime.memcpyDeviceToHost
+            self._runtime.memcpyAsync(said.ctypes.data, source, said.nbytes, to_host, self._merges.ptr)
+            source += said.nbytes
+            statuses.append(said)
+        return statuses
+
+    def _take_scratch(self, num_chunks: int, room_bytes: int) -> int:
+        """The address of the arrays for so many chunks, with so much room for the decompressor behind them.
+
+        What is launched one after another uses the same memory: its stream keeps the order.
+        """
+        needed_bytes = align(num_chunks * CHUNK_ARRAYS_BYTES, SCRATCH_ALIGNMENT_BYTES) + room_bytes
         if needed_bytes > self._scratch_bytes:
-            self._merges.synchronize()  # nobody uses the smaller one any more; parts are of one size, so this is rare
+            self._merges.synchronize()  # frees the smaller one; launches grow to a few pieces at most, so this is rare
             with self.used("taking memory", needed_bytes=needed_bytes):
                 self._scratch = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(needed_bytes), 0)
             self._scratch_bytes = needed_bytes
-        ring = self._ring_memory.ptr + offset_bytes
-        arrays = ring + chunks.scratch_bytes
-        pointers = [np.uint64(arrays + 8 * chunks.num * place) for place in range(4)]
-        arguments = (np.uint64(ring), np.uint32(chunks.table_bytes), np.uint32(chunks.num), *pointers)
-        with self._merges:
-            self._kernels[RESOLVE_KERNEL]((-(-chunks.num // THREADS),), (THREADS,), arguments)
-        self._decompressor.launch(
-            arrays, chunks.num, self._scratch.ptr, self._scratch_bytes, self._merges.ptr
-        )
-        begin = chunks.scratch_bytes + 5 * 8 * chunks.num
-        said = self._host_ring[offset_bytes + begin : offset_bytes + begin + 4 * chunks.num].view(np.int32)
-        to_host = self._runtime.memcpyDeviceToHost
-        self._runtime.memcpyAsync(said.ctypes.data, ring + begin, said.nbytes, to_host, self._merges.ptr)
-        return said
+        return int(self._scratch.ptr)
 
     def _merge(self, image: PartImage, offset_bytes: int) -> None:
         import numpy as np  # as above

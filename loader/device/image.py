@@ -1,4 +1,4 @@
-"""What is uploaded of one part, and what the device then does: an image, laid out by the manifest alone.
+"""What is uploaded of one piece of a part, and what the device then does: an image, laid out by the manifest alone.
 
     image:  [ tables ][ planes, as they are before they are merged ] [ what is copied as it is ]
             └────────── uploaded, then merged by kernels ─────────┘ └─ sent straight to the weights ─┘
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 PLANE_BYTES = 16  # what a kernel's widest access is aligned to
 FRAME_ENTRY_BYTES = 48  # `struct Frame` in the kernels' source
 CHUNK_ENTRY_BYTES = 16  # of `resolve_chunks`, there, too
-# For each chunk that the device decompresses: four numbers of 64 bits that it is told, the size that it tells, and a
-# status.
-CHUNK_SCRATCH_BYTES = 5 * 8 + 4
+CHUNK_STATUS_BYTES = 4  # that the device tells of each chunk that it decompresses
 
 
 class Copy(NamedTuple):
@@ -72,7 +70,7 @@ class Chunks(NamedTuple):
     table_bytes: int  # where their table begins in the image
     num: int
     total_bytes: int  # decompressed, of all; none has more than FRAME_ELEMENTS
-    scratch_bytes: int  # where their scratch begins, in what the device has behind the image
+    status_bytes: int  # where their statuses come to, in the host's image, once they are decompressed
 
 
 class PartImage(NamedTuple):
@@ -145,7 +143,7 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
         else:
             plane = PlacedPlane(layout.take(piece.size_bytes), piece.size_bytes, place)
         placed[piece.segment].append(plane)
-    scratch = layout.take(num_chunks * CHUNK_SCRATCH_BYTES)
+    status = layout.take(num_chunks * CHUNK_STATUS_BYTES)
     decompressed_bytes = sum(piece.size_bytes for piece in coded_pieces)
     return PartImage(
         size_bytes=layout.end,
@@ -158,7 +156,7 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
         launches=launches,
         copies=tuple(copies.values()),
         planes=tuple(map(tuple, placed)),
-        chunks=Chunks(chunk_table, num_chunks, decompressed_bytes, scratch) if num_chunks else None,
+        chunks=Chunks(chunk_table, num_chunks, decompressed_bytes, status) if num_chunks else None,
     )
 
 

@@ -1,8 +1,8 @@
 """Images become weights: the threads between a ring and a device, and the order between placing and computing.
 
-One thread opens the device at once, while the first bytes are fetched, and then has it place image after image;
-another waits for the tickets and gives the ring's memory back. Nobody waits for the device to be done before the next
-image is on its way.
+One thread opens the device at once, while the first bytes are fetched, and then has it place images, all that wait at
+a time; another waits for the tickets and gives the ring's memory back. No image waits on the host for the device to be
+done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
 
 A part is *settled* when the device was told to place it, not when it has. So whoever was let through a gate has its
 stream wait, by `order_after` or `using`, before it launches anything that reads. And who computes with values that
@@ -17,26 +17,41 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Part
 from ..stream.guards import Guards
+from ..switch_interval import quick_turns
 from ..timeline import Timeline
-from .base import Device, DeviceStatistics, Ticket
+from .base import Device, DeviceStatistics, Placed, Ticket
 from .image import PartImage, plan_image, slab_starts
 from .paths import DeviceSpeed
+from .pieces import cut_part, with_plane_sizes
 from .sink import SentImage
+
+MAX_IMAGES = 8  # placed at a time: enough frames for a large device's decompressor, in 84 MiB of scratch
 
 
 class _OnItsWay(NamedTuple):
-    sent: SentImage
-    part: Part
-    image: PartImage
+    """Images that were placed together."""
+
+    images: tuple[tuple[SentImage, Placed], ...]
     ticket: Ticket
     begun_at_s: float
+
+
+class _PartOnItsWay:
+    """What is known of a part of which some images were placed."""
+
+    def __init__(self, manifest: Manifest, part: Part, begun_at_s: float) -> None:
+        self.pieces = cut_part(manifest, part)
+        self.begun_at_s = begun_at_s
+        self.num_unplaced = self.num_undone = len(self.pieces)
+        self.sent_bytes = self.written_bytes = 0
+        self.is_coded = False  # any piece of it
 
 
 class _Model(NamedTuple):
@@ -81,6 +96,9 @@ class Placement:
         # … and of each stream, where its last use ends of values that are not exact.
         self._uses: list[dict[int, Ticket]] = []
         self._guards = Guards(0)
+        self._parts: dict[int, _PartOnItsWay] = {}
+        self._turns = ExitStack()
+        self._turns.enter_context(quick_turns())
         self._images: queue.SimpleQueue[SentImage | None] = queue.SimpleQueue()
         self._placed: queue.SimpleQueue[_OnItsWay | None] = queue.SimpleQueue()
         self._threads = [
@@ -187,6 +205,7 @@ class Placement:
         if not self._done.is_set():
             self._error = LoadCancelledError("the load was closed before all weights were on the device")
             self._done.set()
+        self._turns.close()
         if self._device is not None:
             with suppress(TeneralError):  # of a device that has failed: that was told
                 self._device.close()
@@ -238,8 +257,12 @@ class Placement:
             self._reserved.set()
             if not model.manifest.parts:
                 self._finish(device, model)
-            while (sent := self._images.get()) is not None and not self._is_closed:
-                self._place(device, model, sent)
+            waiting: list[SentImage] = []
+            while (waiting or self._take(waiting)) and not self._is_closed:
+                self._take_more(waiting)
+                num = num_together(model.manifest, waiting)
+                self._place(device, model, waiting[:num])
+                del waiting[:num]
             self._placed.put(None)
         else:
             self._error = LoadCancelledError("the load was closed before there was anything to place")
@@ -247,21 +270,61 @@ class Placement:
             self._done.set()
             self._placed.put(None)
 
-    def _place(self, device: Device, model: _Model, sent: SentImage) -> None:
+    def _take(self, waiting: list[SentImage]) -> bool:
+        """Wait for an image; False when there are no more."""
+        sent = self._images.get()
+        if sent is not None:
+            waiting.append(sent)
+        return sent is not None
+
+    def _take_more(self, waiting: list[SentImage]) -> None:
+        """All that is there, without waiting."""
+        with suppress(queue.Empty):
+            while len(waiting) < MAX_IMAGES:
+                sent = self._images.get_nowait()
+                if sent is None:
+                    self._images.put(None)  # for the next look
+                    return
+                waiting.append(sent)
+
+    def _place(self, device: Device, model: _Model, together: Sequence[SentImage]) -> None:
+        """See `num_together`."""
         begun_at_s = time.monotonic()
-        part = model.manifest.parts[sent.part]
-        image = plan_image(model.manifest, part, model.starts, coded=sent.coded)
-        group = part.group
+        images = tuple(
+            (sent, Placed(self._plan(model, sent, begun_at_s), sent.offset_bytes)) for sent in together
+        )
+        placed = [each for _, each in images]
+        part = model.manifest.parts[together[0].part]
         if _refines(model.manifest, part):
-            with self._guards.refining(group):
-                ticket = device.place(image, sent.offset_bytes, tuple(self._uses[group].values()))
-                self._last[group] = ticket
+            with self._guards.refining(part.group):
+                ticket = device.place(placed, tuple(self._uses[part.group].values()))
+                self._last[part.group] = ticket
         else:  # the first to write there: no values that somebody could be using
-            self._last[group] = ticket = device.place(image, sent.offset_bytes)
-        self._unplaced[group] -= 1
-        self._placed.put(_OnItsWay(sent, part, image, ticket, begun_at_s))
-        if not sent.coded:  # else it is seen first whether the device could decompress it
-            self._settle(part.index)
+            ticket = device.place(placed)
+            for sent in together:
+                self._last[model.manifest.parts[sent.part].group] = ticket
+        whole = []
+        for sent in together:
+            on_its_way = self._parts[sent.part]
+            on_its_way.num_unplaced -= 1
+            if on_its_way.num_unplaced == 0:
+                self._unplaced[model.manifest.parts[sent.part].group] -= 1
+                if not on_its_way.is_coded:  # else it is seen first whether the device could decompress it
+                    whole.append(sent.part)
+        self._placed.put(_OnItsWay(images, ticket, begun_at_s))
+        for number in whole:
+            self._settle(number)
+
+    def _plan(self, model: _Model, sent: SentImage, begun_at_s: float) -> PartImage:
+        on_its_way = self._parts.get(sent.part)
+        if on_its_way is None:
+            part = model.manifest.parts[sent.part]
+            on_its_way = self._parts[sent.part] = _PartOnItsWay(model.manifest, part, begun_at_s)
+        piece = on_its_way.pieces[sent.piece]
+        if sent.coded:
+            on_its_way.is_coded = True
+            piece = with_plane_sizes(piece, sent.plane_sizes)
+        return plan_image(model.manifest, piece, model.starts, coded=sent.coded)
 
     def _collect(self) -> None:
         """The body of the thread that takes note of what the device has done."""
@@ -269,37 +332,66 @@ class Placement:
         while (placed := self._placed.get()) is not None:
             placed.ticket.wait()
             busy_since_s, done_at_s = max(placed.begun_at_s, done_at_s), time.monotonic()
-            if placed.sent.coded:
-                self._settle(placed.part.index)
-                self._tell(speed.seen(placed.part.size_bytes, done_at_s - busy_since_s))
-            self._undone[placed.part.group] -= 1
-            if self._undone[placed.part.group] == 0:
-                self._last[placed.part.group] = None  # for good: nothing is placed there any more
-            self._release(placed.sent.offset_bytes)
-            model, part = self._model, placed.part
-            assert model is not None
-            group, tier = model.manifest.groups[part.group].name, part.tier.name.lower()
-            started_at = self._timeline.started_at
-            self._timeline.add(
-                "place",
-                f"{group} {tier}",
-                placed.begun_at_s - started_at,
-                done_at_s - started_at,
-                group=group,
-                tier=tier,
-                part=part.index,
-                bytes=placed.image.sent_bytes,
-                weights=placed.image.written_bytes,
-                path="device" if placed.sent.coded else "host",
-            )
+            coded_bytes = sum(each.image.sent_bytes for sent, each in placed.images if sent.coded)
+            for sent, (image, offset_bytes) in placed.images:
+                self._release(offset_bytes)
+                on_its_way = self._parts[sent.part]
+                on_its_way.num_undone -= 1
+                on_its_way.sent_bytes += image.sent_bytes
+                on_its_way.written_bytes += image.written_bytes
+                if on_its_way.num_undone == 0:
+                    self._note_done(sent.part, self._parts.pop(sent.part), done_at_s)
+            if coded_bytes:
+                self._tell(speed.seen(coded_bytes, done_at_s - busy_since_s))
             if not any(self._undone):
+                model = self._model
+                assert model is not None
                 self._finish(self._opened(), model)
+
+    def _note_done(self, number: int, on_its_way: _PartOnItsWay, done_at_s: float) -> None:
+        """All images of a part are on the device."""
+        model = self._model
+        assert model is not None
+        part = model.manifest.parts[number]
+        if on_its_way.is_coded:
+            self._settle(number)
+        self._undone[part.group] -= 1
+        if self._undone[part.group] == 0:
+            self._last[part.group] = None  # for good: nothing is placed there any more
+        group, tier = model.manifest.groups[part.group].name, part.tier.name.lower()
+        started_at = self._timeline.started_at
+        self._timeline.add(
+            "place",
+            f"{group} {tier}",
+            on_its_way.begun_at_s - started_at,
+            done_at_s - started_at,
+            group=group,
+            tier=tier,
+            part=part.index,
+            bytes=on_its_way.sent_bytes,
+            weights=on_its_way.written_bytes,
+            path="device" if on_its_way.is_coded else "host",
+        )
 
     def _finish(self, device: Device, model: _Model) -> None:
         """All is done: nobody needs the ring any more."""
         self._model = model._replace(ring=memoryview(b""))
         device.release_ring()
+        self._turns.close()
         self._done.set()
+
+
+def num_together(manifest: Manifest, waiting: Sequence[SentImage]) -> int:
+    """How many of the first images that wait may be placed at a time: those that replace no bits, or replace bits of
+    one group. So placing holds one group's lock at most.
+    """
+    first = manifest.parts[waiting[0].part]
+    refines = _refines(manifest, first)
+    for num, sent in enumerate(waiting):
+        part = manifest.parts[sent.part]
+        if _refines(manifest, part) != refines or (refines and part.group != first.group):
+            return num
+    return len(waiting)
 
 
 def _copy(error: TeneralError) -> TeneralError:

@@ -12,10 +12,11 @@ import time
 from ..errors import LoadCancelledError
 from ..format.manifest import FRAME_ELEMENTS, Manifest, Part, align
 from ..stream.staging import ALIGNMENT_BYTES, Buffer, Staging
-from .image import CHUNK_ENTRY_BYTES, CHUNK_SCRATCH_BYTES, FRAME_ENTRY_BYTES, PLANE_BYTES
+from .image import CHUNK_ENTRY_BYTES, CHUNK_STATUS_BYTES, FRAME_ENTRY_BYTES, PLANE_BYTES
+from .pieces import cut_part
 from .recipe import MAX_PLANES, RECIPE_BYTES
 
-# Enough for several images of the largest parts (24 MiB) on their way; all of it is pinned, which takes its time.
+# 16 images of 4 to 6 MiB that are being filled, and some on their way; all of it is pinned, which takes its time.
 DEFAULT_BYTES = 128 * 1024 * 1024
 
 
@@ -30,12 +31,19 @@ def ring_bytes(
     """
     if room_bytes is not None:
         wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
-    bounds = [align(max_image_bytes(manifest, part), ALIGNMENT_BYTES) for part in manifest.parts]
+    bounds = [
+        align(max_image_bytes(manifest, piece), ALIGNMENT_BYTES)
+        for part in manifest.parts
+        for piece in cut_part(manifest, part)
+    ]
     return min(max(align(wanted_bytes, ALIGNMENT_BYTES), max(bounds, default=0)), sum(bounds))
 
 
 def max_image_bytes(manifest: Manifest, part: Part) -> int:
-    """No image of the part takes more, however it is planned: cheaper to know than its plan."""
+    """No image of a part, or of a piece of one, takes more, however it is planned: cheaper to know than its plan.
+
+    A piece whose frames are longer coded than decoded is no exception: it is not sent coded.
+    """
     total = PLANE_BYTES
     for segment in part.segments:
         # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room beside.
@@ -43,7 +51,7 @@ def max_image_bytes(manifest: Manifest, part: Part) -> int:
         size_bytes = segment.count * (manifest.tensors[segment.tensor].element_bytes + 1)
         coded_bytes = sum(plane.size_bytes for plane in segment.planes)
         tables = RECIPE_BYTES + num_frames * (
-            FRAME_ENTRY_BYTES + MAX_PLANES * (CHUNK_ENTRY_BYTES + CHUNK_SCRATCH_BYTES)
+            FRAME_ENTRY_BYTES + MAX_PLANES * (CHUNK_ENTRY_BYTES + CHUNK_STATUS_BYTES)
         )
         total += size_bytes + coded_bytes + tables + (2 * MAX_PLANES + 2) * PLANE_BYTES
     return total

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import LoadError, TeneralError
-from .base import DeviceStatistics, Ticket
+from .base import DeviceStatistics, Placed, Ticket
 from .image import PartImage
 from .memory import check_device_fits
 
@@ -84,15 +85,15 @@ class SimulatedDevice:
     """See `base.Device`."""
 
     def __init__(
-        self, *, memory_bytes: int = 1 << 40, fail_at_part: int | None = None, decompresses: bool = False
+        self, *, memory_bytes: int = 1 << 40, fail_at_image: int | None = None, decompresses: bool = False
     ) -> None:
-        """With `fail_at_part`, the part that comes after so many others fails on the device."""
+        """With `fail_at_image`, the image that comes after so many others fails on the device."""
         self._decompresses = decompresses
         self._memory_bytes = memory_bytes
-        self._fail_at_part = fail_at_part
+        self._fail_at_image = fail_at_image
         self._uploads, self._merges = _Stream("simulated-uploads"), _Stream("simulated-merges")
         self._streams: dict[int, _Stream] = {}
-        self._num_parts = self._sent_bytes = self._written_bytes = self._num_launches = 0
+        self._num_images = self._sent_bytes = self._written_bytes = self._num_launches = 0
         self._weights_bytes = self._ring_bytes = 0
         self._is_closed = False
 
@@ -119,17 +120,20 @@ class SimulatedDevice:
     def weights(self) -> npt.NDArray[np.uint8]:
         return self._weights
 
-    def place(self, image: PartImage, offset_bytes: int, after: Iterable[Ticket] = ()) -> Ticket:
-        number = self._num_parts
-        self._num_parts += 1
-        self._sent_bytes += image.sent_bytes
-        self._written_bytes += image.written_bytes
-        self._num_launches += len(image.launches)
-        self._uploads.launch(lambda: self._upload(image, offset_bytes))
+    def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
+        first = self._num_images
+        for image, _ in images:
+            self._num_images += 1
+            self._sent_bytes += image.sent_bytes
+            self._written_bytes += image.written_bytes
+            self._num_launches += len(image.launches)
+        for placed in images:
+            self._uploads.launch(partial(self._upload, *placed))
         self._merges.launch(self._uploads.record().wait)
         for ticket in after:
             self._merges.launch(ticket.wait)
-        self._merges.launch(lambda: self._merge(image, offset_bytes, fails=number == self._fail_at_part))
+        for number, placed in enumerate(images, first):
+            self._merges.launch(partial(self._merge, *placed, fails=number == self._fail_at_image))
         return self._merges.record()
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
@@ -152,7 +156,7 @@ class SimulatedDevice:
     def statistics(self) -> DeviceStatistics:
         return DeviceStatistics(
             self.name,
-            self._num_parts,
+            self._num_images,
             self._sent_bytes,
             self._written_bytes,
             self._num_launches,

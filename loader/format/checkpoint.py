@@ -242,7 +242,11 @@ def _find_objects(source: Source) -> dict[str, ObjectInfo]:
     """The directory's objects by name; where it cannot be listed, those of the usual names that exist."""
     try:
         listed = list(itertools.islice(source.list(), MAX_LISTED + 1))
-    except (UsageError, AccessDeniedError):
+    except UsageError:
+        return _try_usual_names(source)
+    except AccessDeniedError as error:
+        if not error.may_be_absent:  # the credentials are refused, and not the right to list
+            raise
         return _try_usual_names(source)
     if len(listed) > MAX_LISTED:
         raise CheckpointError(
@@ -260,7 +264,9 @@ def _find_objects(source: Source) -> dict[str, ObjectInfo]:
 
 
 def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
-    """Some stores say "denied" about objects that do not exist: that only counts when nothing was found."""
+    """Raises `AccessDeniedError` for an object that is denied, unless the store denies absent objects as well and the
+    weights are among those that it gives.
+    """
     denied: list[AccessDeniedError] = []
 
     def look(name: str) -> ObjectInfo | None:
@@ -274,9 +280,23 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
 
     names = (SINGLE_NAME, INDEX_NAME, *SMALL_FILES, "pytorch_model.bin", "pytorch_model.bin.index.json")
     found = [info for info in map_side_by_side(look, names, num_threads=_CONNECTIONS) if info is not None]
-    if not found and denied:
+    names_found = {info.name: info for info in found}
+    if denied:
+        _check_denied(source, denied, names_found)
+    return names_found
+
+
+def _check_denied(source: Source, denied: list[AccessDeniedError], found: Mapping[str, ObjectInfo]) -> None:
+    from ..sources.absence import denies_absent, undecided  # only after a denial
+
+    refused = next((error for error in denied if not error.may_be_absent), None)
+    if refused is not None:
+        raise refused
+    if not found or not denies_absent(source):
         raise denied[0]
-    return {info.name: info for info in found}
+    weights = (SINGLE_NAME, INDEX_NAME)
+    if not any(name in found for name in weights) and any(error.name in weights for error in denied):
+        raise undecided(source, " or ".join(weights))
 
 
 class _Shards(NamedTuple):

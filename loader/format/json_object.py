@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ..errors import FormatError, ManifestError, UsageError
-from ..sources.base import check_name
+from ..sources.base import check_name, is_showable
 from .limits import MANIFEST_NAME
 
 MAX_TEXT_BYTES = 1024
@@ -22,7 +22,6 @@ MAX_INTEGER = 2**53 - 1  # what every JSON reader holds exactly
 DAMAGED = "The file is damaged, or `teneral pack` did not write it. Pack the model again."
 NEWER = "A newer Teneral may have written it: upgrade, or pack the model again with this version."
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
@@ -90,12 +89,12 @@ def is_unicode(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 without control characters."""
+    """Whether it is a string of 1 to `MAX_TEXT_BYTES` bytes of UTF-8 that `is_showable`."""
     if not is_unicode(value) or not 0 < len(value) <= MAX_TEXT_BYTES:
         return False
     if value.isascii() and value.isprintable():
         return True
-    return len(value.encode()) <= MAX_TEXT_BYTES and not _CONTROL.search(value)
+    return len(value.encode()) <= MAX_TEXT_BYTES and is_showable(value)
 
 
 def is_digest(value: Any) -> bool:
@@ -161,10 +160,10 @@ class JsonObject:
             )
         return value
 
-    def object_name(self, key: str) -> str:
-        """A text that is safe as the relative name of a stored object."""
+    def object_name(self, key: str, folder: str = "") -> str:
+        """A text that is safe as the relative name of a stored object; with the `folder` before it."""
         try:
-            return check_name(self.text(key))
+            return check_name(folder + self.text(key))
         except UsageError as error:
             place = self._place(key)
             raise self._document.error(

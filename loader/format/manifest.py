@@ -147,7 +147,10 @@ class _Manifest(NamedTuple):
     parts: tuple[Part, ...]
     aliases: dict[str, str]  # name → name of the tensor that it shares its storage with
     metadata: dict[str, str]  # safetensors' __metadata__, merged
-    digest: bytes | None = None  # BLAKE3-256 of the stored manifest; None when it was made from safetensors
+    digest: bytes | None = (
+        None  # the artifact's, as `manifest_digest` has it; None when made from safetensors
+    )
+    generation: str = ""  # of the folder that holds all objects; '' where each has a name of its own
 
 
 class Manifest(_Manifest):

@@ -9,6 +9,7 @@ is sound: a reader may allocate and read by it. For any input, time and memory a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -47,11 +48,15 @@ MAX_GROUPS = 100_000
 MAX_BLOBS = 100_000
 MAX_FILES = 10_000
 MAX_DIMENSIONS = 32
+BLOB_FOLDER = "blobs/"
 MAX_PLANES = 8  # no element has more bytes
 
 _TOP_KEYS = frozenset(
     ("format", "version", "generator", "blobs", "files", "groups", "parts", "aliases", "metadata")
 )
+_GENERATION_KEY = "generation"  # in manifests whose objects all lie in one folder of that name
+_GENERATION_END = re.compile(rb',"generation":"([0-9a-f]{12})"}\Z')
+_GENERATION_END_BYTES = 29
 _BLOB_KEYS = frozenset(("name", "size"))
 _FILE_KEYS = frozenset(("name", "path", "size", "blake3"))
 _GROUP_KEYS = frozenset(("name", "tensors"))
@@ -81,7 +86,7 @@ def parse_manifest(
     """
     if len(data) > MAX_MANIFEST_BYTES:
         refuse(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", MANIFEST_NAME)
-    digest = blake3(data).digest()
+    digest = manifest_digest(data)
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(
             f"{MANIFEST_NAME} is not the one that was pinned",
@@ -92,22 +97,38 @@ def parse_manifest(
         )
     document = MANIFEST.read(data, max_items=MAX_JSON_ITEMS)
     _check_version(document)
-    top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS)
+    generation = _generation_of(document, data)
+    folder = blob_folder(generation) if generation else ""
+    top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS | {_GENERATION_KEY} if generation else _TOP_KEYS)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
-    blobs = tuple(_parse_blob(*item) for item in top.items("blobs", MAX_BLOBS))
+    blobs = tuple(_parse_blob(*item, folder) for item in top.items("blobs", MAX_BLOBS))
     manifest = Manifest(
         generator=top.text("generator"),
         blobs=blobs,
-        files=tuple(_parse_file(*item) for item in top.items("files", MAX_FILES)),
+        files=tuple(_parse_file(*item, folder) for item in top.items("files", MAX_FILES)),
         groups=groups,
         tensors=tensors,
         parts=_parse_parts(top.items("parts", MAX_PARTS), groups, blobs, look),
         aliases=top.table("aliases", is_text),
         metadata=top.table("metadata", is_unicode),
         digest=digest,
+        generation=generation,
     )
     check_manifest(manifest)
     return manifest
+
+
+def manifest_digest(data: bytes) -> bytes:
+    """The digest that a pin names: BLAKE3-256 of the manifest without its generation, so that packing the same weights
+    again gives the same one. A manifest that has none is hashed whole.
+    """
+    end = _GENERATION_END.search(data, max(0, len(data) - _GENERATION_END_BYTES))
+    return blake3(memoryview(data)[: end.start()] if end else data).digest()
+
+
+def blob_folder(generation: str) -> str:
+    """The folder of an artifact's objects, with its slash."""
+    return f"{BLOB_FOLDER}{generation}/"
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
@@ -116,12 +137,15 @@ def dump_manifest(manifest: Manifest) -> bytes:
     It was parsed again and found equal, so nobody can publish what a reader refuses. Raises `ManifestError`
     when the manifest breaks the format or is not one of packed weights.
     """
+    folder = blob_folder(manifest.generation) if manifest.generation else ""
     document = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "generator": manifest.generator,
-        "blobs": [{"name": blob.name, "size": blob.size_bytes} for blob in manifest.blobs],
-        "files": [_file_to_json(file) for file in manifest.files],
+        "blobs": [
+            {"name": blob.name.removeprefix(folder), "size": blob.size_bytes} for blob in manifest.blobs
+        ],
+        "files": [_file_to_json(file, folder) for file in manifest.files],
         "groups": [
             {
                 "name": group.name,
@@ -133,12 +157,16 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "aliases": manifest.aliases,
         "metadata": manifest.metadata,
     }
+    if manifest.generation:
+        document[_GENERATION_KEY] = manifest.generation
     try:
         data = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
         raise ManifestError(f"a text in the manifest is not valid Unicode: {error}") from error
     again = parse_manifest(data)
-    for field in ("generator", "blobs", "files", "groups", "tensors", "parts", "aliases", "metadata"):
+    for field in Manifest._fields:
+        if field == "digest":
+            continue
         if getattr(again, field) != getattr(manifest, field):
             refuse("the manifest has something there that the format cannot express", field)
     return data
@@ -157,21 +185,31 @@ def _check_version(document: dict[str, Any]) -> None:
         refuse(f"format version {str(version)[:40]} is not {FORMAT_VERSION}", "version", hint=NEWER)
 
 
+def _generation_of(document: dict[str, Any], data: bytes) -> str:
+    """The generation, '' for none. It must stand where `manifest_digest` finds it."""
+    if _GENERATION_KEY not in document:
+        return ""
+    end = _GENERATION_END.search(data, max(0, len(data) - _GENERATION_END_BYTES))
+    if end is None:
+        refuse('the manifest does not end with it, as 12 hexadecimal digits and "}', _GENERATION_KEY)
+    return end[1].decode()
+
+
 # Values ← JSON
 
 _TensorSpec: TypeAlias = tuple[str, str, tuple[int, ...], Encoding]  # name, dtype, shape and encoding
 
 
-def _parse_blob(value: Any, where: str) -> Blob:
+def _parse_blob(value: Any, where: str, folder: str) -> Blob:
     blob = JsonObject(value, where, _BLOB_KEYS)
-    return Blob(blob.object_name("name"), blob.integer("size"))
+    return Blob(blob.object_name("name", folder), blob.integer("size"))
 
 
-def _parse_file(value: Any, where: str) -> File:
+def _parse_file(value: Any, where: str, folder: str) -> File:
     file = JsonObject(value, where, _FILE_KEYS)
     return File(
         name=file.object_name("name"),
-        path=file.object_name("path"),
+        path=file.object_name("path", folder),
         size_bytes=file.integer("size", MAX_SMALL_FILE_BYTES),
         digest=file.digest("blake3"),
     )
@@ -331,9 +369,10 @@ def _integer(value: Any, where: str) -> int:
 # Values → JSON
 
 
-def _file_to_json(file: File) -> dict[str, Any]:
+def _file_to_json(file: File, folder: str) -> dict[str, Any]:
     digest = _hexadecimal(file.digest, f"file {file.name!r}")
-    return {"name": file.name, "path": file.path, "size": file.size_bytes, "blake3": digest}
+    path = file.path.removeprefix(folder)
+    return {"name": file.name, "path": path, "size": file.size_bytes, "blake3": digest}
 
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:

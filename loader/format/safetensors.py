@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import CheckpointError
-from ..sources.base import ObjectInfo, Source
+from ..sources.base import ObjectInfo, Source, is_showable
 from .manifest import DTYPE_BITS, tensor_bytes
 
 PREFIX_BYTES = 8
@@ -294,8 +294,8 @@ def _check_layout(entries: list[Entry], data_start: int, file_size_bytes: int, w
 
 
 def is_tensor_name(name: str) -> bool:
-    """Whether a name is of bounded length and printable: it will end up in terminals and logs."""
-    return name.isprintable() and 0 < len(name.encode()) <= MAX_NAME_BYTES
+    """Whether a name is of bounded length and `is_showable`: it will end up in terminals and logs."""
+    return is_showable(name) and 0 < len(name.encode()) <= MAX_NAME_BYTES
 
 
 def _are_sizes(value: Any) -> bool:

@@ -9,6 +9,7 @@ Every implementation passes the one contract suite in `tests/loader/test_source_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
@@ -16,6 +17,13 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 from ..errors import UsageError
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
+
+# Names end up in terminals and logs. Control characters of both sets (U+0080 to U+009F are escape sequences as well),
+# line separators, invisible marks and whatever turns the direction of what follows would let a name write elsewhere
+# than in its place.
+_HOSTILE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
 
 
 class ObjectInfo(NamedTuple):
@@ -40,6 +48,9 @@ class SourceOptions(NamedTuple):
     min_rate_bytes_s: int = 4096  # … or less than this over such a time; 0: any rate will do
     hedge_after_s: float = 0.25  # a range that is so long behind the others is asked for twice; 0: never
     max_attempts: int = 6  # … that fail without getting on
+    outage_s: float = (
+        30.0  # a store that gives nothing to any reader is waited for so long, however many attempts
+    )
     max_connections: int = 8
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
 
@@ -125,8 +136,10 @@ class ObjectWriter(Protocol):
 class Store(Source, Protocol):
     """A source that can be written to."""
 
-    def create(self, name: str) -> ObjectWriter:
-        """Begin an object of unknown length. Replaces an object of that name on commit."""
+    def create(self, name: str, *, if_absent: bool = False) -> ObjectWriter:
+        """Begin an object of unknown length. Replaces an object of that name on commit; with `if_absent`, commit raises
+        `AlreadyExistsError` instead, having removed what was written.
+        """
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
@@ -141,6 +154,11 @@ class Store(Source, Protocol):
         """Remove the object; fine when there is none."""
 
 
+def is_showable(text: str) -> bool:
+    """The one rule for names of objects, tensors and groups: whether a terminal shows the text and nothing else."""
+    return (text.isascii() and text.isprintable()) or _HOSTILE.search(text) is None
+
+
 def check_name(name: str) -> str:
     """The name itself when it is a safe relative object name; raises `UsageError` otherwise."""
     parts = name.split("/")
@@ -149,7 +167,7 @@ def check_name(name: str) -> str:
         or len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES
         or any(part in ("", ".", "..") for part in parts)
         or "\\" in name
-        or any(ord(ch) < 0x20 or ord(ch) == 0x7F or 0xD800 <= ord(ch) <= 0xDFFF for ch in name)
+        or not is_showable(name)
     ):
         raise UsageError(
             f"{name!r} is not a usable object name",

@@ -71,9 +71,9 @@ class FileStore:
     def close(self) -> None:
         self._closed = True
 
-    def create(self, name: str) -> FileWriter:
+    def create(self, name: str, *, if_absent: bool = False) -> FileWriter:
         self._check_open(check_name(name))
-        return FileWriter(self._folder, name)
+        return FileWriter(self._folder, name, if_absent=if_absent)
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None

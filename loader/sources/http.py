@@ -14,6 +14,7 @@ from .base import ObjectInfo, SourceOptions
 from .http_client import HttpClient
 from .http_head import Head, Headers, Request, is_header
 from .http_statistics import HttpStatistics
+from .outage import Note
 from .web_address import encode_path, parse_address
 
 RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -64,6 +65,10 @@ class HttpSource:
             hint="Use the folder's s3:// address, or a copy on disk.",
         )
 
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._client.on_outage(note)
+
     def rest(self) -> None:
         self._client.rest()
 
@@ -89,7 +94,9 @@ def status_error(source: str, name: str, head: Head) -> SourceError:
     match head.status:
         case 401 | 403:
             hint = "Give the credentials that the server asks for, or check that they may read this object."
-            return AccessDeniedError(answer, source=source, name=name, hint=hint)
+            return AccessDeniedError(
+                answer, source=source, name=name, hint=hint, may_be_absent=head.status == 403
+            )
         case 404 | 410:
             return NotFoundError(f"there is no {name} in {source}", source=source, name=name)
         case 412:

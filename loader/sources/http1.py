@@ -75,7 +75,8 @@ class Connection:
         try:
             head = yield from self._receive_head()
         except HeadError as error:
-            raise WireError(f"{self.origin} sent a malformed answer: {error}") from error
+            message = f"{self.origin} sent a malformed answer: {error}"
+            raise WireError(message, is_outage=False) from error
         has_body = request.method != "HEAD" and head.status not in (204, 304)
         self._keeps_alive = head.keeps_alive
         self._is_chunked = has_body and head.is_chunked
@@ -123,7 +124,7 @@ class Connection:
     def read_all(self, max_bytes: int) -> Steps[bytes]:
         """The whole body. Raises `WireError` where its end is not marked, and `BodyTooLargeError`."""
         if self._remaining is None and not self._is_chunked:
-            raise WireError(f"{self.origin} does not say how long its answer is")
+            raise WireError(f"{self.origin} does not say how long its answer is", is_outage=False)
         if self._remaining is not None and self._remaining > max_bytes:
             raise BodyTooLargeError
         body = bytearray()
@@ -193,7 +194,7 @@ class Connection:
             if self._is_chunked:
                 return (yield from self._next_chunk_piece())
         except HeadError as error:
-            raise WireError(f"{self.origin} sent a malformed body: {error}") from error
+            raise WireError(f"{self.origin} sent a malformed body: {error}", is_outage=False) from error
         if self._remaining == 0:
             return b""
         if not self._buffer:

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from ..errors import ChangedError, FormatError, SourceError, TeneralError, UnavailableError, UsageError
+from ..errors import ChangedError, FormatError, SourceError, TeneralError, UsageError
 from . import checks
 from .base import ObjectInfo, SourceOptions, check_name
 from .http1 import BodyTooLargeError, Connection, StaleConnectionError
 from .http_head import Head, Headers, Request, redirected
 from .http_hedge import Answer, HedgedRead, first_to_answer
 from .http_pool import ConnectionPool
-from .http_range import RangeRead
+from .http_range import RangeRead, WrongAnswerError
 from .http_retry import MendedError, Retrying
 from .http_statistics import HttpStatistics, Tally
+from .outage import Note
 from .pace import Pace
 from .steps import Steps
 from .throttle import Throttle
@@ -133,6 +134,10 @@ class HttpClient:
     def statistics(self) -> HttpStatistics:
         return self._tally.counts()._replace(connections_opened=self._pool.statistics().opened)
 
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._retrying.outage.watch(note)
+
     def rest(self) -> None:
         self._pool.rest()
 
@@ -227,14 +232,14 @@ class HttpClient:
                 hint="Store and serve it without a Content-Encoding.",
             )
 
-    def _unavailable(self, name: str, message: str) -> UnavailableError:
-        return UnavailableError(message, source=self._door.url, name=name)
+    def _unavailable(self, name: str, message: str) -> WrongAnswerError:
+        return WrongAnswerError(message, source=self._door.url, name=name)
 
 
 def _check_limits(options: SourceOptions) -> None:
     for key in ("connect_timeout_s", "read_timeout_s", "max_attempts", "max_connections"):
         if not getattr(options, key) > 0:
             raise UsageError(f"{key} must be more than 0, not {getattr(options, key)}", key=key)
-    for key in ("hedge_after_s", "min_rate_bytes_s"):
+    for key in ("hedge_after_s", "min_rate_bytes_s", "outage_s"):
         if not getattr(options, key) >= 0:
             raise UsageError(f"{key} must be 0 or more, not {getattr(options, key)}", key=key)

@@ -10,6 +10,10 @@ from . import checks
 from .http_head import Head, Headers, is_strong_etag
 
 
+class WrongAnswerError(UnavailableError):
+    """The answer is to another question. The store is there: this is no outage."""
+
+
 class RangeRead:
     """The bytes [start, start + length) of one version of an object; the first `done` have arrived."""
 
@@ -52,7 +56,7 @@ class RangeRead:
     def _check_whole(self, head: Head) -> int:
         """A server that ignores ranges gives the whole object: usable only if that is what was wanted."""
         if self._start != 0 or head.content_length != self._end:
-            raise UnavailableError(
+            raise WrongAnswerError(
                 f"{self._source} answers with the whole of {self.name} where a range was asked for",
                 source=self._source,
                 name=self.name,
@@ -66,7 +70,7 @@ class RangeRead:
             raise checks.ended_early(self._source, self.name, start, self._end, given.total)
         is_exact = given is not None and (given.start, given.end) == (start, self._end)
         if given is None or not is_exact or head.content_length != self._end - start:
-            raise UnavailableError(
+            raise WrongAnswerError(
                 f"{self._source} answers with other bytes of {self.name} than {start:,} to {self._end:,}",
                 source=self._source,
                 name=self.name,

@@ -77,9 +77,9 @@ class MemoryStore:
     def close(self) -> None:
         self._closed = True
 
-    def create(self, name: str) -> MemoryWriter:
+    def create(self, name: str, *, if_absent: bool = False) -> MemoryWriter:
         self._check_open(check_name(name))
-        return MemoryWriter(self, name)
+        return MemoryWriter(self, name, if_absent=if_absent)
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
@@ -119,8 +119,9 @@ class MemoryStore:
 class MemoryWriter(Writer):
     """Collects an object's bytes; the store gets them on `commit`."""
 
-    def __init__(self, store: MemoryStore, name: str) -> None:
+    def __init__(self, store: MemoryStore, name: str, *, if_absent: bool = False) -> None:
         super().__init__()
+        self._if_absent = if_absent
         self._store = store
         self._name = name
         self._data = bytearray()
@@ -129,7 +130,7 @@ class MemoryWriter(Writer):
         self._data += data
 
     def _finish(self) -> ObjectInfo:
-        return self._store.put(self._name, bytes(self._data))
+        return self._store.put(self._name, bytes(self._data), if_absent=self._if_absent)
 
     def _discard(self) -> None:
         self._data = bytearray()

@@ -20,6 +20,7 @@ from .credentials import CredentialChain
 from .http_client import HttpClient
 from .http_head import Head, Headers, Request
 from .http_statistics import HttpStatistics
+from .outage import Note
 from .s3_address import address_of, is_region, parse_url, settings_from
 from .sigv4 import Query, encode_query, sign, signed_region
 from .web_address import encode_path
@@ -87,6 +88,10 @@ class S3Store:
                 return
         raise SourceError(f"{self.url} holds too many objects to be listed", source=self.url)
 
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._client.on_outage(note)
+
     def rest(self) -> None:
         """As `Remote.rest`. What boto3 keeps for writing sees to itself: it tries a dead connection again, and renews
         credentials.
@@ -106,11 +111,11 @@ class S3Store:
         """Of reading; what boto3 does is not counted."""
         return self._client.statistics()
 
-    def create(self, name: str) -> Writer:
+    def create(self, name: str, *, if_absent: bool = False) -> Writer:
         from .s3_writer import S3Writer  # as in `_writing`
 
         check_name(name)
-        return S3Writer(self._writing(), name)
+        return S3Writer(self._writing(), name, if_absent=if_absent)
 
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None

@@ -13,9 +13,16 @@ from ..errors import (
 from . import checks
 from .http import RETRYABLE
 
-_BUSY = frozenset(
-    {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "TooManyRequests"}
-)
+# Another request to the same object was under way: 409, worth another try.
+CONFLICTS = frozenset({"ConditionalRequestConflict", "OperationAborted"})
+_BUSY = CONFLICTS | {
+    "SlowDown",
+    "ServiceUnavailable",
+    "InternalError",
+    "RequestTimeout",
+    "Throttling",
+    "TooManyRequests",
+}
 _WRONG_REGION = frozenset(
     {
         "PermanentRedirect",
@@ -73,7 +80,13 @@ def explain(
     if code in _DENIALS:
         problem, hint = _DENIALS[code]
         detail = f" ({message})" if message else ""
-        return AccessDeniedError(f"{what}: {problem}{detail}", source=source, name=name, hint=hint)
+        return AccessDeniedError(
+            f"{what}: {problem}{detail}",
+            source=source,
+            name=name,
+            hint=hint,
+            may_be_absent=code == "AccessDenied",
+        )
     if code in _WRONG_REGION or status == 301:
         return _wrong_region(source, name, region)
     if code in _FULL or status == 507:
@@ -96,7 +109,13 @@ def explain(
         return UnavailableError(answer, source=source, name=name, retry_after_s=retry_after_s)
     if status in (401, 403):
         hint = _DENIALS["AccessDenied"][1]
-        return AccessDeniedError(f"{what}: access is denied ({said})", source=source, name=name, hint=hint)
+        return AccessDeniedError(
+            f"{what}: access is denied ({said})",
+            source=source,
+            name=name,
+            hint=hint,
+            may_be_absent=status == 403 and not code,
+        )
     return SourceError(f"{what}: the store answers {said}", source=source, name=name)
 
 

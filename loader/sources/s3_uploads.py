@@ -5,19 +5,24 @@ Importing this module does not import boto3; making an `S3Uploads` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import AccessDeniedError, UnavailableError
 from .base import ObjectInfo, SourceOptions
 from .credentials import WAYS_TO_GIVE
 from .s3_address import S3Settings
-from .s3_errors import explain, lost
+from .s3_errors import CONFLICTS, explain, lost
+from .throttle import pause_s
 
 MAX_THREADS = 8  # that send parts, over all objects being written
 MIN_READ_TIMEOUT_S = 60.0  # a store may be silent for long while it puts the parts of an upload together
+MAX_CONFLICTS = 8  # of one put with others to the same object: some ten seconds
+
+T = TypeVar("T")
 
 
 class S3Uploads:
@@ -31,6 +36,7 @@ class S3Uploads:
         self._prefix = prefix
         self._client = _make_client(region, settings, options)
         self._common = {"RequestPayer": "requester"} if options.requester_pays else {}
+        self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="s3-upload")
 
     def put(
@@ -43,12 +49,14 @@ class S3Uploads:
         if if_version is not None:
             condition["IfMatch"] = if_version
         with self._translated(name, is_conditional=bool(condition)):
-            answer = self._client.put_object(Body=data, **self._address(name), **condition)
+            answer = self._after_conflicts(
+                lambda: self._client.put_object(Body=data, **self._address(name), **condition)
+            )
         return ObjectInfo(name, len(data), answer["ETag"])
 
     def delete(self, name: str) -> None:
         with self._translated(name):
-            self._client.delete_object(**self._address(name))
+            self._after_conflicts(lambda: self._client.delete_object(**self._address(name)))
 
     def begin(self, name: str) -> str:
         """The new multipart upload's id."""
@@ -68,12 +76,15 @@ class S3Uploads:
 
         return self._threads.submit(send)
 
-    def finish(self, name: str, upload_id: str, etags: list[str]) -> str:
-        """Make the object of the parts with these ETags, in order; its ETag."""
+    def finish(self, name: str, upload_id: str, etags: list[str], *, if_absent: bool = False) -> str:
+        """Make the object of the parts with these ETags, in order; its ETag. Raises `AlreadyExistsError` where there is
+        one and `if_absent`, and `UnavailableError` for a conflict with another write: the parts must be sent anew then.
+        """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
-        with self._translated(name):
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        with self._translated(name, is_conditional=if_absent):
             answer = self._client.complete_multipart_upload(
-                UploadId=upload_id, MultipartUpload={"Parts": parts}, **self._address(name)
+                UploadId=upload_id, MultipartUpload={"Parts": parts}, **self._address(name), **condition
             )
         return str(answer["ETag"])
 
@@ -83,8 +94,22 @@ class S3Uploads:
             self._client.abort_multipart_upload(UploadId=upload_id, **self._address(name))
 
     def close(self) -> None:
+        self._closing.set()
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
+
+    def _after_conflicts(self, send: Callable[[], T]) -> T:
+        """What `send` gives, which is repeated where another request to the same object was under way."""
+        from botocore.exceptions import ClientError
+
+        for failed in range(1, MAX_CONFLICTS):
+            try:
+                return send()
+            except ClientError as error:
+                if error.response["Error"].get("Code", "") not in CONFLICTS or self._closing.is_set():
+                    raise
+            self._closing.wait(pause_s(failed, None))
+        return send()
 
     def _address(self, name: str) -> dict[str, str]:
         key = f"{self._prefix}/{name}" if self._prefix else name

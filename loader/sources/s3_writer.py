@@ -18,8 +18,9 @@ MAX_IN_FLIGHT = 4  # parts of one object being sent: with the pending one, the m
 class S3Writer(Writer):
     """An `ObjectWriter`. Holds at most `MAX_IN_FLIGHT + 1` parts in memory; `write` waits for them to go."""
 
-    def __init__(self, uploads: S3Uploads, name: str) -> None:
+    def __init__(self, uploads: S3Uploads, name: str, *, if_absent: bool = False) -> None:
         super().__init__()
+        self._if_absent = if_absent
         self._uploads = uploads
         self._name = name
         self._pending = bytearray()
@@ -40,12 +41,12 @@ class S3Writer(Writer):
 
     def _finish(self) -> ObjectInfo:
         if self._upload_id is None:
-            return self._uploads.put(self._name, bytes(self._pending))
+            return self._uploads.put(self._name, bytes(self._pending), if_absent=self._if_absent)
         if self._pending:
             self._send_pending()
         while self._in_flight:
             self._etags.append(self._in_flight.popleft().result())
-        etag = self._uploads.finish(self._name, self._upload_id, self._etags)
+        etag = self._uploads.finish(self._name, self._upload_id, self._etags, if_absent=self._if_absent)
         return ObjectInfo(self._name, self._size_bytes, etag)
 
     def _discard(self) -> None:

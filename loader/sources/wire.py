@@ -35,11 +35,14 @@ _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
 
 
 class WireError(Exception):
-    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry helps."""
+    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry helps; `is_outage`:
+    the store may be away for a while.
+    """
 
-    def __init__(self, message: str, *, is_final: bool = False) -> None:
+    def __init__(self, message: str, *, is_final: bool = False, is_outage: bool = True) -> None:
         super().__init__(message)
         self.is_final = is_final
+        self.is_outage = is_outage
 
 
 class WireTimeoutError(WireError):
@@ -75,7 +78,10 @@ class Wire:
         try:
             addresses = self._addresses.addresses(self.origin)
         except (OSError, UnicodeError) as error:
-            raise WireError(f"the host name {host} cannot be resolved ({error})") from error
+            is_unknown = isinstance(error, UnicodeError) or error.errno == socket.EAI_NONAME
+            raise WireError(
+                f"the host name {host} cannot be resolved ({error})", is_outage=not is_unknown
+            ) from error
         ends_s = time.monotonic() + self._connect_timeout_s
         failure: OSError = TimeoutError()
         for number, address in enumerate(addresses):

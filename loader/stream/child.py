@@ -25,6 +25,7 @@ from ..artifact import open_artifact
 from ..errors import TeneralError
 from ..helper_process import OWNER_GONE
 from ..sources.open import open_source
+from ..sources.outage import show_outages
 from ..timeline import Timeline
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manif
 
     with timeline.span("manifest", "open"):
         source = open_source(task.url, task.source_options)
+        show_outages(source, timeline)
         threading.Thread(target=_import_ahead, daemon=True).start()
         manifest = open_artifact(source, digest=task.digest, look=look)
     return source, manifest, ahead
@@ -258,8 +260,10 @@ def _send_images(
     from ..device.ring import ImageRing, ring_bytes
     from ..device.sink import ImageSink, SentImage
     from ..memory import available_bytes
+    from ..switch_interval import QUICK_S
     from .arena import map_shared
 
+    sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
     size_bytes = ring_bytes(manifest, room_bytes=available_bytes())
     ring = ImageRing(map_shared(memory_fd, size_bytes, what="the ring of images"))
     inbox.give_back = ring.give_back

@@ -14,9 +14,9 @@ from blake3 import blake3
 
 from ..errors import TeneralError
 from ..format.manifest import Blob, File, Tier
+from ..format.manifest_json import blob_folder
 from ..sources.base import ObjectInfo, ObjectWriter, Source, Store
 
-FOLDER = "blobs/"
 MAX_BLOB_BYTES = 4 * 1024**3
 _COPY_BYTES = 4 * 1024 * 1024
 
@@ -27,7 +27,8 @@ class BlobWriter:
     def __init__(self, store: Store, *, max_blob_bytes: int = MAX_BLOB_BYTES) -> None:
         self._store = store
         self._max_blob_bytes = max_blob_bytes
-        self.folder = f"{FOLDER}{secrets.token_hex(6)}"
+        self.generation = secrets.token_hex(6)
+        self._folder = blob_folder(self.generation)
         self.stored_bytes = 0
         self._open: dict[Tier, _OpenBlob] = {}
         self._names: list[str] = []  # of all objects that were begun
@@ -50,7 +51,7 @@ class BlobWriter:
 
     def copy_file(self, source: Source, info: ObjectInfo) -> File:
         """Store a small file of the source; holds 4 MiB of it at a time."""
-        path = f"{self.folder}/files/{info.name}"
+        path = f"{self._folder}files/{info.name}"
         self._names.append(path)
         digest = blake3()
         buffer = bytearray(min(info.size_bytes, _COPY_BYTES))
@@ -65,7 +66,7 @@ class BlobWriter:
 
     def put_file(self, name: str, content: bytes) -> File:
         """Store a small file of our own."""
-        path = f"{self.folder}/files/{name}"
+        path = f"{self._folder}files/{name}"
         self._names.append(path)
         with self._store.create(path) as writer:
             writer.write(content)
@@ -95,8 +96,8 @@ class BlobWriter:
 
     def _begin(self, tier: Tier) -> _OpenBlob:
         kind = tier.name.lower()
-        serial = sum(name.startswith(f"{self.folder}/{kind}-") for name, _ in self._blobs)
-        name = f"{self.folder}/{kind}-{serial:03}.bin"
+        serial = sum(name.startswith(f"{self._folder}{kind}-") for name, _ in self._blobs)
+        name = f"{self._folder}{kind}-{serial:03}.bin"
         self._names.append(name)
         self._blobs.append((name, 0))
         return _OpenBlob(len(self._blobs) - 1, self._store.create(name))

@@ -26,7 +26,7 @@ from ..errors import UsageError
 from ..format.checkpoint import Checkpoint, open_checkpoint
 from ..format.limits import MANIFEST_NAME
 from ..format.manifest import Manifest, Part, align
-from ..format.manifest_json import dump_manifest
+from ..format.manifest_json import dump_manifest, manifest_digest
 from ..format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ..host import available_cores
 from ..sources.base import Source, Store
@@ -115,7 +115,7 @@ def pack(
         writer.discard(error)
         raise
     publish(store, writer, data, replaced)
-    digest = blake3(data).digest()
+    digest = manifest_digest(data)
     return PackResult(
         pin=f"{store.url}@b3:{digest.hex()}",
         manifest=manifest._replace(digest=digest),
@@ -160,7 +160,9 @@ def _store_content(
     files.append(writer.put_file(FILE_NAME, dump_tensor_digests(digests)))
     parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order
     numbered = tuple(part._replace(index=index) for index, part in enumerate(parts))
-    return plan.manifest._replace(blobs=writer.finish(), files=tuple(files), parts=numbered)
+    return plan.manifest._replace(
+        blobs=writer.finish(), files=tuple(files), parts=numbered, generation=writer.generation
+    )
 
 
 def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ..errors import AlreadyExistsError, FormatError, NotFoundError, SourceError
 from ..format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
-from ..format.manifest_json import parse_manifest
+from ..format.manifest_json import BLOB_FOLDER, parse_manifest
 from ..sources.base import ObjectInfo, Store
-from .blob_writer import FOLDER, BlobWriter
+from .blob_writer import BlobWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def find_replaced(store: Store, *, force: bool) -> Replaced | None:
         return Replaced(info, ())  # it can be replaced, but nobody knows which objects it used
     names = (*(blob.name for blob in old.blobs), *(file.path for file in old.files))
     # A manifest of unknown origin must not make us remove anything but blobs.
-    return Replaced(info, tuple(name for name in names if name.startswith(FOLDER)))
+    return Replaced(info, tuple(name for name in names if name.startswith(BLOB_FOLDER)))
 
 
 def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | None) -> None:

@@ -27,6 +27,9 @@ class DeviceTensor(Tensor):
         array: npt.NDArray[Any] = bits.numpy()
         return array
 
+    def is_at(self, other: Tensor) -> bool:
+        return bool(self.array.data_ptr() == other.array.data_ptr())
+
     def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:
         whole = stacked_view([self.array, *(other.array for other in others)])
         return None if whole is None else DeviceTensor(self.dtype, whole, self.device)

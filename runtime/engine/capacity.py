@@ -18,17 +18,24 @@ from .expected_wait import StepTimes
 from .options import EngineOptions
 
 NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
-MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 30.0
+MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
 
 
 class Capacity:
     """The bounds of one engine."""
 
     def __init__(
-        self, options: EngineOptions, *, steps_until_free: Callable[[], int | None] = lambda: None
+        self,
+        options: EngineOptions,
+        *,
+        steps_until_free: Callable[[], int | None] = lambda: None,
+        num_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`steps_until_free` tells after how many steps a place becomes free, at most; None: nobody can tell."""
+        """`steps_until_free` tells after how many steps a place is free behind all that wait, at most; None: that is
+        not known. `num_waiting` tells how many wait.
+        """
         self._options = options
+        self._num_waiting = num_waiting
         self._steps_until_free = steps_until_free
         self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT_ENDS)
         self._step_times = StepTimes()
@@ -102,11 +109,13 @@ class Capacity:
 
     @property
     def retry_after_s(self) -> float:
-        """When a place becomes free, within bounds: by the time between the latest ends, but no later than when those
-        who run must have ended.
+        """When a place is free behind all that wait, within bounds: by the time between the latest ends, one for each
+        of them, but no later than when all that run and wait before must have ended.
         """
         ends_s = self._recent_ends_s
         between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else None
+        if between_ends_s is not None:
+            between_ends_s *= max(1, self._num_waiting())
         num_steps = self._steps_until_free()
         at_most_s = None if num_steps is None else self._time_of(num_steps)
         return _within_bounds(min((s for s in (between_ends_s, at_most_s) if s is not None), default=0.0))

@@ -10,7 +10,8 @@ Bounds. However many requests a tenant has in the queue, at most one of them goe
 owes nothing. And the first request of a tenant, a large one too, is passed over at most `MAX_PASSED_OVER` times for
 each tenant that waits; then only those go before it that were passed over more often, with one request each.
 
-A tenant's own requests keep their order. Nothing is known here of priorities, blocks or threads.
+A tenant's own requests keep their order here; the scheduler gives its turns to the shortest prompts first. Nothing is
+known here of priorities, blocks or threads.
 """
 
 from __future__ import annotations

@@ -65,7 +65,11 @@ class Roster:
         self.num_rejected_proposals = 0
         self.num_exhausted = 0
         self._is_short_of_blocks = False  # when the latest step was planned: some wait though a place is free
-        self._capacity = Capacity(options, steps_until_free=lambda: self._steps_until_place(self.running))
+        self._capacity = Capacity(
+            options,
+            steps_until_free=lambda: self._steps_until_place(self.running, self.waiting),
+            num_waiting=lambda: len(self.waiting),
+        )
 
     @property
     def owes_first_token(self) -> bool:

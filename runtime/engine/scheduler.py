@@ -1,11 +1,14 @@
 """Which sequences take part in the next step, and with how many tokens: a pure decision over values.
 
 - Every sequence that decodes takes one token. Prompts (and preempted sequences, which are computed again)
-  take what is left, oldest first, in chunks; while somebody decodes no more than `max_prefill_tokens` of a
-  step, so that the pauses between tokens stay short. With nobody decoding they may fill the step, so that a
+  take what is left, in chunks; while another sequence decodes no more than `max_prefill_tokens` of a
+  step, so that the pauses between tokens stay short. With none decoding they may fill the step, so that a
   prompt follows arriving weights in one pass.
-- A sequence is admitted when the pool has room for all of its tokens beside what the running ones still need.
-  The queue comes in the order of turns (`fairness.py`), and nobody overtakes.
+- Prompts are served in the order of turns (`fairness.py`), those that run before those that wait; but within each
+  tenant the one with the least left to compute takes the first of the tenant's turns, and so on. The oldest prompt of
+  all keeps a part of each step, `1/OLDEST_SHARE`: however many short ones come, it takes at most so many times as long.
+- A sequence is admitted when the pool has room for all of its tokens beside what the running ones still need. One that
+  overtakes the first of the queue leaves a place and blocks for that one.
 - When blocks run out the sequence admitted last gives up all of its blocks to an older one and is computed
   again later. The oldest one can therefore always go on, given that the pool holds one sequence of full
   length.
@@ -19,7 +22,7 @@ Nothing here is changed, allocated or computed; tensors and threads are unknown.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
@@ -41,6 +44,10 @@ class Schedulable(Protocol):
         """Tokens whose keys and values are in those blocks."""
 
     @property
+    def queue_name(self) -> str:
+        """The tenant."""
+
+    @property
     def is_batch(self) -> bool:
         """Whether it makes way for those that are not."""
 
@@ -54,6 +61,7 @@ class Preempted(enum.StrEnum):
 
 
 SequenceT = TypeVar("SequenceT", bound=Schedulable)
+OLDEST_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,7 @@ class StepPlan(Generic[SequenceT]):
     """To be applied in this order."""
 
     preempted: tuple[SequenceT, ...]  # the latest admitted first: so they go back to the front of the queue
-    admitted: tuple[SequenceT, ...]  # from the front of the queue
+    admitted: tuple[SequenceT, ...]  # in the order of admission
     shares: tuple[Share[SequenceT], ...]  # of sequences that run or are admitted, in the order of admission
 
 
@@ -103,11 +111,8 @@ def plan_step(
     queue = list(waiting)
     step = _Step(running, num_free_blocks, limits, freed_by or _all_their_own)
     step.decode()
-    step.prefill(is_batch=False)
-    all_are_in = step.admit(sequence for sequence in queue if not sequence.is_batch)
-    step.prefill(is_batch=True)
-    if all_are_in:
-        step.admit(sequence for sequence in queue if sequence.is_batch)
+    all_are_in = step.prefill([each for each in queue if not each.is_batch], is_batch=False)
+    step.prefill([each for each in queue if each.is_batch] if all_are_in else (), is_batch=True)
     shares = tuple(step.shares[id(sequence)] for sequence in step.active if id(sequence) in step.shares)
     return StepPlan(tuple(step.preempted), tuple(step.admitted), shares)
 
@@ -136,6 +141,32 @@ def make_way(
             staying.remove(leaving[-1])
         num_leaving = len(leaving)
     return tuple(leaving)
+
+
+def shortest_first(candidates: Sequence[SequenceT]) -> list[SequenceT]:
+    """The turns of tenants as they are, and within each tenant those first that have the least left to compute; of
+    equal ones, those that stand first.
+    """
+    of_tenant: dict[str, list[SequenceT]] = {}
+    for each in candidates:
+        of_tenant.setdefault(each.queue_name, []).append(each)
+    queues = {tenant: iter(sorted(own, key=_num_missing)) for tenant, own in of_tenant.items()}
+    return [next(queues[each.queue_name]) for each in candidates]
+
+
+def _amounts(
+    members: Sequence[SequenceT], oldest: SequenceT, num_tokens: int
+) -> Iterator[tuple[SequenceT, int]]:
+    """Each one's tokens of a step, in the order in which they are served; a part is kept for the oldest."""
+    kept = 0
+    if members[0] is not oldest:
+        kept = min(_num_missing(oldest), max(1, num_tokens // OLDEST_SHARE))
+    left = num_tokens - kept
+    for sequence in members:
+        own = kept if sequence is oldest else 0
+        amount = min(_num_missing(sequence), left + own)
+        left -= amount - own
+        yield sequence, amount
 
 
 def _fits(
@@ -183,36 +214,66 @@ class _Step(Generic[SequenceT]):
         for sequence in decoding:
             self._give(sequence, min(1, self.tokens_left))
 
-    def prefill(self, *, is_batch: bool) -> None:
-        """Go on with the prompts of those that run."""
-        for sequence in list(self.active):
-            if sequence.is_batch is is_batch and _num_missing(sequence) > 1:
-                self._give_prefill(sequence)
-
-    def admit(self, waiting: Iterable[SequenceT]) -> bool:
-        """From the first on, as many as can be. Whether all could."""
+    def prefill(self, waiting: Sequence[SequenceT], *, is_batch: bool) -> bool:
+        """Share the tokens among the prompts that run and those of `waiting` that can be admitted, all of one priority.
+        Whether all that wait were admitted.
+        """
         if self.preempted:
-            return False
-        spare: int | None = None
-        for sequence in waiting:
-            if len(self.active) >= self.limits.max_running or min(self.tokens_left, self.prefill_left) < 1:
-                return False
-            needed = self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
-            if spare is None:
-                spare = self.num_free_blocks - self._num_promised_blocks()
-            # One more for each that runs, or the next decode steps would preempt what was just admitted.
-            if needed > (spare - len(self.active) if self.active else self.num_free_blocks):
-                return False
-            spare -= needed
-            num_before = len(self.active) - (0 if sequence.is_batch else self._num_batch())
-            self.active.insert(num_before, sequence)
-            self._give_prefill(sequence)
-            self.admitted.append(sequence)
-        return True
+            waiting = ()
+        running = [each for each in self.active if each.is_batch is is_batch and _num_missing(each) > 1]
+        num_tokens = min(self.tokens_left, self.prefill_left)
+        order = shortest_first([*running, *waiting])
+        admissible = self._admissible(order, waiting, num_tokens)
+        taking_part = admissible | set(map(id, running))
+        members = [each for each in order if id(each) in taking_part]
+        if num_tokens >= 1 and members:
+            oldest = next(each for each in (*running, *waiting) if id(each) in taking_part)
+            for sequence, wanted in _amounts(members, oldest, num_tokens):
+                if id(sequence) in admissible and wanted >= 1:
+                    self._admit(sequence)
+                self.prefill_left -= self._give(sequence, wanted)
+        return not self.preempted and all(id(each) in self.shares for each in waiting)
 
-    def _give_prefill(self, sequence: SequenceT) -> None:
-        wanted = min(_num_missing(sequence), self.tokens_left, self.prefill_left)
-        self.prefill_left -= self._give(sequence, wanted)
+    def _admissible(
+        self, order: Iterable[SequenceT], waiting: Sequence[SequenceT], num_tokens: int
+    ) -> set[int]:
+        """Those of `waiting` for which there are places and blocks, until the tokens are given out. One that overtakes
+        the first of the queue leaves a place and blocks for it, so that this one gets them when it is the oldest.
+        """
+        chosen: dict[int, SequenceT] = {}
+        num_places = self.limits.max_running - len(self.active)
+        # One more for each that runs, or the next decode steps would preempt what was just admitted.
+        room = self.num_free_blocks - self._num_promised_blocks() - len(self.active)
+        heads = iter(waiting)
+        head = next(heads, None)
+        ids = set(map(id, waiting))
+        is_refused = False
+        for sequence in order:
+            if head is None or num_tokens < 1 or is_refused:
+                break
+            num_tokens -= _num_missing(sequence)
+            if id(sequence) not in ids:
+                continue
+            kept = 0 if sequence is head else self._num_needed(head) + 1
+            needed = self._num_needed(sequence)
+            is_refused = needed + kept > room or num_places < (1 if sequence is head else 2)
+            if not is_refused:
+                chosen[id(sequence)] = sequence
+                room, num_places = room - needed - 1, num_places - 1
+                while head is not None and id(head) in chosen:
+                    head = next(heads, None)
+        if head is not None and self._num_needed(head) <= room and num_places >= 1:
+            chosen[id(head)] = head  # its turn comes at the latest where another one is refused
+        return set(chosen)
+
+    def _admit(self, sequence: SequenceT) -> None:
+        num_before = len(self.active) - (0 if sequence.is_batch else self._num_batch())
+        self.active.insert(num_before, sequence)
+        self.admitted.append(sequence)
+
+    def _num_needed(self, sequence: SequenceT) -> int:
+        """Blocks for its tokens and the next one."""
+        return self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
 
     def _give(self, sequence: SequenceT, wanted: int) -> int:
         """Plans up to `wanted` tokens, preempting later sequences for the first one; returns how many."""

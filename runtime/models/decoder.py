@@ -123,7 +123,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     )
     final = parameters("")
     norm = final.take_norm(f"{root}norm.weight", config.hidden_size)
-    head_name = f"{root}embed_tokens" if config.tie_word_embeddings else "lm_head"
+    head_name = _head_name(config, weights, f"{root}embed_tokens")
     head = take_linear(final, head_name, config.hidden_size, config.vocab_size, bias=False)
     taken = DecoderWeights(
         embeddings=embeddings,
@@ -179,3 +179,15 @@ def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> D
     if tensor.dtype not in (DType.I8, DType.U8):  # of these a better complaint follows
         check_computable(f"{embeddings}.weight", tensor)
     return tensor.dtype
+
+
+def _head_name(config: DecoderConfig, weights: Weights, embeddings: str) -> str:
+    """The head's matrix. Where a config says "tied" and the checkpoint holds another head, that counts, as it does for
+    transformers; with equal bytes it makes no difference.
+    """
+    if not config.tie_word_embeddings:
+        return "lm_head"
+    own, shared = "lm_head.weight", f"{embeddings}.weight"
+    if own not in weights or shared not in weights:
+        return embeddings
+    return embeddings if weights.tensor(own).is_at(weights.tensor(shared)) else "lm_head"

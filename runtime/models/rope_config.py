@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ModelError
 from .fields import Fields
@@ -102,21 +104,39 @@ def _rope_fields(config: Fields) -> tuple[str, Fields]:
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     data = config.get(key)
     rope = Fields({} if data is None else data, where=f"{key}.")
+    other = config.get("rope_scaling")
+    if (
+        other
+        and isinstance(other, Mapping)
+        and isinstance(data, Mapping)
+        and _stretching(data) != _stretching(other)
+    ):
+        raise ModelError(
+            "config.json: rope_parameters and rope_scaling contradict each other",
+            hint="Remove the one that the model was not trained with.",
+        )
     for nested in ("full_attention", "sliding_attention"):
         if nested in rope:
             raise rope.wrong(nested, "but one embedding for all layers is all that is supported")
     return key, rope
 
 
+def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """What both spellings say in the same way: all but the base, which only the newer one holds."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"rope_type": kind} | {
+        name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")
+    }
+
+
 def _rotary_dim(fields: Fields, head_dim: int) -> int:
+    """All of the head. transformers turns whole heads in these families: it ignores another factor, or fails by it."""
     partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
-    rotary_dim = int(head_dim * partial)
-    if rotary_dim < 4 or rotary_dim % 2:
-        raise ModelError(
-            f"config.json: partial_rotary_factor {partial:g} of head_dim {head_dim} is {rotary_dim}, "
-            "but must be an even number of at least 4"
-        )
-    return rotary_dim
+    if partial != 1.0:
+        raise fields.wrong("partial_rotary_factor", "but models of this family turn all of a head")
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim is {head_dim}, but must be even")
+    return head_dim
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:

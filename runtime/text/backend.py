@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ModelError, RequestError
+from .token_bytes import max_token_bytes
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_TOKEN = 1 << 32
+MAX_SMALL_FILE_BYTES = 256 << 10  # of a tokenizer.json that is read twice without anybody waiting for it
 
 
 class Backend(Protocol):
@@ -18,6 +21,10 @@ class Backend(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def max_token_bytes(self) -> int | None:
+        """The most bytes of a text that one token can stand for; None: not known."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -37,7 +44,13 @@ class Backend(Protocol):
 class LocalBackend:
     """The `tokenizers` library's tokenizer."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        *,
+        max_token_bytes: int | None = None,
+    ) -> None:
         """Takes `tokenizer` over, and changes its settings: every named special token that its vocabulary knows is
         recognised in texts, and skipped when decoding.
         """
@@ -49,6 +62,7 @@ class LocalBackend:
         tokenizer.add_special_tokens(known)
         self.tokenizer = tokenizer
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.max_token_bytes = max_token_bytes
 
     @classmethod
     def from_file(cls, data: bytes, special_tokens: Mapping[str, str]) -> LocalBackend:
@@ -62,7 +76,7 @@ class LocalBackend:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ModelError(f"tokenizer.json cannot be read: {error}") from error
             raise
-        return cls(tokenizer, special_tokens)
+        return cls(tokenizer, special_tokens, max_token_bytes=_max_token_bytes(data))
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
@@ -99,3 +113,17 @@ class LocalBackend:
 
     def close(self) -> None:
         """There is nothing to end."""
+
+
+def _max_token_bytes(data: bytes) -> int | None:
+    """Of a small vocabulary, from tokenizer.json; large ones that have a bound are read by `SubsetTokenizer`."""
+    if len(data) >= MAX_SMALL_FILE_BYTES:
+        return None
+    try:
+        file = json.loads(data)
+        vocabulary = file["model"]["vocab"]
+        pieces = frozenset(vocabulary)
+        longest = max(map(len, pieces), default=0)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return max_token_bytes(file, longest, pieces.issuperset)

@@ -23,6 +23,7 @@ class GrowingBackend:
         self._completing = threading.Lock()
         self._subset = SubsetTokenizer.from_file(data, special_tokens)
         self.vocab_size = self.current.vocab_size
+        self.max_token_bytes = self.current.max_token_bytes
 
     @property
     def is_whole(self) -> bool:

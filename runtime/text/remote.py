@@ -15,7 +15,7 @@ import queue
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import BufferedRWPair
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .chat import ChatWorker
     from .pieces import PieceTable
     from .settings import TextSettings
+
+
+LONG_CHARS = 32 << 10  # of a text that holds up its line for 10 ms and more
 
 
 class TokenizerProcess:
@@ -48,6 +51,7 @@ class TokenizerProcess:
         self._closed = False
         self._special_ids: dict[str, int | None] = {}
         self.vocab_size = 0
+        self.max_token_bytes: int | None = None
 
     @property
     def pid(self) -> int:
@@ -64,7 +68,8 @@ class TokenizerProcess:
             worker, self._chat_worker = self._chat_worker, None
             chat_template = make_chat_template(settings, worker)
             try:
-                self.vocab_size, self._special_ids, spans = self._child.receive()
+                facts = self._child.receive()
+                self.vocab_size, self.max_token_bytes, self._special_ids, spans = facts
             except TeneralError:
                 chat_template.close()
                 raise
@@ -150,6 +155,8 @@ class _Child:
         self._process = launched.process
         self._control = launched.process.socket.makefile("rwb")
         self._lines: queue.SimpleQueue[BufferedRWPair] = queue.SimpleQueue()
+        # Long texts leave one line for all that is short.
+        self._long = threading.BoundedSemaphore(len(launched.lines) - 1)
         self._sockets = (launched.process.socket, *launched.lines)
         for line in launched.lines:
             self._lines.put(line.makefile("rwb"))
@@ -180,7 +187,13 @@ class _Child:
         return message
 
     def ask(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Blocks while all lines are in use. Raises the method's error; `EOFError` or `OSError` when it has ended."""
+        """Blocks while all lines are in use, of which long texts may use all but one. Raises the method's error;
+        `EOFError` or `OSError` when it has ended.
+        """
+        with self._long if _is_long(arguments) else nullcontext():
+            return self._ask(method, arguments, options)
+
+    def _ask(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         line = self._lines.get()
         try:
             pickle.dump((method, arguments, options), line, pickle.HIGHEST_PROTOCOL)
@@ -203,3 +216,7 @@ class _Child:
                     socket.SHUT_RDWR
                 )  # whoever reads gives up: closing alone waits for the files made of it
             sock.close()
+
+
+def _is_long(arguments: tuple[Any, ...]) -> bool:
+    return len(arguments) > 0 and isinstance(arguments[0], str | list) and len(arguments[0]) > LONG_CHARS

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from .backend import LocalBackend
+from .backend import MAX_SMALL_FILE_BYTES, LocalBackend
+from .token_bytes import max_token_bytes
 from .vocabulary import Vocabulary
 
-MIN_FILE_BYTES = 256 << 10  # the library has read a smaller one in 20 ms
+MIN_FILE_BYTES = MAX_SMALL_FILE_BYTES  # the library has read a smaller one in 20 ms
 MAX_CHARS = 20_000
 MAX_RUNS = 100_000  # of symbols of one text; a text of 25,000 takes 0.09 s
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -50,6 +51,7 @@ class SubsetTokenizer:
         if any(_might_be_a_symbol(text, model) for text in self._added):
             raise ValueError("an added token would be taken for a symbol")
         self.vocab_size = len(vocabulary) + len(self._added)
+        self.max_token_bytes = max_token_bytes(file, vocabulary.longest, self._has_pieces)
         self._always = self._tokens_of_any_text()
         # Not to take whole words that are spelt as added tokens.
         symbols = vocabulary.single_characters()
@@ -95,6 +97,9 @@ class SubsetTokenizer:
     def vocabulary(self) -> Mapping[str, int]:
         """All pieces, and the added tokens; made anew, which holds the GIL for 0.09 s."""
         return self._vocabulary.as_dict() | self._added
+
+    def _has_pieces(self, pieces: Collection[str]) -> bool:
+        return len(self._vocabulary.tokens_of(pieces)) == len(set(pieces))
 
     def _tokenizer_for(self, text: str) -> LocalBackend | None:
         runs = self._runs_of(text)

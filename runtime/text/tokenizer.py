@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import RequestError
+from ..errors import ContextLengthError, RequestError
 from .backend import MAX_TOKEN, Backend, LocalBackend
 from .chat import DEFAULT_TEMPLATE, ChatTemplate, ChatWorker, Message
 from .settings import Files, TextSettings, read_tokenizer_file
@@ -47,13 +47,19 @@ class TextTokenizer:
         backend = LocalBackend.from_file(read_tokenizer_file(files), settings.special_tokens)
         return cls(backend, settings, chat_template=chat_template)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """The text's tokens, with those that the model wants around a text unless told otherwise.
 
         For what `chat` returned, tell otherwise: the template wrote them. Special tokens that stand in the
-        text as text become themselves. Raises `RequestError` for a text that is too long or is not Unicode.
+        text as text become themselves. Raises `RequestError` for a text that is too long or is not Unicode, and
+        `ContextLengthError` for one that cannot come to `max_tokens` or fewer, before any work where the vocabulary
+        shows it.
         """
-        _check_text(text)
+        num_bytes = _check_text(text)
+        if max_tokens is not None:
+            self._check_length(num_bytes, max_tokens)
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
@@ -94,19 +100,30 @@ class TextTokenizer:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
+    def _check_length(self, num_bytes: int, max_tokens: int) -> None:
+        most = self._backend.max_token_bytes
+        if most is not None and num_bytes > max_tokens * most:
+            raise ContextLengthError(
+                f"the text has {num_bytes} bytes, at least {-(-num_bytes // most)} tokens, but there is room for "
+                f"{max_tokens}",
+                param="prompt",
+                hint="Send less.",
+            )
+
     def close(self) -> None:
         """End the processes that tokenise and that render chat templates."""
         self.chat_template.close()
         self._backend.close()
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str) -> int:
+    """Its length in UTF-8. Raises `RequestError`."""
     if len(text) > MAX_TEXT_CHARS:
         raise RequestError(
             f"the text has {len(text)} characters, but {MAX_TEXT_CHARS} is the most", param="prompt"
         )
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError:
         raise RequestError("the text has half of a surrogate pair in it", param="prompt") from None
 

@@ -69,7 +69,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     for fd in line_fds:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
-    _send(stream, (backend.vocab_size, special_ids, timeline.spans()))
+    _send(stream, (backend.vocab_size, backend.max_token_bytes, special_ids, timeline.spans()))
     if not backend.is_whole:
         backend.has_decoded.wait(MAX_GROWING_S)
     time.sleep(TABLE_DELAY_S)
@@ -100,10 +100,12 @@ def _load(
         import tokenizers  # noqa: F401
 
         from ...loader.sources.open import open_source
+        from ...loader.sources.outage import show_outages
         from ..files import ModelFiles
         from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file
     source = open_source(task.url, task.source_options)
+    show_outages(source, timeline)
     files = ModelFiles(source, manifest, task.load_options).read
     try:
         with timeline.span("tokenizer", "fetch"):

@@ -320,10 +320,17 @@ def _batch(options: argparse.Namespace) -> int:
         share=Share.parse(options.worker) if options.worker is not None else share_of(os.environ),
         drain_s=8.0 if config.drain_timeout_s is None else config.drain_timeout_s,
     )
-    from .handlers.batch.command import exit_code as batch_exit_code  # imports the server
-    from .handlers.batch.command import run_batch
+    from .handlers.batch.command import EXIT_INCOMPLETE, run_batch  # imports the server
+    from .handlers.batch.command import exit_code as batch_exit_code
+    from .handlers.batch.errors import WORTH_ANOTHER_RUN
 
-    report = run_batch(spec, config, deadline_s=options.deadline_s, quiet=options.quiet)
+    try:
+        report = run_batch(spec, config, deadline_s=options.deadline_s, quiet=options.quiet)
+    except WORTH_ANOTHER_RUN as error:
+        if options.debug:
+            raise
+        report_error(error)
+        return EXIT_INCOMPLETE
     print(report.render()) if sys.stdout.isatty() else _print_json(report.as_json())
     return batch_exit_code(report)
 
@@ -406,6 +413,12 @@ def _timeline(options: argparse.Namespace) -> int:
     )
 
 
+def _pool(options: argparse.Namespace) -> int:
+    from .cli_pool import run_pool_command
+
+    return run_pool_command(options)
+
+
 def _synth(options: argparse.Namespace) -> int:
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.synth import synthesize
@@ -460,6 +473,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "invoke": _invoke,
     "batch": _batch,
     "kv": _kv,
+    "pool": _pool,
     "timeline": _timeline,
     "synth": _synth,
 }

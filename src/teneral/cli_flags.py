@@ -254,6 +254,12 @@ def _kv(command: argparse.ArgumentParser) -> None:
         _add_source_flags(action)
 
 
+def _pool(command: argparse.ArgumentParser) -> None:
+    from .cli_pool import add_flags
+
+    add_flags(command)
+
+
 def _timeline(command: argparse.ArgumentParser) -> None:
     command.add_argument("snapshot", metavar="URL-OR-FILE", help="a server's address, or a saved /timeline")
     command.add_argument("-o", "--output", metavar="FILE.html", help="write a self-contained page instead")
@@ -348,6 +354,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "invoke": ("call a function handler once, here", _invoke),
     "batch": ("answer all requests of a file, each exactly once", _batch),
     "kv": ("store what prompts begin with, computed, and look after it", _kv),
+    "pool": ("run, check and plan warm pools of several models, from one file", _pool),
     "timeline": ("draw a cold start as a waterfall", _timeline),
     "synth": ("write a model of a real architecture's shape with random weights", _synth),
 }

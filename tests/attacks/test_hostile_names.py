@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.checkpoints import model_store, random_content
 from tests.support.engine_rig import EngineRig, finish
+from tests.support.format_artifacts import Shapes, build_format_artifact
 
 from teneral.handlers.context import Context
 from teneral.handlers.http.chat import ChatFormat
 from teneral.handlers.http.completions import CompletionFormat
 from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder
+from teneral.loader.errors import CheckpointError, ManifestError, UsageError
+from teneral.loader.format.checkpoint import open_checkpoint
+from teneral.loader.format.manifest import Manifest
+from teneral.loader.format.manifest_json import dump_manifest, parse_manifest
+from teneral.loader.sources.base import check_name
 from teneral.runtime.errors import RequestError
 from teneral.runtime.step.requests import (
     MAX_CACHE_SALT_CHARS,
@@ -41,6 +48,21 @@ HOSTILE = {
     "shell": "$(reboot)",
     "markup": "<script>",
 }
+INJECTIONS = {
+    "escape": "\x1b[2Jx",
+    "delete": "a\x7f",
+    "C1 escape": "a\x9b2Jx",
+    "C1 line break": "a\x85b",
+    "turned around": "a\u202egpj.exe",
+    "isolated": "a\u2066b",
+    "left-to-right mark": "a\u200eb",
+    "Arabic letter mark": "a\u061cb",
+    "line separator": "a\u2028b",
+    "paragraph separator": "a\u2029b",
+    "byte order mark": "\ufeffa",
+    "half of a pair": "a\ud800",
+}
+FOREIGN = ("naïve", "名前", "é", "слой.0", "שכבה", "a\u00a0b", "🦋", "👩\u200d🚀")
 HARMLESS_PATHS = ("../../etc/passwd", "/dev/null", "..", "a/b", "C:/", "a@b.example", "sha256:ab+/=")
 
 
@@ -156,3 +178,51 @@ def test_a_handlers_context_refuses_a_hostile_session() -> None:
     no_host: Any = None
     with pytest.raises(RequestError, match="session"):
         Context(no_host, request_id="r", session="a\0b")
+
+
+# Names in manifests, safetensors and stores: they are printed by `inspect`, and in errors
+
+
+@pytest.mark.parametrize("place", ["tensor", "group", "file", "alias", "generator"])
+@pytest.mark.parametrize("name", INJECTIONS.values(), ids=INJECTIONS.keys())
+def test_a_manifest_with_a_name_that_writes_elsewhere_is_refused(place: str, name: str) -> None:
+    document = json.loads(dump_manifest(_manifest()))
+    match place:
+        case "tensor":
+            document["groups"][0]["tensors"][0]["name"] = name
+        case "group":
+            document["groups"][0]["name"] = name
+        case "file":
+            document["files"][0]["name"] = name
+        case "alias":
+            document["aliases"] = {name: "a.weight"}
+        case _:
+            document["generator"] = name
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(json.dumps(document).encode())
+    assert name not in caught.value.message
+
+
+@pytest.mark.parametrize("name", INJECTIONS.values(), ids=INJECTIONS.keys())
+def test_safetensors_and_stores_have_the_same_rule(name: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check_name(name)
+    assert name not in refused.value.message
+    if name.isascii() or "\ud800" not in name:  # no header can hold half of a pair
+        with pytest.raises(CheckpointError) as caught:
+            open_checkpoint(model_store({name: random_content("F32", (4,))}))
+        assert name not in caught.value.message
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_in_any_script_are_fine_everywhere(name: str) -> None:
+    assert check_name(name) == name
+    assert name in open_checkpoint(model_store({name: random_content("F32", (4,))})).tensors
+    document = json.loads(dump_manifest(_manifest()))
+    document["groups"][0]["tensors"][0]["name"] = name
+    assert parse_manifest(json.dumps(document).encode()).tensors[0].name == name
+
+
+def _manifest() -> Manifest:
+    layout: Shapes = {"a": {"a.weight": ("F32", (4,))}}
+    return build_format_artifact(layout, files={"config.json": b"{}"}).manifest

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.gpu import stream
 from benchmarks.gpu.merge import _by_numpy
 from benchmarks.gpu.planes import coded_parts, empty_parts
+from tests.support.load import patience_s
 
 from teneral.loader.device.image import pack_tables, plan_image, slab_starts
 from teneral.loader.device.interpret import run_launch
@@ -67,7 +68,7 @@ def test_one_frame_is_merged_as_it_is_among_others() -> None:
 def test_without_a_device_a_benchmark_says_so_and_leaves_nothing(name: str, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--json", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s(60))
     if done.returncode == 0:
         pytest.skip("there is a device here")
     assert done.returncode == 2

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from tests.support.drafting import tell_of_drafts
+from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.context import Context
@@ -37,7 +38,7 @@ def in_a_thread(function):
     thread.start()
 
     def join():
-        thread.join(20)
+        thread.join(patience_s(20))
         assert not thread.is_alive()
         if "error" in outcome:
             raise outcome["error"]
@@ -47,7 +48,7 @@ def in_a_thread(function):
 
 
 def until(condition):
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + patience_s(10)
     while not condition():
         assert time.monotonic() < deadline_s, "nothing happened"
         time.sleep(0.005)
@@ -161,10 +162,14 @@ def test_a_closed_stream_has_no_more_pieces(host, context):
     assert list(stream) == []
 
 
+def test_an_option_that_there_is_not_is_the_developers_error(context):
+    with pytest.raises(HandlerError, match="temprature"):
+        context.model.generate("x", temprature=1)
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"temprature": 1}, "temprature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -1}, "temperature"),

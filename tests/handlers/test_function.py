@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.function import Handler, HandlerKind, load_handler, run
@@ -168,7 +169,7 @@ async def test_an_async_generator_runs_in_one_task(handlers, context):
 
 
 async def test_two_invocations_run_side_by_side(handlers, make_context):
-    meeting = threading.Barrier(2, timeout=10)
+    meeting = threading.Barrier(2, timeout=patience_s(10))
     handler = handlers(lambda event, context: meeting.wait() >= 0)
     both = await asyncio.gather(results(handler, 1, make_context()), results(handler, 2, make_context()))
     assert both == [[True], [True]]
@@ -416,7 +417,7 @@ def test_a_handler_whose_reader_is_gone_with_its_loop_ends(host, make_context):
         return await anext(run(Handler(function), {}, make_context()))
 
     assert asyncio.run(read_one()) == 0
-    assert ended.wait(10)
+    assert ended.wait(patience_s(10))
 
 
 # Finding it.

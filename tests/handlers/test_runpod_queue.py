@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.runpod_service import RunPodService, environment, runpod_service
 from tests.support.small_host import SmallHost
 from tests.support.tiny_models import save_tiny
@@ -29,7 +30,7 @@ from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 from teneral.runtime.errors import RequestError
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 SDK_PYTHON = os.environ.get("RUNPOD_PYTHON")
 with_sdk = pytest.mark.skipif(
     not SDK_PYTHON, reason="RunPod's SDK has an environment of its own: scripts/conformance-runpod"
@@ -150,7 +151,7 @@ HANDLERS = """
 import asyncio, pathlib, threading, time
 from teneral.runtime.errors import RequestError
 
-together = threading.Barrier(3, timeout=50)
+together = threading.Barrier(3, timeout=patience_s(50))
 
 def whole(event, context):
     match event:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from tests.support.cgroups import MemoryCgroup, memory_cgroup
+from tests.support.load import patience_s
 from tests.support.standby_processes import until
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny, tiny_config
@@ -23,7 +24,7 @@ from teneral.loader.memory import MIB
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 90.0
+WAIT_S = patience_s(90)
 LIMIT_BYTES = 512 * MIB  # Python and torch fit
 HEADER_READ_BYTES = 128 << 10  # of a safetensors file, whose header's size nobody knows before
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6}  # 721 MiB in bf16

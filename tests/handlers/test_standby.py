@@ -315,6 +315,44 @@ def test_a_second_pool_is_refused_and_a_dead_ones_socket_is_replaced(tmp_path: P
         listen_locally(str(tmp_path / "no" / "folder"))
 
 
+@pytest.mark.parametrize("kind", ["file", "empty file", "folder", "link to a file", "dead link", "fifo"])
+def test_a_path_that_is_not_a_socket_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "notes.txt", tmp_path / "other"
+    other.write_text("kept")
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "link to a file":
+            path.symlink_to(other)
+        case "dead link":
+            path.symlink_to(tmp_path / "absent")
+        case "fifo":
+            os.mkfifo(path)
+        case _:
+            path.write_text("kept" if kind == "file" else "")
+    before = path.lstat()
+    with pytest.raises(UsageError, match=r"notes\.txt exists and is not a socket of this user"):
+        listen_locally(str(path))
+    assert path.lstat() == before
+    assert other.read_text() == "kept"
+
+
+def test_a_link_to_a_dead_socket_is_not_followed(tmp_path: Path) -> None:
+    listen_locally(str(tmp_path / "dead.sock")).close()
+    (tmp_path / "link").symlink_to(tmp_path / "dead.sock")
+    with pytest.raises(UsageError, match="not a socket of this user"):
+        listen_locally(str(tmp_path / "link"))
+    assert (tmp_path / "dead.sock").is_socket()
+
+
+def test_a_pool_removes_only_the_socket_that_it_has_made(tmp_path: Path) -> None:
+    pool = Pool(tmp_path)
+    pool.path.unlink()
+    pool.path.write_text("kept")
+    pool.stop()
+    assert pool.path.read_text() == "kept"
+
+
 def test_files_that_came_with_a_bad_order_are_closed() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     channel = Channel(theirs)

@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.handlers import threads as threads_module
 from teneral.handlers.threads import MAX_IDLE, CallThreads
@@ -31,7 +32,7 @@ def run_and_wait(threads: CallThreads) -> threading.Thread:
         done.set()
 
     threads.run(call)
-    assert done.wait(10)
+    assert done.wait(patience_s(10))
     return ran[0]
 
 
@@ -50,8 +51,8 @@ def test_a_thread_that_is_done_takes_the_next_call(threads: CallThreads) -> None
 def test_calls_that_wait_for_one_another_have_threads_of_their_own(threads: CallThreads) -> None:
     barrier = threading.Barrier(2 * MAX_IDLE + 1)
     for _ in range(2 * MAX_IDLE):
-        threads.run(lambda: barrier.wait(20))
-    barrier.wait(20)
+        threads.run(lambda: barrier.wait(patience_s(20)))
+    barrier.wait(patience_s(20))
     until(lambda: len(living()) == MAX_IDLE)  # the others end
 
 
@@ -59,7 +60,7 @@ def test_closing_ends_the_idle_at_once_and_the_busy_when_they_are_done(threads: 
     run_and_wait(threads)
     until(lambda: len(threads._idle) == 1)
     go_on = threading.Event()
-    threads.run(lambda: go_on.wait(10))
+    threads.run(lambda: go_on.wait(patience_s(10)))
     threads.run(lambda: None)
     threads.close()
     until(lambda: len(living()) == 1)
@@ -86,4 +87,4 @@ def test_what_a_call_held_is_let_go_when_it_is_done(threads: CallThreads) -> Non
     weakref.finalize(held, gone.set)
     threads.run(lambda held=held: None)  # type: ignore[misc]
     del held
-    assert gone.wait(10)
+    assert gone.wait(patience_s(10))

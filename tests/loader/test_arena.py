@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
@@ -122,7 +123,7 @@ def reserved(size_bytes: int) -> tuple[int, Reserved]:
     fd = os.memfd_create("test")
     os.ftruncate(fd, size_bytes)
     reserve = Reserve(fd)
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + patience_s(30)
     while reserve._taken_bytes < size_bytes:
         assert time.monotonic() < until_s
         time.sleep(0.01)

@@ -78,13 +78,13 @@ class Guarded(MemoryStore):
     """As a bucket that may be read from but not listed: it says "denied" about what does not exist."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        raise AccessDeniedError("listing is denied")
+        raise AccessDeniedError("listing is denied", may_be_absent=True)
 
     def stat(self, name: str) -> ObjectInfo:
         try:
             return super().stat(name)
         except NotFoundError as error:
-            raise AccessDeniedError(f"{name} is denied", name=name) from error
+            raise AccessDeniedError(f"{name} is denied", name=name, may_be_absent=True) from error
 
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
         self.stat(name)
@@ -95,6 +95,70 @@ def test_plain_safetensors_are_opened_where_absent_objects_count_as_denied() -> 
     store = Guarded(model_objects(llama_contents()))
     assert not is_artifact(store)
     assert set(open_artifact(store).by_name) == set(llama_contents())
+
+
+class Denying(MemoryStore):
+    """Denies objects by their names, whether or not they are there."""
+
+    def __init__(self, objects: dict[str, bytes], *denied: str, may_be_absent: bool, listed: bool) -> None:
+        super().__init__(objects)
+        self._denied = denied
+        self._may_be_absent = may_be_absent
+        self._listed = listed
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        if not self._listed:
+            raise AccessDeniedError("listing is denied", may_be_absent=True)
+        return super().list(prefix)
+
+    def stat(self, name: str) -> ObjectInfo:
+        if any(name.startswith(denied) for denied in self._denied):
+            raise AccessDeniedError(f"{name} is denied", name=name, may_be_absent=self._may_be_absent)
+        return super().stat(name)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        self.stat(name)
+        return super().read(name, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("may_be_absent", [True, False])
+def test_a_denied_manifest_never_shows_the_plain_weights_beside_it(
+    artifact: MemoryStore, may_be_absent: bool, listed: bool
+) -> None:
+    objects = {info.name: artifact.read(info.name, max_bytes=1 << 30)[0] for info in artifact.list()}
+    store = Denying(
+        {**objects, **model_objects(llama_contents())},
+        "manifest.json",
+        may_be_absent=may_be_absent,
+        listed=listed,
+    )
+    for attempt in (open_artifact, is_artifact):
+        with pytest.raises(AccessDeniedError, match=r"manifest\.json is denied"):
+            attempt(store)
+
+
+def test_refused_credentials_are_not_an_absent_manifest() -> None:
+    """Also where the list shows that there is none: the next request would be refused as well."""
+    store = Denying(model_objects(llama_contents()), "manifest.json", may_be_absent=False, listed=True)
+    with pytest.raises(AccessDeniedError, match=r"manifest\.json is denied"):
+        open_artifact(store)
+
+
+def test_a_list_shows_that_a_denied_manifest_is_absent() -> None:
+    store = Denying(
+        model_objects(llama_contents()), "manifest.json", "absent-", may_be_absent=True, listed=True
+    )
+    assert set(open_artifact(store).by_name) == set(llama_contents())
+
+
+def test_a_right_to_safetensors_alone_does_not_decide_about_the_manifest() -> None:
+    weights = {
+        name: data for name, data in model_objects(llama_contents()).items() if name.endswith(".safetensors")
+    }
+    with pytest.raises(AccessDeniedError, match="unknown whether there is") as caught:
+        open_artifact(Guarded(weights))
+    assert "s3:ListBucket" in caught.value.hint
 
 
 def test_a_folder_in_which_all_is_denied_names_the_manifest() -> None:

@@ -16,6 +16,7 @@ from tests.support.checkpoints import (
     random_content,
     safetensors_file,
 )
+from tests.support.load import patience_s
 
 from teneral.loader.errors import AccessDeniedError, CheckpointError, NotFoundError, UsageError
 from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open_checkpoint
@@ -25,7 +26,7 @@ from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.memory import MemoryStore
 
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 
 
 class Unlistable(MemoryStore):
@@ -39,13 +40,13 @@ class Guarded(Unlistable):
     """As a bucket that one may read from but not list: absent objects are said to be denied."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        raise AccessDeniedError("listing is denied")
+        raise AccessDeniedError("listing is denied", may_be_absent=True)
 
     def stat(self, name: str) -> ObjectInfo:
         try:
             return super().stat(name)
         except NotFoundError as error:
-            raise AccessDeniedError("denied", name=name) from error
+            raise AccessDeniedError("denied", name=name, may_be_absent=True) from error
 
 
 def content_in(store: MemoryStore, manifest: Manifest) -> Contents:
@@ -192,6 +193,52 @@ def test_empty_tensors_are_known_but_not_read() -> None:
 def test_an_empty_folder_is_not_found() -> None:
     with pytest.raises(NotFoundError, match="nothing at memory://objects"):
         open_checkpoint(MemoryStore())
+
+
+class Denying(Unlistable):
+    """Denies one object that exists. `code` is what the store says of it; absent objects are not found."""
+
+    def __init__(self, objects: dict[str, bytes], denied: str, *, may_be_absent: bool) -> None:
+        super().__init__(objects)
+        self._denied = AccessDeniedError(f"{denied} is denied", name=denied, may_be_absent=may_be_absent)
+
+    def stat(self, name: str) -> ObjectInfo:
+        if name == self._denied.name:
+            raise self._denied
+        return super().stat(name)
+
+
+@pytest.mark.parametrize("may_be_absent", [True, False])
+@pytest.mark.parametrize("denied", ["model.safetensors", "config.json"])
+def test_a_denied_object_is_not_taken_for_an_absent_one(denied: str, may_be_absent: bool) -> None:
+    objects = {**model_objects(llama_contents()), "pytorch_model.bin": b"?"}
+    with pytest.raises(AccessDeniedError, match=f"{denied} is denied"):
+        open_checkpoint(Denying(objects, denied, may_be_absent=may_be_absent))
+
+
+class HiddenWeights(Guarded):
+    """Denies the weights as well, which are there."""
+
+    def stat(self, name: str) -> ObjectInfo:
+        if name == "model.safetensors":
+            raise AccessDeniedError("denied", name=name, may_be_absent=True)
+        return super().stat(name)
+
+
+def test_weights_that_may_be_denied_are_not_called_pickled() -> None:
+    store = HiddenWeights({**model_objects(llama_contents()), "pytorch_model.bin": b"?"})
+    with pytest.raises(AccessDeniedError, match=r"unknown whether there is") as caught:
+        open_checkpoint(store)
+    assert "s3:ListBucket" in caught.value.hint
+
+
+def test_refused_credentials_are_not_a_folder_without_a_list() -> None:
+    class Expired(MemoryStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            raise AccessDeniedError("the session token has expired")
+
+    with pytest.raises(AccessDeniedError, match="expired"):
+        open_checkpoint(Expired(model_objects(llama_contents())))
 
 
 def test_a_folder_that_may_not_be_read_says_so() -> None:

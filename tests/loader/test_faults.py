@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.faulty_loads import FaultyStore, faulty_store, first_ranges
+from tests.support.load import patience_s
 from tests.support.store_certificate import write_certificate
 from tests.support.store_fault_mix import FaultMix, RandomFaults
 from tests.support.store_faults import Fault, FaultHook
@@ -259,7 +260,7 @@ def test_closing_ends_a_read_whose_two_answers_are_both_silent(store: FaultyStor
     for _ in range(2):
         assert asked.acquire(timeout=10)
     source.close()
-    thread.join(10)
+    thread.join(patience_s(10))
     assert len(errors) == 1
     assert source._client._pool.statistics().in_use == 0
 
@@ -284,7 +285,7 @@ def test_a_fault_that_stays_is_refused_and_names_part_and_object(
 ) -> None:
     store.set_fault(first_ranges(1_000_000, fault, after=10))
     with pytest.raises(kind, match=r"part \d+ \(layers\.\d .*of blobs/(draft|refine)-000.*") as caught:
-        store.load(max_attempts=2, read_timeout_s=0.2)
+        store.load(max_attempts=2, outage_s=0, read_timeout_s=0.2)
     assert words in str(caught.value)
 
 

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
+from tests.support.standby_processes import runs
 
 from teneral.loader.helper_process import HelperProcess
 
@@ -30,7 +33,7 @@ def main(socket_fd, *fds):
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
 """
-WAIT_S = 30
+WAIT_S = patience_s(30)
 
 
 @pytest.fixture
@@ -49,16 +52,30 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
+HEAD = (
+    "import json, os, signal, sys, threading, time\n"
+    "from pack.loader.helper_process import HelperProcess\n"
+    "def say(helper): return helper.socket.recv(200).decode().split(' ', 2)\n"
+)
+
+
+def start(package: Path, program: str) -> subprocess.Popen[str]:
+    """As `run`, without waiting for its end."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.Popen(
+        [sys.executable, "-c", HEAD + program],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=package,
+        env=environment,
+    )
+
+
 def run(package: Path, program: str) -> subprocess.CompletedProcess[str]:
     """Run a program of a fresh, single-threaded interpreter that has `HelperProcess` and `say(helper)`."""
-    head = (
-        "import json, os, signal, sys, threading, time\n"
-        "from pack.loader.helper_process import HelperProcess\n"
-        "def say(helper): return helper.socket.recv(200).decode().split(' ', 2)\n"
-    )
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, "-c", head + program],
+        [sys.executable, "-c", HEAD + program],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
@@ -66,6 +83,52 @@ def run(package: Path, program: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         check=False,
     )
+
+
+@pytest.mark.parametrize("stopped", ["nothing", "the helper", "the owner and the helper"])
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_helper_ends_with_its_owner_also_when_it_is_stopped(
+    package: Path, fork: bool, stopped: str
+) -> None:
+    """It is killed by the system: a stopped process sees no end of a socket."""
+    program = (
+        f"helper = HelperProcess('.loader.echo', fork={fork})\n"
+        "say(helper)\n"
+        f"if {stopped!r} != 'nothing': os.kill(helper.pid, signal.SIGSTOP)\n"
+        "print(os.getpid(), helper.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    owner = start(package, program)
+    assert owner.stdout is not None
+    with owner, owner.stdout:
+        owner_pid, helper_pid = map(int, owner.stdout.readline().split())
+        if "owner" in stopped:
+            os.kill(owner_pid, signal.SIGSTOP)
+        os.kill(owner_pid, signal.SIGKILL)
+        ends_s = time.monotonic() + patience_s(1)
+        while runs(helper_pid) and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        try:
+            assert not runs(helper_pid)
+        finally:
+            if runs(helper_pid):
+                os.kill(helper_pid, signal.SIGKILL)
+
+
+def test_helpers_that_a_thread_has_started_outlive_that_thread(package: Path) -> None:
+    done = run(
+        package,
+        "helpers = []\n"
+        "def begin(): helpers.append(HelperProcess('.loader.echo'))\n"
+        "thread = threading.Thread(target=begin)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "say(helpers[0])\n"
+        "time.sleep(0.2)\n"
+        "helpers[0].socket.sendall(b'hello')\n"
+        "print(helpers[0].socket.recv(10).decode())\n",
+    )
+    assert done.stdout == "hello\n", done.stderr
 
 
 @pytest.mark.parametrize("fork", [True, False])
@@ -135,7 +198,7 @@ def test_a_forked_helper_ends_with_its_owner(package: Path) -> None:
     )
     pid = int(done.stdout)
     gone = threading.Event()
-    for _ in range(100 * WAIT_S):
+    for _ in range(int(100 * WAIT_S)):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

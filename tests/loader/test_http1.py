@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 from tests.support.store_certificate import write_certificate
 from tests.support.store_faults import Fault, on_requests
 from tests.support.store_http import Request as ServerRequest
@@ -107,7 +108,7 @@ def test_nobody_listening_is_an_error_with_an_address(opened: Callable[..., Http
     with pytest.raises(
         UnavailableError, match=r"no connection to http://127\.0\.0\.1.* \(after 2 attempts\)"
     ):
-        read(opened(url, max_attempts=2))
+        read(opened(url, max_attempts=2, outage_s=0))
 
 
 def test_a_host_that_does_not_exist_is_named(opened: Callable[..., HttpSource]) -> None:
@@ -154,7 +155,7 @@ def test_a_lasting_failure_is_given_up_with_its_status(
 ) -> None:
     server.set_fault(lambda _: Fault(status=503))
     with pytest.raises(UnavailableError, match=r"answers 503 for blob \(after 2 attempts\)"):
-        read(opened(f"{server.url}/models/m", max_attempts=2))
+        read(opened(f"{server.url}/models/m", max_attempts=2, outage_s=0))
     assert len(server.log()) == 2
 
 
@@ -458,9 +459,9 @@ def assert_closing_ends_a_read(server: StoreServer, source: HttpSource, fault: F
 
     thread = threading.Thread(target=wait_for_bytes)
     thread.start()
-    assert answered.wait(10)
+    assert answered.wait(patience_s(10))
     source.close()
-    thread.join(10)
+    thread.join(patience_s(10))
     assert [type(error) for error in errors] == [SourceClosedError]
 
 

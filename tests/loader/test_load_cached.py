@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.artifacts import build_artifact
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.load import patience_s
 from tests.support.paced import PacedSource, reads_of
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
@@ -32,7 +33,7 @@ from teneral.loader.stream.process_load import ProcessLoad
 from teneral.loader.stream.progress import LoadStatistics
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +128,13 @@ def test_of_parts_that_are_read_together_the_store_is_asked_for_those_that_are_n
 
 @pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
 def test_a_load_in_a_process_of_its_own_fills_the_cache_and_uses_it(
-    server: StoreServer, tmp_path: Path
+    server: StoreServer, roomy_path: Path
 ) -> None:
     url = f"{server.url}/bucket/model"
     slabs = []
     for _ in range(2):
         keys(server)
-        with ProcessLoad.start(url, options=options(tmp_path)) as load:
+        with ProcessLoad.start(url, options=options(roomy_path)) as load:
             for group in load.manifest.groups:
                 load.wait(group.index, timeout_s=WAIT_S)
             slabs.append([load.slab(group.index).tobytes() for group in load.manifest.groups])

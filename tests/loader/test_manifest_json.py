@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def test_white_space_and_the_order_of_keys_mean_nothing(manifest: Manifest) -> N
 def test_the_example_of_the_format_page_is_valid() -> None:
     example = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example is not None
-    parsed = parse_manifest(example[1].replace("<64 digits>", "0" * 64).encode())
+    shown = json.loads(example[1].replace("<64 digits>", "0" * 64))
+    parsed = parse_manifest(json.dumps(shown, separators=(",", ":")).encode())
+    assert parsed.blobs[0].name == "blobs/5f0c3a91d2e7/draft-000.bin"
     assert [tensor.name for tensor in parsed.tensors] == ["embed.weight", "norm.weight"]
     assert parsed.stored_bytes(Tier.REFINE) == 1024
 
@@ -61,6 +64,59 @@ def test_the_pinned_manifest_is_accepted_and_another_one_refused(manifest: Manif
     with pytest.raises(IntegrityError, match="pinned") as caught:
         parse_manifest(data + b" ", expected_digest=pin)
     assert caught.value.expected == pin.hex()
+
+
+GENERATION = "0123456789ab"
+
+
+def in_generation(manifest: Manifest, generation: str) -> Manifest:
+    folder = f"blobs/{generation}/"
+    return manifest._replace(
+        generation=generation,
+        blobs=tuple(blob._replace(name=folder + blob.name) for blob in manifest.blobs),
+        files=tuple(file._replace(path=folder + file.path) for file in manifest.files),
+    )
+
+
+def test_a_generation_moves_all_objects_and_leaves_the_digest(manifest: Manifest) -> None:
+    first, second = (
+        dump_manifest(in_generation(manifest, generation)) for generation in (GENERATION, "f" * 12)
+    )
+    assert first != second
+    digest = parse_manifest(first).digest
+    assert parse_manifest(second, expected_digest=digest) == in_generation(manifest, "f" * 12)._replace(
+        digest=digest
+    )
+
+
+def test_an_object_outside_its_generation_cannot_be_written(manifest: Manifest) -> None:
+    with pytest.raises(ManifestError, match="cannot express"):
+        dump_manifest(manifest._replace(generation=GENERATION))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data + b" ",
+        lambda data: data.replace(b'"0123456789ab"', b'"0123456789AB"'),
+        lambda data: data.replace(b'"0123456789ab"', b'"0123456789abc"'),
+        lambda data: data.replace(b'"0123456789ab"', b'"../456789ab"'),
+        lambda data: data.replace(b'"0123456789ab"', b"12"),
+        lambda data: data.replace(b'{"format"', b'{"generation":"0123456789ab","format"', 1),
+        lambda data: b'{"generation":"0123456789ab",' + data[1:-29] + b"}",
+    ],
+)
+def test_a_generation_elsewhere_than_at_the_end_is_refused(
+    manifest: Manifest, change: Callable[[bytes], bytes]
+) -> None:
+    with pytest.raises(ManifestError):
+        parse_manifest(change(dump_manifest(in_generation(manifest, GENERATION))))
+
+
+def test_a_generation_cannot_be_put_to_a_manifest_that_has_none(manifest: Manifest) -> None:
+    data = dump_manifest(manifest)
+    with pytest.raises(ManifestError):
+        parse_manifest(data + b',"generation":"0123456789ab"}', expected_digest=blake3(data).digest())
 
 
 def test_a_model_without_tensors_has_a_manifest() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cgroups import memory_cgroup
+from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.memory import MIB, Available, available, available_bytes, check_fits
@@ -101,7 +102,7 @@ def test_the_limit_of_a_real_cgroup_is_found() -> None:
             check=True,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=patience_s(60),
         ).stdout
     assert cgroup.name in output
     found_bytes = int(output.partition("size_bytes=")[2].partition(",")[0])

@@ -18,6 +18,7 @@ from tests.support.checkpoints import (
     model_store,
     random_content,
 )
+from tests.support.load import patience_s
 from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.artifact import open_artifact, read_file
@@ -42,6 +43,7 @@ from teneral.loader.sources.memory import MemoryStore, MemoryWriter
 from teneral.loader.tools.aliases import find_aliases
 from teneral.loader.tools.blob_writer import BlobWriter
 from teneral.loader.tools.pack import pack
+from teneral.loader.tools.tier_options import TierOptions
 from teneral.loader.tools.verify import verify
 
 
@@ -122,6 +124,31 @@ def test_the_number_of_threads_does_not_change_what_is_written(small_parts: None
     assert stored[0] == stored[1]
 
 
+def test_packing_again_gives_the_same_digest_under_other_names(small_parts: None) -> None:
+    """Also to another place, by other threads: pins, the identities of batch jobs and node caches rest on it."""
+    stores = [MemoryStore(label="first"), MemoryStore(label="second")]
+    first, second = (
+        pack(model_store(llama_contents()), store, threads=threads)
+        for threads, store in enumerate(stores, start=1)
+    )
+    assert first.manifest.digest == second.manifest.digest
+    assert open_artifact(stores[1], digest=first.manifest.digest).digest == first.manifest.digest
+    folders = [{blob.name.rpartition("/")[0] for blob in each.manifest.blobs} for each in (first, second)]
+    assert folders[0].isdisjoint(folders[1]), "writers never share a folder"
+    third = pack(model_store(llama_contents()), stores[0], force=True)
+    assert third.manifest.digest == first.manifest.digest
+    assert not verify(stores[0]).problems
+
+
+@pytest.mark.parametrize("tiers", [TierOptions(draft_bits=2), TierOptions(sketch_bits=1)])
+def test_other_options_give_another_digest(small_parts: None, tiers: TierOptions) -> None:
+    plain, other = (
+        pack(model_store(llama_contents()), MemoryStore(), tiers=each).manifest.digest
+        for each in (None, tiers)
+    )
+    assert plain != other
+
+
 def test_a_model_without_a_config_packs() -> None:
     store = MemoryStore()
     pack(MemoryStore({"w.safetensors": model_objects(llama_contents())["model.safetensors"]}), store)
@@ -166,7 +193,7 @@ def test_no_more_parts_are_in_work_than_threads_and_one(small_parts: None) -> No
 
     class Slow(MemoryStore):
         def create(self, name: str) -> MemoryWriter:
-            is_writable.wait(60)
+            is_writable.wait(patience_s(60))
             return super().create(name)
 
     class Watched(MemoryStore):
@@ -186,7 +213,7 @@ def test_no_more_parts_are_in_work_than_threads_and_one(small_parts: None) -> No
     is_writable.wait(0.2)  # time in which a fourth part could be read, were it allowed
     num_read_ahead = len(read)
     is_writable.set()
-    packing.join(60)
+    packing.join(patience_s(60))
     assert num_read_ahead == 3
     assert len(read) == 12
 
@@ -270,7 +297,8 @@ def test_force_removes_nothing_but_blobs_whatever_the_old_manifest_names() -> No
     store = MemoryStore({"precious.txt": b"keep me"})
     manifest = pack(model_store(llama_contents()), store).manifest
     file = manifest.files[0]
-    hostile = manifest._replace(files=(file._replace(path="precious.txt", size_bytes=7),), digest=None)
+    precious = file._replace(path="precious.txt", size_bytes=7)
+    hostile = manifest._replace(files=(precious,), digest=None, generation="")
     store.put("manifest.json", dump_manifest(hostile))
     pack(model_store(llama_contents()), store, force=True)
     assert store.read("precious.txt", max_bytes=100)[0] == b"keep me"
@@ -485,7 +513,7 @@ def in_a_process(script: str, *arguments: object) -> subprocess.CompletedProcess
         [sys.executable, "-c", script, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience_s(60),
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=False,
     )

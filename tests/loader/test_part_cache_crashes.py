@@ -19,11 +19,12 @@ from blake3 import blake3
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.support.load import patience_s
 
 from teneral.loader.cache.folder import PAGE_BYTES, TEMPORARY_LIFE_S, TEMPORARY_PREFIX
 from teneral.loader.cache.part_cache import PartCache
 
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 BUDGET_BYTES = 20 * PAGE_BYTES
 PARTS = [
     random.Random(seed).randbytes(size) for seed, size in enumerate((1, 5000, 8192, 20_000, 30_000, 40_000))
@@ -147,8 +148,10 @@ CRASHER = """
 # Writes two parts into a folder of its own, and dies before the N-th call to the system, for every N there is.
 import fcntl, json, os, pathlib, signal, sys
 from blake3 import blake3
+from teneral.loader.cache import folder
 from teneral.loader.cache.folder import CacheFolder
 
+folder.FREE_SHARE = 1 << 62  # as the tests' own process has it
 PARTS = [bytes([number]) * 20_000 for number in (1, 2)]
 CALLS = "open stat mkdir ftruncate pread pwrite lseek write rename unlink close scandir".split()
 
@@ -186,7 +189,11 @@ print(json.dumps(number - 1))
 
 def test_a_process_killed_at_any_point_leaves_only_whole_parts_and_a_usable_folder(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CRASHER, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", CRASHER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=patience_s(60),
+        check=True,
     )
     num_points = json.loads(done.stdout)
     assert num_points > 30
@@ -219,8 +226,10 @@ HAMMER = """
 # Writes and reads parts at random until it is killed.
 import pathlib, random, sys
 from blake3 import blake3
+from teneral.loader.cache import folder as cache_folder
 from teneral.loader.cache.folder import CacheFolder
 
+cache_folder.FREE_SHARE = 1 << 62  # as the tests' own process has it
 parts = [random.Random(seed).randbytes(1000 * seed) for seed in range(1, 40)]
 print("ready", flush=True)
 while True:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 
@@ -38,7 +39,7 @@ from teneral.loader.stream.rows import RowParts
 from teneral.loader.timeline import Timeline
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
 
 

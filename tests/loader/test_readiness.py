@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 
 from teneral.loader.errors import IntegrityError, LoadCancelledError
 from teneral.loader.format.manifest import Tier
@@ -151,7 +152,7 @@ def test_who_waits_for_some_parts_is_let_go_with_the_last_of_them() -> None:
         with pytest.raises(TimeoutError, match="2 parts were not there"):
             readiness.wait_parts([0, 2], timeout_s=0.01)
         settle(readiness, 0)
-        waiting.result(30)
+        waiting.result(patience_s(30))
     assert not readiness.is_open(0, Tier.DRAFT)
     readiness.wait_parts([0, 2], timeout_s=0)
 

@@ -14,12 +14,16 @@ import pytest
 from botocore.credentials import ReadOnlyCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.checkpoints import llama_contents, model_objects
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
+from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import (
     AccessDeniedError,
+    AlreadyExistsError,
     ChangedError,
     FormatError,
     NoSpaceError,
@@ -69,7 +73,10 @@ def opened(server: StoreServer) -> Iterator[Callable[..., S3Store]]:
 
     def open_at(url: str = URL, **options: object) -> S3Store:
         stores.append(
-            S3Store(url, SourceOptions(**{"endpoint_url": server.url, "max_attempts": 2, **options}))
+            S3Store(
+                url,
+                SourceOptions(**{"endpoint_url": server.url, "max_attempts": 2, "outage_s": 0.0, **options}),
+            )
         )
         return stores[-1]
 
@@ -186,7 +193,9 @@ def test_a_token_that_expires_while_many_threads_read_is_renewed_once(
     def expire(request: Request) -> Fault | None:
         if request.headers["x-amz-security-token"] != "token-0" or request.serial == 0:
             return None
-        all_refused.wait(10)  # all eight asked with the old token before any of them could renew it
+        all_refused.wait(
+            patience_s(10)
+        )  # all eight asked with the old token before any of them could renew it
         return Fault(status=400, code="ExpiredToken")
 
     record(server, expire)
@@ -296,6 +305,34 @@ def test_a_refusal_says_what_is_wrong(
     with pytest.raises(kind, match=words) as caught:
         read(opened())
     assert caught.value.source == URL
+
+
+@pytest.mark.parametrize(
+    "code", ["ExpiredToken", "SignatureDoesNotMatch", "RequestTimeTooSkewed", "AccessDenied"]
+)
+def test_plain_weights_do_not_stand_in_for_a_manifest_that_is_refused(
+    server: StoreServer, opened: Callable[..., S3Store], code: str
+) -> None:
+    store = opened()
+    for name, data in model_objects(llama_contents()).items():
+        store.put(name, data)
+    store.put("manifest.json", b"{}")
+    is_refused = Fault(status=403, code=code)
+    record(server, lambda request: is_refused if request.key.endswith("manifest.json") else None)
+    with pytest.raises(AccessDeniedError, match=r"manifest\.json"):
+        open_artifact(store)
+
+
+def test_without_a_right_to_list_the_plain_weights_are_found(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    store = opened()
+    objects = model_objects(llama_contents())
+    for name, data in objects.items():
+        store.put(name, data)
+    denied = Fault(status=403, code="AccessDenied")
+    record(server, lambda request: None if request.key.removeprefix("m/") in objects else denied)
+    assert set(open_artifact(store).by_name) == set(llama_contents())
 
 
 def test_a_missing_bucket_differs_from_a_missing_object(opened: Callable[..., S3Store]) -> None:
@@ -428,6 +465,43 @@ def test_an_upload_that_fails_leaves_no_parts(
     with pytest.raises(AccessDeniedError, match="large"), opened().create("large") as writer:
         writer.write(bytes(2 * PART_BYTES + 1))
     assert server.objects.pending_uploads() == []
+
+
+def conflicts(number: int, code: str, method: str) -> Callable[[Request], Fault | None]:
+    """The first `number` requests of the method meet another writer."""
+    left = iter(range(number))
+    fault = Fault(status=409, code=code)
+    return lambda request: fault if request.method == method and next(left, None) is not None else None
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
+def test_a_put_that_conflicts_with_another_is_tried_again(
+    server: StoreServer, opened: Callable[..., S3Store], code: str
+) -> None:
+    store = opened()
+    server.set_fault(conflicts(3, code, "PUT"))
+    store.put("new", b"ours", if_absent=True)
+    assert store.read("new", max_bytes=10)[0] == b"ours"
+    server.set_fault(conflicts(2, code, "PUT"))
+    with pytest.raises(AlreadyExistsError):
+        store.put("new", b"late", if_absent=True)
+
+
+def test_a_conflict_while_parts_are_put_together_is_worth_another_try(
+    server: StoreServer, opened: Callable[..., S3Store]
+) -> None:
+    store = opened()
+    seen = record(
+        server,
+        lambda request: (
+            Fault(status=409, code="ConditionalRequestConflict")
+            if request.method == "POST" and "uploadId" in request.query
+            else None
+        ),
+    )
+    with pytest.raises(UnavailableError), store.create("large", if_absent=True) as writer:
+        writer.write(bytes(PART_BYTES + 1))
+    assert seen[-1].method == "DELETE", "the parts are removed"
 
 
 def test_closing_a_store_ends_its_writing(opened: Callable[..., S3Store]) -> None:

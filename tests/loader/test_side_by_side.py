@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.loader.side_by_side import map_side_by_side
 
@@ -18,7 +19,9 @@ def test_results_come_in_the_order_of_the_things(num_things: int) -> None:
 
 def test_calls_run_at_the_same_time() -> None:
     meeting = threading.Barrier(4)  # breaks, and raises, unless four are there
-    assert map_side_by_side(lambda _: meeting.wait(10) >= 0, range(8), num_threads=4) == [True] * 8
+    assert (
+        map_side_by_side(lambda _: meeting.wait(patience_s(10)) >= 0, range(8), num_threads=4) == [True] * 8
+    )
 
 
 def test_one_thing_needs_no_other_thread() -> None:
@@ -33,7 +36,7 @@ def test_the_first_error_counts_and_no_call_is_begun_after_one() -> None:
 
     def fail(number: int) -> None:
         seen.append(number)
-        both.wait(10)
+        both.wait(patience_s(10))
         raise ValueError(str(number))
 
     with pytest.raises(ValueError, match=r"^0$"):

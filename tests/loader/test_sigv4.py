@@ -15,6 +15,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 
 from teneral.loader.sources.sigv4 import (
     Credentials,
@@ -160,4 +161,4 @@ def test_our_hmac_is_the_standard_librarys(key_bytes: int) -> None:
 
 def test_signing_brings_no_openssl_along() -> None:
     code = "import sys; from teneral.loader.sources import sigv4; assert '_hashlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience_s(60))

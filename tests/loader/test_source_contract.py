@@ -311,6 +311,34 @@ def test_a_put_that_must_not_replace_does_not(store: Store, source: Source) -> N
     store.delete("new/once.json")
 
 
+@pytest.mark.parametrize("size_bytes", [10, 9 * 1024 * 1024])
+def test_a_streamed_object_that_must_not_replace_does_not(
+    store: Store, source: Source, size_bytes: int
+) -> None:
+    """9 MiB go up in parts to S3, whose completion is conditional as well."""
+    data = bytes(size_bytes)
+    with store.create("once.bin", if_absent=True) as writer:
+        writer.write(data)
+    try:
+        late = store.create("once.bin", if_absent=True)
+        late.write(b"x" * size_bytes)
+        with pytest.raises(AlreadyExistsError, match=r"once\.bin"):
+            late.commit()
+        assert source.read("once.bin", max_bytes=size_bytes)[0] == data
+    finally:
+        store.delete("once.bin")
+
+
+def test_a_streamed_object_that_appears_meanwhile_is_not_replaced(store: Store, source: Source) -> None:
+    with store.create("late.bin", if_absent=True) as writer:
+        writer.write(b"ours")
+        store.put("late.bin", b"theirs")
+        with pytest.raises(AlreadyExistsError):
+            writer.commit()
+    assert source.read("late.bin", max_bytes=10)[0] == b"theirs"
+    store.delete("late.bin")
+
+
 def test_a_put_replaces_only_the_version_that_it_expects(store: Store, source: Source) -> None:
     first = store.put("new/manifest.json", b"first")
     second = store.put("new/manifest.json", b"second", if_version=first.version)

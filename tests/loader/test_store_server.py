@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import boto3
 import pytest
 from botocore.exceptions import ClientError
+from tests.support.load import patience_s
 from tests.support.store_fault_mix import FaultMix, RandomFaults
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request as ServerRequest
@@ -24,7 +25,7 @@ from tests.support.store_pacing import SLICE_BYTES, Pacer
 from tests.support.store_server import StoreServer
 
 DATA = bytes(range(256)) * 1000
-WAIT_S = 10.0
+WAIT_S = patience_s(10)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from blake3 import blake3
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.load import patience_s
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import ManifestError
@@ -34,7 +35,7 @@ def test_what_was_loaded_is_the_original_and_a_flipped_bit_shows(store: MemorySt
     digests = parse_tensor_digests(read_file(store, manifest, FILE_NAME), manifest)
     with WeightLoad(store, manifest) as load:
         load.start()
-        assert load.join(30)
+        assert load.join(patience_s(30))
 
         def content(tensor):
             return load.slab(tensor.group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes].data

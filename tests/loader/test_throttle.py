@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.loader.sources.throttle import Throttle
 
@@ -79,7 +80,7 @@ def test_who_comes_while_the_limit_is_reached_waits_for_who_leaves() -> None:
     throttle.leave()
     assert not entered.wait(0.05)  # the other one is still under way
     throttle.leave()
-    assert entered.wait(10)
+    assert entered.wait(patience_s(10))
     thread.join()
 
 
@@ -91,6 +92,6 @@ def test_closing_lets_everybody_go(wish_s: float | None) -> None:
     thread = threading.Thread(target=lambda: results.append(throttle.enter()))
     thread.start()
     throttle.close()
-    thread.join(10)
+    thread.join(patience_s(10))
     assert results == [False]
     assert throttle.enter() is False

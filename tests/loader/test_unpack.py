@@ -24,6 +24,7 @@ from tests.support.checkpoints import (
     random_content,
     read_back,
 )
+from tests.support.load import patience_s
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_disk import tiny_disk
 
@@ -382,7 +383,7 @@ except NoSpaceError as error:
         [sys.executable, "-c", script, str(tmp_path / "model")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience_s(60),
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=False,
     )

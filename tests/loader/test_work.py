@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
+from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
 from teneral.loader.stream.arena import Arena, as_array
@@ -22,7 +23,7 @@ from teneral.loader.stream.sizing import Budget, Position
 from teneral.loader.stream.staging import Staging
 from teneral.loader.stream.work import Read, WorkQueue
 
-WAIT_S = 30
+WAIT_S = patience_s(30)
 
 
 class OnePace(Pace):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests.support.load import patience_s
 
 from teneral.loader.errors import UnavailableError
 from teneral.loader.timeline import Timeline
@@ -18,7 +19,7 @@ from teneral.runtime.errors import (
     RequestError,
 )
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience_s(30)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.support.load import patience_s
 
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.errors import CancelledError
@@ -41,10 +42,10 @@ def test_what_is_left_of_a_call_is_not_computed() -> None:
         embedder.give_up(left)
         embedder.give_up(left)
         with pytest.raises(CancelledError):
-            left.result(10)
+            left.result(patience_s(10))
         for _ in range(2):
             model.may_go.release()
-        assert waiting.result(10).tolist() == [[1.0]]
+        assert waiting.result(patience_s(10)).tolist() == [[1.0]]
         assert model.texts == [2, 1]
         assert embedder.statistics().queued == 0
     finally:
@@ -62,7 +63,7 @@ def test_a_call_that_is_done_or_not_begun_can_be_given_up_too() -> None:
     embedder.start()
     model.may_go.release()
     done = embedder.embed([[1, 2]])
-    assert done.result(10).tolist() == [[2.0]]
+    assert done.result(patience_s(10)).tolist() == [[2.0]]
     embedder.give_up(done)
     assert done.result().tolist() == [[2.0]]
     embedder.stop()

@@ -321,3 +321,24 @@ def test_cancelling_several_of_a_step_frees_their_blocks_with_that_step() -> Non
         # Those who have left are there in the pass that was under way, and in no other.
         assert {number for number, num_ended in seen if num_ended} <= {num_passes - 1}
         rig.engine.check_integrity()
+
+
+def test_a_short_prompt_is_answered_before_the_long_ones_that_came_first():
+    with EngineRig(
+        start=False, num_blocks=512, max_running=8, max_step_tokens=16, max_prefill_tokens=8
+    ) as rig:
+        order: list[str] = []
+        lengths = {"long 1": 60, "long 2": 90, "long 3": 120, "short": 5}
+        generations = [
+            rig.submit(
+                [1 + number % 7 for number in range(length)],
+                max_tokens=1,
+                request_id=name,
+                on_event=lambda event, name=name: order.append(name) if event.finish_reason else None,
+            )
+            for name, length in lengths.items()
+        ]
+        rig.engine.start()
+        for generation in generations:
+            finish(generation)
+        assert order == ["short", "long 1", "long 2", "long 3"]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -15,7 +16,7 @@ from teneral.runtime.step.requests import FinishReason, GenerationRequest, Sampl
 
 NUM_TOKENS = 32
 BLOCK_SIZE = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience_s(60)
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(5)]
 
 

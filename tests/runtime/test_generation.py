@@ -3,13 +3,14 @@
 import threading
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.errors import ModelError
 from teneral.runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest
 
 REQUEST = GenerationRequest("r", (1,))
-TIMEOUT_S = 30.0
+TIMEOUT_S = patience_s(30)
 
 
 def event(number, finish=None):

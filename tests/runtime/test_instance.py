@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.load import patience_s
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import save_tiny
 
@@ -30,7 +31,7 @@ from teneral.runtime.kv.sizing import DEFAULT_KV_BYTES, default_kv_bytes
 from teneral.runtime.state import State
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 CONFIG = ServeConfig(model="memory", kv_bytes=8 << 20, connections=2)
 IN_ORDER = CONFIG.replace(draft_ahead=False)
 GREEDY = SamplingParams(temperature=0.0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -29,7 +30,7 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.launch import PreparedTokenizer, TokenizerTask
 from teneral.runtime.text.remote import TokenizerProcess
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
 
 
@@ -105,7 +106,7 @@ def test_a_load_in_the_servers_own_threads_goes_to_the_device_as_well(
     with Instance(config, source=source) as instance, Instance(config) as here:
         assert generate(instance) == generate(here)
         assert instance.wait_exact(WAIT_S)
-        assert instance.statistics()["placement"].num_parts == len(instance._load.manifest.parts)
+        assert instance.statistics()["placement"].num_images == len(instance._load.manifest.parts)
 
 
 def test_tokens_of_the_draft_come_before_the_exact_weights_and_are_confirmed_by_them(
@@ -127,7 +128,7 @@ def test_tokens_of_the_draft_come_before_the_exact_weights_and_are_confirmed_by_
     ("made", "error"),
     [
         (lambda: SimulatedDevice(memory_bytes=100_000), InsufficientMemoryError),
-        (lambda: SimulatedDevice(fail_at_part=2), LoadError),
+        (lambda: SimulatedDevice(fail_at_image=2), LoadError),
     ],
     ids=["no room", "fails on the way"],
 )

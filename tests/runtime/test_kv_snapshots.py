@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.errors import AlreadyExistsError, UsageError
@@ -29,7 +30,7 @@ from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 SYSTEM = "You answer in verse, and never in prose, whatever anybody may ask you to do.\n"
 NUM_TOKENS = 12
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.decoding import Stepper
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
@@ -17,7 +18,7 @@ from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 PROMPT = (5, 6, 7, 200, 31)
 NUM_TOKENS = 8
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.artifact import open_artifact
@@ -118,7 +119,7 @@ def test_a_large_vocabulary_is_parsed_once_a_text_was_generated(large: Path) -> 
 
     assert all(says_the_same(text) for text in TEXTS)
     assert tokenizer.vocab_size == whole.vocab_size
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + patience_s(60)
     while process._table is None:  # the first text was decoded
         assert time.monotonic() < until_s
         time.sleep(0.05)
@@ -191,6 +192,25 @@ def test_closing_ends_the_child_and_whoever_waits_for_it(folder: Path) -> None:
         thread.start()
     tokenizer.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(patience_s(30))
     assert len(errors) == len(threads)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_long_texts_leave_a_line_for_short_ones(folder: Path) -> None:
+    tokenizer = process_for(folder).load(manifest_of(folder))
+    backend = tokenizer._backend
+    assert isinstance(backend, TokenizerProcess)
+    lines = backend._child._lines
+    os.kill(backend.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(8) as threads:
+        try:
+            asked = [threads.submit(tokenizer.encode, "x" * 100_000) for _ in range(6)]
+            while lines.qsize() > 1:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert lines.qsize() == 1
+        finally:
+            os.kill(backend.pid, signal.SIGCONT)
+        assert {len(each.result()) for each in asked} == {100_000}
+    tokenizer.close()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.runtime.torch_import import LEFT_OUT, TRIMMABLE, torch_version
@@ -21,12 +22,12 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
 with Instance(ServeConfig(model={model!r}, loader="thread")) as instance:
     if {embeds}:
-        vectors = instance.embedder.result(60).embed([[1, 2, 3], [4, 5]]).result(60)
+        vectors = instance.embedder.result(patience_s(60)).embed([[1, 2, 3], [4, 5]]).result(60)
         answer = [round(float(value), 5) for value in vectors.ravel()]
     else:
-        tokens = instance.tokenizer.result(60).encode("a text to go on with")
+        tokens = instance.tokenizer.result(patience_s(60)).encode("a text to go on with")
         greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=20, seed=7)
-        engine = instance.engine.result(60)
+        engine = instance.engine.result(patience_s(60))
         answer = []
         for name, sampling in (("greedy", greedy), ("sampled", sampled)):
             request = GenerationRequest(name, tuple(tokens), max_tokens=12, sampling=sampling, ignore_eos=True)
@@ -38,7 +39,7 @@ print(json.dumps([trimmed, {left_out!r} in sys.modules, answer]))
 def served(model: Path, *, trim: bool, embeds: bool = False) -> tuple[bool, bool, object]:
     program = SERVE.format(trim=trim, model=str(model), embeds=embeds, left_out=LEFT_OUT)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(120), check=False
     )
     assert done.returncode == 0, done.stderr
     trimmed, there, answer = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +65,7 @@ def test_who_asks_for_it_by_name_gets_it() -> None:
         "print(torch.nn.functional.linear(torch.empty(2, 3, device='meta'), torch.empty(4, 3, device='meta')).shape)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(120), check=False
     )
     assert done.stdout.strip() == "torch.Size([2, 4])", done.stderr
 
@@ -76,6 +77,6 @@ def test_an_unknown_version_is_imported_whole() -> None:
         "print(module.import_torch(trim=True), module.LEFT_OUT in sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(120), check=False
     )
     assert done.stdout.split() == ["False", "True"], done.stderr

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 60.0
+from tests.support.load import patience_s
+
+WAIT_S = patience_s(60)
 SETTINGS = {
     "loader": "thread",
     "kernels": False,

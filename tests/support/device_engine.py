@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -23,7 +24,7 @@ from teneral.runtime.step.backend import BackendOptions
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience_s(60)
 
 
 class Repeater:

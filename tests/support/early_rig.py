@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from tests.support.decoding import oracle_greedy
+from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
 from tests.support.paced import PacedSource, reads_of
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
@@ -36,7 +37,7 @@ from teneral.runtime.step.backend import MakeBackend
 from teneral.runtime.step.requests import FirstToken, GenerationRequest, SamplingParams
 from teneral.runtime.weights import StreamedWeights
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience_s(60)
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)
 SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}

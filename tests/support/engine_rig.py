@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from tests.support.load import patience_s
 from tests.support.toy_decoder import ToyDecoder, ToyTokenizer
 
 from teneral.loader.timeline import Timeline
@@ -15,7 +16,7 @@ from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0)
-TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
+TIMEOUT_S = patience_s(30)  # of waits that end at once unless something is broken
 
 
 class EngineRig:

@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-WAIT_S = 60.0
+from tests.support.load import patience_s
+
+WAIT_S = patience_s(60)
 PREFIX = "/2018-06-01/runtime/"
 ARN = "arn:aws:lambda:eu-central-1:123456789012:function:tests"
 

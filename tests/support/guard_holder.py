@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 
+from tests.support.load import patience_s
+
 from teneral.loader.stream import guards as guards_module
 from teneral.loader.stream.guards import Guards
 
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 LOOK_S = 0.1  # in which who need not wait would surely be through
 FILE_BYTES = 4096
 

@@ -21,6 +21,8 @@ from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import Platform
 from teneral.loader.errors import TeneralError
 
+PLATFORM_PATHS = ("/", "/events", "/invocations")
+
 
 class Server:
     """A running server and a client for it."""
@@ -33,6 +35,7 @@ class Server:
         address: tuple[str, int],
         stop: asyncio.Event,
         task: asyncio.Task[TeneralError | None],
+        handler: Handler | None,
     ) -> None:
         self.instance = instance
         self.app = app
@@ -41,10 +44,16 @@ class Server:
         self.address = address
         self.stop = stop
         self.task = task
+        self._handler = handler
 
     @property
     def url(self) -> str:
         return f"http://{self.address[0]}:{self.address[1]}"
+
+    @property
+    def handler(self) -> Handler:
+        assert self._handler is not None
+        return self._handler
 
     async def get(self, path: str, **kwargs: Any) -> Answer:
         return await self.request("GET", path, **kwargs)
@@ -53,6 +62,9 @@ class Server:
         return await self.request("POST", path, json=body, **kwargs)
 
     async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
+        """Of bytes the type is said to be JSON, whatever they are, where it is not given and no platform's."""
+        if "data" in kwargs and path not in PLATFORM_PATHS and not path.startswith("/v2/"):
+            kwargs["headers"] = {"Content-Type": "application/json", **kwargs.get("headers", {})}
         async with self.client.request(method, path, **kwargs) as response:
             return Answer(response.status, response.headers, await response.read())
 
@@ -132,7 +144,7 @@ async def running_server(
         task = asyncio.create_task(serve(app, sock, drain_timeout_s=drain_timeout_s, stop=stop))
         try:
             async with aiohttp.ClientSession(f"http://{address[0]}:{address[1]}") as client:
-                yield Server(instance, app, client, address, stop, task)
+                yield Server(instance, app, client, address, stop, task, handler)
         finally:
             stop.set()
             await task

@@ -48,18 +48,30 @@ class Interpreter:
 @contextlib.contextmanager
 def _standard_functions_interpreted() -> Iterator[None]:
     """`tl.max` and the like are compiled functions themselves, which only the compiler can call."""
-    replaced = {
-        name: value
-        for name, value in vars(tl).items()
-        if isinstance(value, JITFunction) and name in ("max", "min", "sum", "zeros", "cdiv")
-    }
-    for name, value in replaced.items():
-        setattr(tl, name, InterpretedFunction(value.fn))
+    with _language_restored():
+        for name, value in list(vars(tl).items()):
+            if isinstance(value, JITFunction) and name in ("max", "min", "sum", "zeros", "cdiv"):
+                setattr(tl, name, InterpretedFunction(value.fn))
+        yield
+
+
+@contextlib.contextmanager
+def _language_restored() -> Iterator[None]:
+    """The language as the compiler knows it, afterwards.
+
+    The interpreter puts back what a launch replaces, and not what a function that the kernel calls does.
+    """
+    places = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base)
+    before = [dict(vars(place)) for place in places]
     try:
         yield
     finally:
-        for name, value in replaced.items():
-            setattr(tl, name, value)
+        for place, values in zip(places, before, strict=True):
+            for name in [name for name in vars(place) if name not in values]:
+                delattr(place, name)
+            for name, value in values.items():
+                if vars(place)[name] is not value:
+                    setattr(place, name, value)
 
 
 @contextlib.contextmanager

@@ -16,13 +16,14 @@ from typing import Any
 
 from tests.support.fake_runtime_api import FakeRuntimeApi, Outcome
 from tests.support.instances import StagedInstance
+from tests.support.load import patience_s
 
 from teneral.handlers.aws_lambda.answers import Answers
 from teneral.handlers.aws_lambda.loop import InvocationLoop
 from teneral.handlers.function import Handler
 from teneral.handlers.http.app import create_app
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 
 
 @dataclass

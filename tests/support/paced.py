@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tests.support.load import patience_s
+
 from teneral.loader.errors import SourceClosedError
 from teneral.loader.format.manifest import Manifest, Part
 from teneral.loader.sources.base import ObjectInfo, Source
 
-WAIT_S = 30.0  # a test that waits longer has failed
+WAIT_S = patience_s(30)  # a test that waits longer has failed
 
 
 @dataclass(frozen=True, slots=True)

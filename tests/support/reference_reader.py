@@ -30,7 +30,7 @@ def read_weights(
     for part in manifest["parts"]:
         if part["tier"] not in tiers:
             continue
-        blob = objects[manifest["blobs"][part["blob"]]["name"]]
+        blob = objects[folder_of(manifest) + manifest["blobs"][part["blob"]]["name"]]
         stored = blob[part["offset"] : part["offset"] + part["size"]]
         assert blake3(stored).hexdigest() == part["blake3"]
         for segment in part["segments"]:
@@ -48,8 +48,12 @@ def read_files(objects: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files by their names."""
     manifest = json.loads(objects["manifest.json"])
     for file in manifest["files"]:
-        assert blake3(objects[file["path"]]).hexdigest() == file["blake3"]
-    return {file["name"]: objects[file["path"]] for file in manifest["files"]}
+        assert blake3(objects[folder_of(manifest) + file["path"]]).hexdigest() == file["blake3"]
+    return {file["name"]: objects[folder_of(manifest) + file["path"]] for file in manifest["files"]}
+
+
+def folder_of(manifest: Mapping[str, Any]) -> str:
+    return f"blobs/{manifest['generation']}/" if "generation" in manifest else ""
 
 
 def size_bytes(tensor: Mapping[str, Any]) -> int:

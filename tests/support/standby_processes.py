@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-WAIT_S = 90.0  # for what takes a second or two where nothing else runs
+from tests.support.load import patience_s
+
+WAIT_S = patience_s(90)  # for what takes a second or two where nothing else runs
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

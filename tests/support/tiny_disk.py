@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 
 @contextmanager
@@ -16,7 +17,9 @@ def tiny_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)]
     try:
-        mounted = subprocess.run(["mount", *options], capture_output=True, text=True, check=False, timeout=20)
+        mounted = subprocess.run(
+            ["mount", *options], capture_output=True, text=True, check=False, timeout=patience_s(20)
+        )
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if mounted.returncode:
@@ -24,4 +27,4 @@ def tiny_disk(folder: Path, size_bytes: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True, timeout=20)
+        subprocess.run(["umount", "-l", str(folder)], check=True, capture_output=True, timeout=patience_s(20))

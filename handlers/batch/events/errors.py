@@ -9,35 +9,9 @@ On Lambda these are the `errorType`, and so what Step Functions' `ErrorEquals` n
 
 from __future__ import annotations
 
-from ....loader.errors import (
-    LoadError,
-    NoSpaceError,
-    SourceClosedError,
-    TeneralError,
-    UnavailableError,
-    UsageError,
-)
-from ....runtime.errors import (
-    CancelledError,
-    CapacityError,
-    DrainingError,
-    RequestError,
-    UnloadedError,
-)
-from ..errors import ModelBrokenError
-
-# The same that `teneral batch` ends with an exit code for which is worth another run.
-WORTH_ANOTHER_RUN = (
-    UnavailableError,
-    NoSpaceError,
-    SourceClosedError,
-    LoadError,
-    DrainingError,
-    CapacityError,
-    UnloadedError,
-    CancelledError,
-    ModelBrokenError,
-)
+from ....loader.errors import TeneralError, UsageError
+from ....runtime.errors import RequestError
+from ..errors import WORTH_ANOTHER_RUN
 
 
 class JobRetryError(TeneralError):

@@ -247,7 +247,9 @@ class SnapshotService:
     def _save(self, pool: PrefixPool, here: Identity, deadline_s: float) -> bool:
         for _ in range(MAX_ATTEMPTS):
             try:
-                with closing(open_store(self.address, self._options._replace(max_attempts=2))) as store:
+                with closing(
+                    open_store(self.address, self._options._replace(max_attempts=2, outage_s=0))
+                ) as store:
                     return self._save_once(store, pool, here, deadline_s)
             except AlreadyExistsError:  # another server has just saved: what it left is gone on with
                 continue

@@ -14,6 +14,7 @@ import pytest
 from tests.support.fake_runtime_api import ARN, FakeRuntimeApi, Trouble
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.lambda_rig import running_loop
+from tests.support.load import patience_s
 
 from teneral.handlers.aws_lambda import loop as loop_module
 from teneral.handlers.aws_lambda.errors import MAX_RESPONSE_BYTES
@@ -153,7 +154,7 @@ async def test_an_invocation_without_time_is_ended_before_lambda_ends_the_instan
     held = threading.Event()
 
     def handler(event: Any, context: Any) -> Any:
-        return held.wait(30) if event == "hold" else "free"
+        return held.wait(patience_s(30)) if event == "hold" else "free"
 
     async with running_loop(api, instance, handler) as rig:
         deadline_s = time.monotonic() + 1.0
@@ -195,7 +196,7 @@ async def test_what_is_yielded_is_streamed_as_it_comes(api: FakeRuntimeApi, inst
     def handler(event: Any, context: Any) -> Any:
         yield {"n": 1}
         yield {"n": 2}
-        assert go_on.wait(30)
+        assert go_on.wait(patience_s(30))
         yield {"n": 3}
 
     async with running_loop(api, instance, handler, is_streaming=True) as rig:
@@ -208,6 +209,57 @@ async def test_what_is_yielded_is_streamed_as_it_comes(api: FakeRuntimeApi, inst
         assert outcome.pieces == [b'{"n": 1}\n', b'{"n": 2}\n', b'{"n": 3}\n']
         assert outcome.trailers == {}
         assert (await rig.invoke({})).body == outcome.body  # on a connection of its own
+
+
+@pytest.mark.parametrize("returns_it", [False, True])
+async def test_the_first_piece_does_not_wait_for_the_second(
+    api: FakeRuntimeApi, instance: StagedInstance, returns_it: bool
+) -> None:
+    go_on = threading.Event()
+
+    def pieces() -> Any:
+        yield {"n": 1}
+        assert go_on.wait(30)
+        yield {"n": 2}
+
+    def handler(event: Any, context: Any) -> Any:
+        yield from pieces()
+
+    def returning(event: Any, context: Any) -> Any:
+        return pieces()
+
+    async with running_loop(api, instance, returning if returns_it else handler, is_streaming=True) as rig:
+        submitted = api.submit({})
+        try:
+            assert await asyncio.to_thread(submitted.first_piece.wait, 10)
+        finally:
+            go_on.set()
+        assert (await rig.outcome(submitted)).pieces == [b'{"n": 1}\n', b'{"n": 2}\n']
+
+
+async def test_one_value_of_a_plain_function_is_no_stream(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
+    async with running_loop(api, instance, lambda event, context: event, is_streaming=True) as rig:
+        outcome = await rig.invoke({"n": 1})
+        assert (outcome.json, outcome.is_streamed) == ({"n": 1}, False)
+
+
+async def test_an_error_behind_the_only_piece_is_in_the_trailers_and_announced(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
+    def handler(event: Any, context: Any) -> Any:
+        yield {"n": 1}
+        raise ValueError("no more")
+
+    async with running_loop(api, instance, handler, is_streaming=True) as rig:
+        outcome = await rig.invoke({})
+        assert (outcome.kind, outcome.body) == ("response", b'{"n": 1}\n')
+        announced = {name.strip().lower() for name in outcome.headers["trailer"].split(",")}
+        assert announced == set(outcome.trailers)
+        told = outcome.trailing_error()
+        assert (told["errorType"], told["errorMessage"]) == ("ValueError", "no more")
+        assert isinstance(told["stackTrace"], list)
 
 
 async def test_an_error_behind_the_first_piece_is_in_the_trailers(
@@ -326,7 +378,7 @@ async def test_as_many_run_at_a_time_as_lambda_says_each_on_its_own(
     log = logging.getLogger("users.own")
 
     def handler(event: Any, context: Any) -> Any:
-        together.wait(30)  # nobody passes alone
+        together.wait(patience_s(30))  # nobody passes alone
         log.warning("on %s", event)
         seen.append(os.environ.get("_X_AMZN_TRACE_ID"))
         return [event, context.request_id, context.trace_id]
@@ -359,7 +411,7 @@ async def test_at_the_end_what_runs_may_finish(api: FakeRuntimeApi, instance: St
 
     def handler(event: Any, context: Any) -> Any:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(patience_s(30))
         return "done"
 
     async with running_loop(api, instance, handler, num_workers=2, drain_timeout_s=30) as rig:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 RIE = os.environ.get("TENERAL_TEST_RIE", "")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     not os.access(RIE, os.X_OK),
     reason="TENERAL_TEST_RIE names no aws-lambda-rie: run scripts/conformance-rie",
 )
-WAIT_S = 60
+WAIT_S = patience_s(60)
 HANDLER = """
 class OutOfPaper(Exception):
     pass

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.support.fake_runtime_api import FakeRuntimeApi, Outcome
 from tests.support.lambda_rig import runtime_process
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 HANDLERS = r"""
@@ -211,7 +212,7 @@ def test_what_ends_their_process_is_an_error_of_one_invocation_here(
         runtime_process(theirs, "awslambdaric", "mine.handler", folder=folder, **IMAGE) as process,
     ):
         theirs.submit({"make": name})
-        process.communicate(timeout=60)
+        process.communicate(timeout=patience_s(60))
         assert process.returncode != 0
 
 
@@ -231,8 +232,8 @@ def test_a_handler_that_cannot_be_imported_is_told_alike(folder: Path, handler: 
     told = []
     for arguments in (["awslambdaric", handler], ["teneral", "serve", "model", "--handler", handler]):
         with FakeRuntimeApi() as api, runtime_process(api, *arguments, folder=folder, **IMAGE) as process:
-            headers, body = api.init_errors.get(timeout=60)
-            process.communicate(timeout=60)
+            headers, body = api.init_errors.get(timeout=patience_s(60))
+            process.communicate(timeout=patience_s(60))
             told.append(
                 (headers["lambda-runtime-function-error-type"], body["errorType"], process.returncode)
             )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.support.fake_runtime_api import FakeRuntimeApi
 from tests.support.lambda_rig import runtime_process
+from tests.support.load import patience_s
 from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
@@ -24,7 +25,7 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-WAIT_S = 60
+WAIT_S = patience_s(60)
 HANDLER = """
 import os, random, time, uuid
 from teneral.handlers.lifecycle import after_restore, before_checkpoint
@@ -149,6 +150,8 @@ def test_a_load_that_fails_later_is_the_invocations_error_and_ends_the_process(
             "s3://bucket/artifact",
             "--endpoint-url",
             store.url,
+            "--outage-s",
+            "0",
             "--handler",
             "mine.handler",
         ) as process,

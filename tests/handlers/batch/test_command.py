@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from teneral.handlers.batch.command import exit_code
 from teneral.handlers.batch.meter import JobProgress, Meter
 from teneral.handlers.batch.progress import LINE_S, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
+from teneral.loader.errors import LoadError, NoSpaceError, TeneralError, UnavailableError
 
 FLAGS = ["--loader", "thread", "--no-kernels", "--threads", "1", "--log-level", "error"]
 
@@ -88,6 +91,55 @@ def test_what_is_worth_another_run_has_codes_that_say_so() -> None:
     }
     for (status, stopped_by), code in codes.items():
         assert exit_code(JobReport(status=status, output="o", key="k", stopped_by=stopped_by)) == code
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnavailableError("the store is down"),
+        NoSpaceError("the store is full"),
+        LoadError("the loader was killed"),
+    ],
+)
+def test_an_error_after_which_a_job_goes_on_has_the_code_for_another_run(
+    error: TeneralError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("teneral.handlers.batch.command.finish_computed", fail)
+    job = ["batch", str(tmp_path / "model"), str(tmp_path / "in.jsonl"), str(tmp_path / "out"), *FLAGS]
+    assert teneral(job) == 75
+    assert error.message in capsys.readouterr().err
+
+
+def test_the_pages_retry_strategy_for_aws_batch_agrees_with_its_exit_codes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "batch.md").read_text()
+    rows = re.findall(r"^\| ([\d, to]+) \|.*\| (goes on|fails again)[^|]*\|$", page, re.MULTILINE)
+    conditions = re.search(r'"evaluateOnExit": (\[.*?\])\}', page, re.DOTALL)
+    assert conditions is not None
+    strategy = json.loads(conditions[1])
+    assert len(strategy) <= 5, "AWS Batch takes no more"
+
+    def action(code: int) -> str:
+        for each in strategy:
+            pattern = each.get("onExitCode", "*" if "onReason" in each else "none")
+            if fnmatch(str(code), pattern):
+                return str(each["action"])
+        return "RETRY"
+
+    expected = {"goes on": "RETRY", "fails again": "EXIT"}
+    codes = {
+        code: expected[meaning]
+        for given, meaning in rows
+        for low, _, high in (each.partition(" to ") for each in given.split(", "))
+        for code in range(int(low), int(high or low) + 1)
+    }
+    assert {75, 143, 137, 2, 16} <= codes.keys()
+    interactive = {130}  # Ctrl-C does not reach a job of AWS Batch
+    assert {code: action(code) for code in codes if code not in interactive} == {
+        code: meaning for code, meaning in codes.items() if code not in interactive
+    }
 
 
 # what is shown

@@ -228,7 +228,7 @@ def test_an_instance_that_is_told_to_end_gives_the_job_back(
 
 def test_an_instance_that_cannot_load_ends_the_job_with_its_error(run: Run, tmp_path: Path) -> None:
     given = write_lines(tmp_path / "in.jsonl", prompts(3))
-    config = config_of("http://127.0.0.1:9/model", read_timeout_s=0.2)
+    config = config_of("http://127.0.0.1:9/model", read_timeout_s=0.2, outage_s=0.0)
     with Instance(config) as host, pytest.raises(UnavailableError):
         run(given, tmp_path / "out", host=host)
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teneral.handlers.batch import scan
+from teneral.handlers.batch.lines import Problem, parse_line
 from teneral.handlers.batch.scan import Scanned, Scanner, merged
 from teneral.handlers.batch.splitter import LineSplitter, RawLine
 from teneral.loader.errors import UsageError
@@ -55,6 +56,31 @@ def scanned(lines: list[object], *, part_lines: int = 4, places: list[int] | Non
 def duplicates(found: Scanned) -> list[int]:
     bits = "".join(f"{byte:08b}" for byte in found.duplicates)
     return [index for index, bit in enumerate(bits) if bit == "1"]
+
+
+def test_a_custom_id_that_a_line_gives_beats_the_number_of_another_line() -> None:
+    """Wherever the two stand: line 2 has no id, and line 4 is called "2"."""
+    lines: list[object] = [
+        {"prompt": "a"},
+        {"prompt": "b"},
+        {"prompt": "c"},
+        {"prompt": "d", "custom_id": "2"},
+    ]
+    assert duplicates(scanned(lines)) == [1]
+    lines[3] = {"prompt": "d", "custom_id": 2}
+    assert duplicates(scanned(lines)) == [1]
+    assert duplicates(scanned([{"prompt": "a", "custom_id": "2"}, {"prompt": "b"}])) == [1]
+    lines += [{"prompt": "e", "custom_id": "2"}]
+    assert duplicates(scanned(lines)) == [1, 4], "of those that give it, the first counts"
+
+
+def test_a_line_whose_number_is_taken_says_so() -> None:
+    raw = RawLine(2, 0, b'{"prompt": "b"}')
+    line = parse_line(raw, is_duplicate=True, job_is_openai=False, max_line_bytes=100)
+    assert line.custom_id is None
+    assert isinstance(line.request, Problem)
+    assert line.request.code == "duplicate_custom_id"
+    assert "its number is that of another line" in line.request.message
 
 
 @given(inputs, st.lists(st.integers(0, 10_000), max_size=8))

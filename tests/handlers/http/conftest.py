@@ -10,6 +10,7 @@ import torch
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
 
+from teneral.handlers.calls import DEFAULT_MAX_CALLS
 from teneral.handlers.function import Handler
 from teneral.handlers.http.limits import Limits
 from teneral.handlers.platforms import Platform
@@ -47,6 +48,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
     def make(
         *,
         handler: Callable[..., Any] | None = None,
+        max_calls: int = DEFAULT_MAX_CALLS,
         limits: Limits | None = None,
         drain_timeout_s: float = 5.0,
         send_buffer_bytes: int | None = None,
@@ -60,7 +62,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
             instance.let_in()
         return running_server(
             instance,
-            handler=None if handler is None else Handler(handler),
+            handler=None if handler is None else Handler(handler, max_calls=max_calls),
             limits=limits or Limits.from_config(instance.config),
             drain_timeout_s=drain_timeout_s,
             send_buffer_bytes=send_buffer_bytes,

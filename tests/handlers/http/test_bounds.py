@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
+from teneral.handlers.http.respond import LOGPROB_BYTES
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
 
@@ -138,3 +139,24 @@ async def test_the_time_of_a_request_begins_when_the_engine_has_it(start: Any) -
         await server.eventually(lambda: work.deadline_s is not None)
         server.instance.model.release()
         assert (await waiting).status == 200
+
+
+async def test_log_probabilities_of_a_whole_answer_are_bounded(start: Any) -> None:
+    body = {**BODY, "max_tokens": 20, "logprobs": 5}
+    entries = 20 * (1 + 5)
+    async with start(limits=Limits(max_answer_bytes=entries * LOGPROB_BYTES)) as server:
+        assert (await server.post("/v1/completions", body)).status == 200
+        assert server.service.admission.answer_bytes == 0
+        for more in ({"n": 2}, {"max_tokens": 21}):
+            refused = await server.post("/v1/completions", {**body, **more})
+            assert (refused.status, refused.error["param"]) == (400, "logprobs")
+        await server.eventually(lambda: server.running() == 0)
+        assert (await server.post("/v1/completions", {**body, "n": 2, "stream": True})).status == 200
+        assert server.service.admission.answer_bytes == 0
+
+
+async def test_log_probabilities_of_all_answers_together_are_bounded(start: Any) -> None:
+    async with start(limits=Limits(max_answer_bytes_in_flight=50 * LOGPROB_BYTES)) as server:
+        refused = await server.post("/v1/completions", {**BODY, "max_tokens": 51, "logprobs": 0})
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert (await server.post("/v1/completions", {**BODY, "max_tokens": 50, "logprobs": 0})).status == 200

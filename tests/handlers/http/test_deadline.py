@@ -52,9 +52,9 @@ async def test_a_request_that_ends_in_time_is_answered_as_ever(start: Any) -> No
 async def test_a_generation_ends_with_its_callers_deadline(start: Any, path: str, body: Any) -> None:
     async with start() as server:
         server.instance.model.step_s = 0.02
-        answer = await server.post(path, body, **within(150))
+        answer = await server.post(path, body, **within(2_000))
         assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
-        assert "150 ms" in answer.error["message"]
+        assert "2000 ms" in answer.error["message"]
         await server.eventually(lambda: server.running() == 0)
         statistics = server.instance.engine.result().statistics()
         assert statistics.ended_total == {"cancelled": 1}

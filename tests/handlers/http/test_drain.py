@@ -19,9 +19,11 @@ from urllib.request import Request, urlopen
 
 import pytest
 from tests.support.http_server import events
+from tests.support.load import patience_s
 
 from teneral.handlers.http.limits import Limits
 
+JSON = {"Content-Type": "application/json"}
 BODY = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
 
 
@@ -206,7 +208,10 @@ def process(drain_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], str
 
 
 def invoke(url: str, count: int) -> Any:
-    return urlopen(Request(f"{url}/invoke", data=str(count).encode(), method="POST"), timeout=60)
+    return urlopen(
+        Request(f"{url}/invoke", data=str(count).encode(), headers=JSON, method="POST"),
+        timeout=patience_s(60),
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -215,14 +220,14 @@ def test_a_signal_lets_what_runs_finish_and_then_ends_the_process(number: int) -
         assert response.readline() == b"0\n"
         server.send_signal(number)
         assert response.read().splitlines()[-1] == b"29"
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=patience_s(60)) == 0
         assert server.stdout is not None
         assert server.stdout.read() == "drained\n"
 
 
 def readiness(url: str) -> str:
     with pytest.raises(HTTPError) as caught:
-        urlopen(f"{url}/readyz", timeout=60)
+        urlopen(f"{url}/readyz", timeout=patience_s(60))
     with caught.value as response:
         return response.read().decode()
 
@@ -234,18 +239,21 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         while "draining" not in readiness(url):  # two signals that come together would be one
             time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
-        assert server.wait(timeout=60) == -signal.SIGTERM
+        assert server.wait(timeout=patience_s(60)) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("accept", ["application/x-ndjson", "text/event-stream"])
 def test_a_signal_ends_streams_that_take_too_long_with_an_error_each(accept: str) -> None:
     with process(drain_timeout_s=0.2) as (server, url):
-        request = Request(f"{url}/invoke", data=b"1000000", method="POST", headers={"Accept": accept})
-        with urlopen(request, timeout=60) as first, urlopen(request, timeout=60) as second:
+        request = Request(f"{url}/invoke", data=b"1000000", method="POST", headers={**JSON, "Accept": accept})
+        with (
+            urlopen(request, timeout=patience_s(60)) as first,
+            urlopen(request, timeout=patience_s(60)) as second,
+        ):
             for response in (first, second):
                 assert response.readline() in (b"0\n", b"data: 0\n")
             server.send_signal(signal.SIGTERM)
             for response in (first, second):
                 last = response.read().strip().splitlines()[-1].removeprefix(b"data: ")
                 assert json.loads(last)["error"]["code"] == "draining"
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=patience_s(60)) == 0

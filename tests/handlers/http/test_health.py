@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from teneral.handlers.http.starts import STANDBY_MARK
 from teneral.loader.errors import AccessDeniedError
 
 
@@ -27,6 +29,64 @@ async def test_readiness_follows_the_load(start: Any) -> None:
         ready = await server.get("/readyz")
         assert (ready.status, ready.json["state"]) == (200, "ready")
         assert "Retry-After" not in ready.headers
+
+
+async def test_health_is_readiness_under_the_name_that_routers_know(start: Any) -> None:
+    async with start(loaded=False) as server:
+        assert (await server.get("/health")).status == 503
+        server.instance.let_in()
+        assert (await server.get("/health")).json == (await server.get("/readyz")).json
+
+
+async def test_exact_readiness_waits_for_the_last_weight(start: Any) -> None:
+    async with start() as server:
+        server.instance.fraction = 0.9
+        assert (await server.get("/readyz")).status == 200
+        partial = await server.get("/readyz?when=exact")
+        assert (partial.status, partial.json["state"]) == (503, "partial")
+        server.instance.fraction = 1.0
+        assert (await server.get("/health?when=exact")).status == 200
+        assert (await server.get("/readyz?when=soon")).status == 400
+
+
+async def test_readiness_can_be_waited_for(start: Any) -> None:
+    async with start(loaded=False) as server:
+        waiting = asyncio.create_task(server.get("/readyz?wait_s=60"))
+        assert (await server.get("/readyz?wait_s=0.05")).status == 503
+        assert not waiting.done()
+        server.instance.let_in()
+        assert (await waiting).status == 200
+        for text in ("-1", "61", "nan", "soon"):
+            assert (await server.get(f"/readyz?wait_s={text}")).status == 400
+
+
+async def test_readiness_is_not_waited_for_where_it_cannot_come(start: Any) -> None:
+    async with start(loaded=False) as server:
+        server.instance._failure = AccessDeniedError("no credentials for s3://bucket")
+        assert (await server.get("/readyz?wait_s=60")).status == 503
+
+
+async def test_starts_are_counted_by_kind_and_outcome(start: Any) -> None:
+    async with start(loaded=False) as server:
+        cold = asyncio.create_task(server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1}))
+        await server.eventually(lambda: server.service.admission.num_waiting == 1)
+        server.instance.let_in()
+        assert (await cold).status == 200
+        await server.post("/v1/completions", {"prompt": "Once", "max_tokens": 1})
+        text = (await server.get("/metrics")).body.decode()
+        assert 'teneral_starts_total{kind="cold",outcome="ok"} 1.0' in text
+        assert 'teneral_start_seconds_count{kind="cold"} 1.0' in text
+        assert "teneral_cold_requests_total 1.0" in text
+
+
+async def test_a_start_that_fails_is_counted_as_failed(start: Any) -> None:
+    async with start(loaded=False) as server:
+        server.instance.timeline.mark("process", STANDBY_MARK)
+        server.instance.fail(AccessDeniedError("no credentials for s3://bucket"))
+        server.instance.close()
+        text = server.service.metrics.render({}).decode()
+        assert 'teneral_starts_total{kind="standby",outcome="failed"} 1.0' in text
+        assert "teneral_start_seconds_count" not in text
 
 
 async def test_a_failed_instance_is_alive_but_not_ready_and_says_why(start: Any) -> None:

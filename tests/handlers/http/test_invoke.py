@@ -114,6 +114,35 @@ async def test_what_a_function_raises_is_an_error_of_the_server(start: Any) -> N
         assert "Traceback" not in answer.error["message"]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_a_function_raises_stands_in_the_log_with_its_traceback(
+    start: Any, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(event: Any, context: Any) -> Any:
+        return event["missing_key"]
+
+    async def broken_async(event: Any, context: Any) -> Any:
+        return event["missing_key"]
+
+    async with start(handler=broken_async if is_async else broken) as server:
+        await server.post("/invoke", {}, headers={"x-request-id": "mine-4711"})
+        (record,) = [record for record in caplog.records if record.exc_info]
+        assert "mine-4711" in record.getMessage()
+        assert 'return event["missing_key"]' in caplog.text
+
+
+async def test_an_unknown_option_is_the_developers_error_not_the_callers(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistyped(event: Any, context: Any) -> Any:
+        return context.model.generate("x", max_token=1).text
+
+    async with start(handler=mistyped) as server:
+        answer = await server.post("/invoke", {})
+        assert (answer.status, answer.error["code"]) == (500, "handler_error")
+        assert "max_token=1" in caplog.text
+
+
 async def test_a_function_can_refuse_its_event(start: Any) -> None:
     def picky(event: Any, context: Any) -> Any:
         raise RequestError("text is missing", param="text")

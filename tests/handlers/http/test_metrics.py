@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from tests.support.load import patience_s
 
 from teneral.runtime.engine.options import EngineStatistics
 from teneral.runtime.metrics import Histogram, Metrics, numbers_in
@@ -104,5 +105,7 @@ from teneral.runtime.metrics import Metrics
 Metrics().request_ended('/', 200, 0.1)
 print([name for name in ('prometheus_client', 'torch', 'jinja2', 'tokenizers') if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(60)
+    )
     assert result.stdout.strip() == "[]", result.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.instances import TinyParts
+from tests.support.load import patience_s
 
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.engine.capacity import NUM_RECENT_ENDS, Capacity
@@ -146,6 +147,25 @@ async def test_once_it_serves_the_time_to_come_back_is_that_between_the_latest_e
         assert retry_after_s(await server.post("/v1/completions", BODY)) == 4
 
 
+@pytest.mark.parametrize("num_queued", [1, 6])
+async def test_the_time_to_come_back_follows_the_queue(start: Any, num_queued: int) -> None:
+    async with start(max_running=1, max_queued=num_queued) as server:
+        server.instance.model.hold()
+        taken = []
+        for number in range(1 + num_queued):
+            taken.append(asyncio.create_task(server.post("/v1/completions", BODY)))
+            await server.eventually(lambda: server.running() + server.queued() == number + 1)  # noqa: B023
+        capacity = server.instance.engine.result()._roster._capacity
+        capacity._recent_ends_s.extend([0.0, 4.0, 8.0])
+        refused = await server.post("/v1/completions", BODY)
+        assert (refused.status, retry_after_s(refused)) == (429, 4 * num_queued)
+        for _ in range(MIN_MEANS * STEPS_OF_A_MEAN):
+            capacity._step_times.add(0.5)  # all that wait must have ended sooner: two tokens each
+        assert retry_after_s(await server.post("/v1/completions", BODY)) == min(4, 1) * (1 + num_queued)
+        server.instance.model.release()
+        assert {answer.status for answer in await asyncio.gather(*taken)} == {200}
+
+
 def test_the_time_to_come_back_is_bounded_and_forgets_what_was_long_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,7 +173,7 @@ def test_the_time_to_come_back_is_bounded_and_forgets_what_was_long_ago(
     now_s = 0.0
     monkeypatch.setattr("teneral.runtime.engine.capacity.time.monotonic", lambda: now_s)
     assert capacity.retry_after_s == 1.0  # nothing is known
-    for between_s, expected_s in ((0.001, 1.0), (5.0, 5.0), (500.0, 30.0), (2.0, 2.0)):
+    for between_s, expected_s in ((0.001, 1.0), (5.0, 5.0), (500.0, 120.0), (2.0, 2.0)):
         for _ in range(NUM_RECENT_ENDS):
             now_s += between_s
             capacity.note_end()
@@ -166,7 +186,7 @@ async def test_who_is_turned_away_while_it_sends_a_large_body_gets_the_answer_al
     """Not a reset: many clients send all of a request before they look for an answer."""
 
     def send_all_then_read(address: tuple[str, int]) -> list[int]:
-        connection = http.client.HTTPConnection(*address, timeout=60)
+        connection = http.client.HTTPConnection(*address, timeout=patience_s(60))
         statuses = []
         for _ in range(2):  # and the connection goes on
             connection.request("POST", "/v1/completions", b"x" * (4 << 20))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.artifacts import build_artifact
+from tests.support.load import patience_s
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
@@ -58,7 +59,7 @@ def run_workers(address: str, tmp_path: Path, num_workers: int) -> list[dict]:
         )
         for rank in range(num_workers)
     ]
-    said = [worker.communicate(timeout=100) for worker in workers]
+    said = [worker.communicate(timeout=patience_s(100)) for worker in workers]
     assert [worker.returncode for worker in workers] == [0] * num_workers, said
     return [json.loads(output.splitlines()[-1]) for output, _ in said]
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.load import patience_s
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 from tests.support.vllm_generation import NUM_TOKENS, PROMPTS
@@ -30,7 +31,7 @@ from teneral.loader.tools.pack import pack
 PYTHON = os.environ.get("TENERAL_TEST_VLLM_PYTHON", "")
 # Started where it stands, its neighbours would hide modules of the standard library.
 PROGRAM = (Path(__file__).parents[2] / "support" / "vllm_generation.py").read_text(encoding="utf-8")
-START_S = 240.0
+START_S = patience_s(240)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -189,7 +190,7 @@ def test_vllm_serve_takes_an_artifacts_address_for_a_model(llama, environment):
                 json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
             )
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=patience_s(60)) as answer:
                 completion = json.load(answer)
     assert completion["model"] == address
     assert completion["usage"]["completion_tokens"] == 4
@@ -225,7 +226,7 @@ def serving(environment: dict[str, str], address: str, port: int) -> Iterator[No
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(patience_s(60))
 
 
 def _answers(port: int) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.checkpoints import llama_contents, model_store
+from tests.support.load import patience_s
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
@@ -22,7 +23,7 @@ from teneral.loader.tools.pack import pack
 from teneral.loader.tools.tier_options import TierOptions
 from teneral.runtime.start import opener
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="there is no CUDA device"),

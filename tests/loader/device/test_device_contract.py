@@ -18,7 +18,8 @@ from tests.support.cupy_on_cpu import NAMES, CupyOnCpu, ZstdOnCpu
 from tests.support.device_parts import CodedTensors, code_tensors, weights_like
 from tests.support.kernels_on_cpu import KernelsOnCpu, compiler
 
-from teneral.loader.device.base import Device, Ticket
+from teneral.loader.device import pieces as device_pieces
+from teneral.loader.device.base import Device, Placed, Ticket
 from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import PartImage, plan_image, slab_starts
 from teneral.loader.device.simulated import SimulatedDevice
@@ -185,7 +186,7 @@ class Loaded:
     def place(self, tier: Tier, after: tuple[Ticket, ...] = (), *, coded: bool = False) -> Ticket:
         """The tier's one part."""
         part = next(part for part in self.coded.manifest.parts if part.tier is tier)
-        return self.device.place(*self.fill(part, coded=coded), after)
+        return self.device.place([Placed(*self.fill(part, coded=coded))], after)
 
 
 MIXED = {
@@ -231,6 +232,28 @@ def test_what_the_device_decompresses_is_the_same(bench: Bench, tensors: dict[st
     for tensor in loaded.coded.manifest.tensors:
         got = bench.device.read_back(tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes)
         assert np.array_equal(got, loaded.coded.contents[tensor.name]), tensor.name
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["host", "device"])
+def test_images_of_a_parts_pieces_are_placed_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, coded: bool
+) -> None:
+    """One ticket for all, and one launch of the decompressor."""
+    if coded and not bench.device.decompresses:
+        pytest.skip("the device does not decompress: nvCOMP is not installed")
+    monkeypatch.setattr(device_pieces, "MAX_PIECE_BYTES", 100_000)
+    loaded = Loaded(bench.device, code_tensors(MIXED))
+    manifest = loaded.coded.manifest
+    for part in manifest.parts:
+        stored = memoryview(loaded.coded.stored[part.index])
+        pieces = device_pieces.with_stored(manifest, device_pieces.cut_part(manifest, part), part, stored)
+        assert len(pieces) > 2 or part.tier is not Tier.DRAFT
+        bench.device.place([Placed(*loaded.fill(piece, coded=coded)) for piece in pieces]).wait()
+        got = bench.device.read_back(0, loaded.weights_bytes)
+        for tensor in manifest.tensors:
+            stretch = slice(tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes)
+            if tensor.encoding.tiers[0] <= part.tier:
+                assert np.array_equal(got[stretch], loaded.coded.expected(part.tier)[stretch]), tensor.name
 
 
 def test_a_part_of_many_small_tensors_is_placed(bench: Bench) -> None:
@@ -338,7 +361,7 @@ def test_statistics_count_planes_and_not_weights(bench: Bench) -> None:
     for tier in (Tier.DRAFT, Tier.REFINE):
         loaded.place(tier).wait()
     said, elements = bench.device.statistics(), loaded.coded.contents["q"].size // 2
-    assert said.num_parts == said.num_launches == 2
+    assert said.num_images == said.num_launches == 2
     assert 2 * elements <= said.sent_bytes < 2.01 * elements  # an exponent and two nibbles each
     assert said.written_bytes == 4 * elements  # both tiers
     assert said.weights_bytes == loaded.weights_bytes
@@ -415,7 +438,7 @@ def test_memory_that_cuda_refuses_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_what_the_simulated_device_cannot_do_is_told_to_who_waits() -> None:
-    device = SimulatedDevice(fail_at_part=1)
+    device = SimulatedDevice(fail_at_image=1)
     loaded = Loaded(device, code_tensors({"q": MIXED["q"]}))
     loaded.place(Tier.DRAFT).wait()
     with pytest.raises(LoadError, match="told to fail"):

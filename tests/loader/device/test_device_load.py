@@ -19,12 +19,14 @@ from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.device import sink
+from teneral.loader.device import pieces, sink
 from teneral.loader.device.base import Device
 from teneral.loader.device.paths import Choice, DeviceSpeed
 from teneral.loader.device.paths import Path as ChosenPath
+from teneral.loader.device.paths import Path as DecompressionPath
 from teneral.loader.device.ring import ring_bytes
 from teneral.loader.device.simulated import SimulatedDevice
+from teneral.loader.device.sink import ImageSink
 from teneral.loader.errors import (
     InsufficientMemoryError,
     IntegrityError,
@@ -262,6 +264,24 @@ def test_a_ring_for_one_image_is_enough(
         assert_exact(load, built.originals)
 
 
+@pytest.mark.parametrize("decompresses", [False, True], ids=["host", "device"])
+def test_parts_that_make_several_images_arrive_whole(
+    monkeypatch: pytest.MonkeyPatch, decompresses: bool
+) -> None:
+    built = build_artifact(
+        [("a", {"w": ("BF16", (600, 513)), "s": ("F32", (9, 9))}), ("b", {"v": ("I8", (700, 500))})]
+    )
+    monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", 1 << 16)
+    if decompresses:
+        monkeypatch.setattr(ImageSink, "_choose", lambda *_: DecompressionPath.DEVICE)
+    device = SimulatedDevice(decompresses=decompresses)
+    with load_in_threads(built, device) as load:
+        assert_exact(load, built.originals)
+        assert load.wait_done(WAIT_S)
+        assert device.statistics().num_images > len(built.manifest.parts)
+    device.close()
+
+
 def test_the_rings_memory_is_let_go_once_all_is_placed(built: BuiltArtifact, device: SimulatedDevice) -> None:
     released = threading.Event()
     release_ring = device.release_ring
@@ -330,7 +350,7 @@ def test_a_device_that_cannot_be_opened_ends_the_load(built: BuiltArtifact) -> N
 
 
 def test_a_device_that_fails_on_the_way_is_told_to_who_reads(built: BuiltArtifact) -> None:
-    failing = SimulatedDevice(fail_at_part=1)
+    failing = SimulatedDevice(fail_at_image=1)
     with load_in_threads(built, failing) as load, pytest.raises(LoadError, match="told to fail"):
         assert_exact(load, built.originals)
 
@@ -338,7 +358,7 @@ def test_a_device_that_fails_on_the_way_is_told_to_who_reads(built: BuiltArtifac
 def test_a_device_that_fails_when_all_gates_are_open_is_told_to_who_waits_for_the_weights(
     built: BuiltArtifact,
 ) -> None:
-    failing = SimulatedDevice(fail_at_part=len(built.manifest.parts) - 1)
+    failing = SimulatedDevice(fail_at_image=len(built.manifest.parts) - 1)
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(contextlib.ExitStack())
         held.enter_context(failing.hold())

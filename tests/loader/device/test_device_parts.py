@@ -9,7 +9,9 @@ from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
+from tests.support.artifacts import build_artifact
 from tests.support.device_parts import code_tensors, weights_like
+from tests.support.load import patience_s
 
 from teneral.loader.device import detect
 from teneral.loader.device.compile import cubin_name, find_cubin, keep_cubin
@@ -18,13 +20,18 @@ from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import plan_image, slab_starts
 from teneral.loader.device.nvcomp import Decompressor, find_library
 from teneral.loader.device.paths import DeviceSpeed, Path, choose_path
+from teneral.loader.device.pieces import cut_part, plane_sizes, with_plane_sizes, with_stored
+from teneral.loader.device.placement import num_together
+from teneral.loader.device.ring import DEFAULT_BYTES as DEFAULT_RING_BYTES
 from teneral.loader.device.ring import ImageRing, max_image_bytes, ring_bytes
+from teneral.loader.device.sink import SentImage
 from teneral.loader.errors import IntegrityError, LoadCancelledError, LoadError, UsageError
-from teneral.loader.format.manifest import FRAME_ELEMENTS
+from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
 from teneral.loader.stream.arena import map_bytes
+from teneral.loader.switch_interval import quick_turns
 
 PAGE = 4096
-WAIT_S = 30.0
+WAIT_S = patience_s(30)
 MIXED = {
     "q": ("BF16", "bf16.1.3", weights_like("BF16", FRAME_ELEMENTS + 1001)),
     "norm": ("BF16", "whole.sketch", weights_like("BF16", 777)),
@@ -295,3 +302,82 @@ def test_a_cubin_is_taken_for_its_architecture_and_later_minor_versions_of_it(tm
 def test_a_cubin_of_other_sources_is_never_taken(tmp_path: FilePath) -> None:
     (tmp_path / cubin_name(90).replace("merge-", "merge-0")).write_bytes(b"of another version")
     assert find_cubin(90, [tmp_path]) is None
+
+
+# pieces
+
+
+LARGE = {
+    "large": ("BF16", "bf16.3", weights_like("BF16", 65 * FRAME_ELEMENTS + 1001)),
+    "norm": ("BF16", "whole", weights_like("BF16", 777)),
+    "half": ("F16", "f16.3", weights_like("F16", 30 * FRAME_ELEMENTS + 13)),
+    "codes": ("I8", "bytes", weights_like("I8", 9 << 20)),
+    "nothing": ("BF16", "whole", weights_like("BF16", 0)),
+    "flat": ("F32", "whole", weights_like("F32", 3 << 20)),
+}
+
+
+def test_a_large_part_becomes_images_of_four_to_six_mebibytes() -> None:
+    made = code_tensors(LARGE)
+    starts, _ = slab_starts(made.manifest.groups)
+    for part, stored in zip(made.manifest.parts, made.stored, strict=True):
+        pieces = with_stored(made.manifest, cut_part(made.manifest, part), part, memoryview(stored))
+        assert sum(each.count for piece in pieces for each in piece.segments) == sum(
+            segment.count for segment in part.segments
+        )
+        sizes = [plan_image(made.manifest, piece, starts).size_bytes for piece in pieces]
+        if len(pieces) > 1:
+            assert all(4 << 20 <= size <= 6 << 20 for size in sizes[:-1]), sizes
+        assert sizes[-1] <= 6 << 20
+        for piece, cut in zip(pieces, cut_part(made.manifest, part), strict=True):
+            coded = plan_image(made.manifest, piece, starts, coded=True)
+            assert coded.size_bytes <= max_image_bytes(made.manifest, piece)
+            told = with_plane_sizes(cut, plane_sizes(piece))  # in the process that has no bytes
+            assert plan_image(made.manifest, told, starts, coded=True) == coded
+    assert len(cut_part(made.manifest, made.manifest.parts[0])) > 3
+
+
+def test_sixteen_threads_have_room_in_the_ring_for_an_image_of_their_own() -> None:
+    """A draft part of the packer's largest size made one image of 24 MiB, of which five fit."""
+    made = code_tensors({"w": ("BF16", "bf16.3", np.zeros(2 << 24, np.uint8))})
+    ring = ImageRing(map_bytes(DEFAULT_RING_BYTES, what="a test's ring"))
+    (draft, _) = made.manifest.parts
+    starts, _ = slab_starts(made.manifest.groups)
+    pieces = cut_part(made.manifest, draft)
+    sizes = [plan_image(made.manifest, piece, starts).size_bytes for piece in pieces]
+    assert max(sizes) - min(sizes) < 1 << 19
+    held = [ring.take(max(sizes)) for _ in range(16)]
+    assert sum(len(buffer.data) for buffer in held) < DEFAULT_RING_BYTES - 4 * max(
+        sizes
+    )  # and some on their way
+
+
+def test_pieces_of_a_damaged_part_are_refused_before_any_is_sent() -> None:
+    made = code_tensors(LARGE)
+    part = made.manifest.parts[0]
+    spoilt = bytearray(made.stored[0])
+    spoilt[part.segments[0].planes[0].offset_bytes + 5] ^= 1  # of the first frame's content size
+    with pytest.raises(IntegrityError, match="declares"):
+        with_stored(made.manifest, cut_part(made.manifest, part), part, memoryview(spoilt))
+
+
+def test_images_that_replace_no_bits_are_placed_together_and_others_group_by_group() -> None:
+    built = build_artifact(
+        [("a", {"w": ("BF16", (300, 64))}), ("b", {"v": ("BF16", (300, 64))})], draft_elements=65_536
+    )
+    manifest = built.manifest
+    drafts = [SentImage(part.index, 0) for part in manifest.parts if part.tier is Tier.DRAFT]
+    refines = {part.group: SentImage(part.index, 0) for part in manifest.parts if part.tier is Tier.REFINE}
+    assert num_together(manifest, drafts) == len(drafts) == 2
+    assert num_together(manifest, [*drafts, refines[0]]) == 2
+    assert num_together(manifest, [refines[0], refines[0], refines[1]]) == 2
+    assert num_together(manifest, [refines[1], drafts[0]]) == 1
+
+
+def test_threads_take_turns_more_often_while_weights_arrive() -> None:
+    before = sys.getswitchinterval()
+    with quick_turns():
+        with quick_turns():
+            assert sys.getswitchinterval() == pytest.approx(0.0005)
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert sys.getswitchinterval() == before

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from tests.support.load import patience_s
 
 from teneral.runtime.cuda import warm_up
 from teneral.runtime.cuda.compile import Compiler, compile_variant, count_parameters
@@ -122,7 +123,7 @@ def compiled(tmp_path_factory):
         [*command, "--arch", "90", "--config", str(folder / "config.json")],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patience_s(110),
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -273,7 +274,7 @@ def test_who_has_all_binaries_imports_no_triton():
         "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=110, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=patience_s(110), check=True
     )
     assert result.stdout.strip() == "[]"
 

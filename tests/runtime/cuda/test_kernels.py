@@ -13,6 +13,7 @@ import numpy as np
 from tests.support.interpreted import Interpreter
 
 from teneral.runtime.cuda import variants as v
+from teneral.runtime.cuda.compile import compile_variant
 from teneral.runtime.cuda.tables import StepTables, num_splits
 
 
@@ -212,3 +213,11 @@ def test_the_numbers_of_a_race_are_exponential():
 )
 def test_keys_are_split_to_keep_a_device_busy_and_no_further(spans, processors, context, expected):
     assert num_splits(spans, 8, processors, context, 64) == expected
+
+
+def test_kernels_compile_in_a_process_that_has_interpreted_some():
+    """The interpreter replaces the language's functions, those that kernels call among them."""
+    decode([1, 40], splits=2, kv_heads=1)
+    own = shape(head_dim=64, group=4, block_size=16, dtype=torch.bfloat16)
+    _, content = compile_variant(v.decode_variant(own, is_split=True), 90)
+    assert content.startswith(b"\x7fELF")

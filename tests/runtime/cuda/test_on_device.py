@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.support.decoding import oracle_greedy
 from tests.support.kernel_cases import TOLERANCE, attention, both, pool_and_tables, shape, spans_of
+from tests.support.load import patience_s
 from tests.support.models import build_model
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
@@ -45,7 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of libraries and a driver that are not ours to choose
 ]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patience_s(60)
 NUM_TOKENS = 24
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 30 * number)) for number in range(5)]
 GREEDY = SamplingParams(temperature=0)

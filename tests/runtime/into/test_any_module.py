@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 import torch
 from tests.support.any_modules import ARCHITECTURES, BY_NAME, Architecture, original
+from tests.support.load import patience_s
 from tests.support.poisoned import PoisonedLoad
 from torch import nn
 
@@ -154,10 +155,10 @@ def test_a_forward_goes_as_far_as_its_weights_have_come(name, last_before):
     thread = threading.Thread(target=lambda: outputs.extend(use(architecture, module)), daemon=True)
     thread.start()
     arrival.arrive(group.index for group in arrival.manifest.groups[:-1])
-    assert reached.wait(30)
+    assert reached.wait(patience_s(30))
     assert not outputs
     arrival.arrive()
-    thread.join(30)
+    thread.join(patience_s(30))
     arrival.load.close()
     assert are_equal(outputs, original(architecture).outputs)
 

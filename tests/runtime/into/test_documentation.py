@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.any_modules import ARCHITECTURES
+from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 import teneral
@@ -49,7 +50,7 @@ def test_the_example_runs():
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=patience_s(100),
     )
     assert [line.split("  ")[0] for line in result.stdout.splitlines()][1:] == [
         "first output",

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.support.any_modules import BY_NAME, original, randomize, save
+from tests.support.load import patience_s
 from tests.support.paced import reads_of
 from tests.support.poisoned import PoisonedLoad
 from torch import nn
@@ -282,7 +283,7 @@ def test_many_threads_may_call_the_module_at_once():
         thread.start()
     with arrival.load, arrival.arriving(reversed(range(len(arrival.manifest.groups)))):
         for thread in threads:
-            thread.join(30)
+            thread.join(patience_s(30))
     assert len(outputs) == 8
     assert all(torch.equal(output, stored.double()(TOKENS)) for output in outputs)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.kv_snapshots import MODEL, Opened, Pool, tokens_of, write
+from tests.support.load import patience_s
 
 from teneral.loader.errors import NotFoundError, SourceClosedError
 from teneral.loader.sources.base import SourceOptions
@@ -18,7 +19,7 @@ from teneral.runtime.kv.snapshots.parts import open_snapshot
 from teneral.runtime.kv.snapshots.service import SnapshotService
 from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 
-WAIT_S = 20.0
+WAIT_S = patience_s(20)
 
 
 class Service(SnapshotService):

@@ -7,6 +7,7 @@ import os
 import threading
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.spill_rig import BLOCK_SIZE, SpillRig, chain
 from tests.support.tiny_disk import tiny_disk
 
@@ -460,7 +461,7 @@ def test_how_fast_a_medium_reads_is_measured_when_it_is_first_written_and_now_an
 
 def wait_until(rig: SpillRig, predicate) -> None:
     with rig.lock:
-        assert rig.lock.wait_for(predicate, 30.0)
+        assert rig.lock.wait_for(predicate, patience_s(30))
 
 
 def test_the_thread_saves_and_fetches(rig):
@@ -490,19 +491,19 @@ def test_stopping_in_the_middle_of_a_fetch_lets_everybody_go(rig):
 
     def wait():
         entered.set()
-        assert go_on.wait(30.0)
+        assert go_on.wait(patience_s(30))
 
     rig.kv.meanwhile = wait
     rig.spill.start()
     with rig.lock:
         fetches = [rig.fetch(A), rig.fetch(A[:3])]
-    assert entered.wait(30.0)
+    assert entered.wait(patience_s(30))
     stopping = threading.Thread(target=rig.spill.stop)
     stopping.start()
     with rig.lock:
         assert len(rig.spill.held_blocks()) == 6
     go_on.set()
-    stopping.join(30.0)
+    stopping.join(patience_s(30))
     assert not stopping.is_alive()
     assert all(fetch.is_done for fetch in fetches)
     assert list(rig.spill.held_blocks()) == []

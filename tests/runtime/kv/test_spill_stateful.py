@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from tests.support.load import patience_s
 from tests.support.spill_rig import BLOCK_SIZE, POISON, HashPool, SpillRig, chain
 
 from teneral.runtime.kv import prefix_pool
@@ -365,7 +366,7 @@ def test_with_threads_what_is_found_is_what_was_computed(tmp_path):
         with rig.lock:
             fetch = rig.spill.fetch(hashes, rig.found(hashes), lambda: True)
             if number % 3 == 0:
-                assert rig.lock.wait_for(lambda fetch=fetch: fetch.is_done, 30.0)
+                assert rig.lock.wait_for(lambda fetch=fetch: fetch.is_done, patience_s(30))
             rig.check()
             num_missing = len(hashes) - rig.found(hashes)
             if num_missing <= rig.allocator.free_count + rig.prefixes.num_idle:

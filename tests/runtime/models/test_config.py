@@ -90,6 +90,7 @@ def without(data: dict[str, Any], *keys: str) -> dict[str, Any]:
         ("rope_theta", 10**400),
         ("partial_rotary_factor", 2.0),
         ("partial_rotary_factor", 0.0),
+        ("partial_rotary_factor", 0.5),
         ("rope_scaling", "linear"),
         ("rope_scaling", []),
         ("architectures", "LlamaForCausalLM"),
@@ -144,6 +145,26 @@ def test_a_wrong_rope_is_refused_by_its_key(spelling, rope, named):
         DecoderConfig.from_json({**LLAMA, spelling: rope})
 
     assert named in caught.value.message
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"rope_type": "default", "rope_theta": 1e4}, {**YARN, "factor": 4.0}, {"rope_theta": 1e4}, {}],
+)
+def test_two_spellings_of_a_rope_that_differ_are_refused(parameters):
+    both = {**LLAMA, "rope_parameters": parameters, "rope_scaling": YARN}
+    with pytest.raises(ModelError, match="contradict each other"):
+        DecoderConfig.from_json(both)
+
+
+@pytest.mark.parametrize("scaling", [YARN, None, {}, {**YARN, "type": "yarn"}])
+def test_two_spellings_of_a_rope_that_agree_are_one(scaling):
+    parameters = {**YARN, "rope_theta": 5e5}
+    config = DecoderConfig.from_json({**LLAMA, "rope_parameters": parameters, "rope_scaling": scaling})
+    assert config == DecoderConfig.from_json({**LLAMA, "rope_parameters": parameters})
 
 
 def test_an_unknown_rope_type_is_told_what_is_supported():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +13,14 @@ import pytest
 import torch
 from tests.support.decoding import Stepper, oracle_greedy, oracle_logits, prompt_of
 from tests.support.models import DictWeights, build_model, forward
-from tests.support.tiny_models import config_json, tensors_of, tiny_model
+from tests.support.tiny_models import config_json, tensors_of, tiny_model, transformers
 
+from teneral.loader.artifact import open_artifact
+from teneral.loader.sources.file import FileStore
+from teneral.loader.stream.load import WeightLoad
+from teneral.loader.tools.pack import pack
 from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.weights import StreamedWeights
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -99,6 +106,33 @@ def test_a_prefill_gives_the_oracles_logits_in_every_row(variant):
     ours = Stepper(decoder).step({"a": prompt})["a"]
 
     assert ours.dtype is torch.float32
+    torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_head_of_its_own_counts_although_the_config_says_tied(tmp_path, is_packed):
+    """As transformers loads such a checkpoint; packing keeps the two apart, because their bytes differ."""
+    saved = tiny_model("llama")
+    saved.save_pretrained(tmp_path / "model")
+    config = {**json.loads((tmp_path / "model" / "config.json").read_text()), "tie_word_embeddings": True}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    folder = FileStore(tmp_path / "model")
+    if is_packed:
+        folder, plain = FileStore(tmp_path / "packed"), folder
+        pack(plain, folder)
+        plain.close()
+    prompt = prompt_of(20)
+    with WeightLoad(folder, open_artifact(folder)) as load:
+        load.start()
+        for group in range(len(load.manifest.groups)):
+            load.wait(group)
+        decoder = build_model(config, StreamedWeights(load))
+        ours = Stepper(decoder).step({"a": prompt})["a"]
+    folder.close()
+
     torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
 
 

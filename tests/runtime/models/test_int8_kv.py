@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.support.decoding import Stepper, prompt_of
+from tests.support.load import patience_s
 from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
@@ -14,7 +15,7 @@ from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.kv.kinds import KVKind
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 
-WAIT_S = 60.0
+WAIT_S = patience_s(60)
 
 
 @pytest.fixture(autouse=True)

@@ -77,15 +77,18 @@ def test_dynamic_scaling_beyond_the_trained_context_matches_a_prefill_of_that_le
     torch.testing.assert_close(ours, oracle_logits(oracle, prompt), atol=1e-4, rtol=1e-4)
 
 
-def test_a_decoder_with_partial_rotation_runs_and_differs_from_a_full_one():
+def test_a_decoder_with_partial_rotation_runs_and_differs_from_a_full_one(monkeypatch):
     oracle = tiny_model("llama")
     config, weights = config_json(oracle), DictWeights(tensors_of(oracle))
     prompt = {"a": prompt_of(9)}
-    partial = {**config, "rope_parameters": {**config["rope_parameters"], "partial_rotary_factor": 0.5}}
+    full = DecoderConfig.from_json(config)
+    partial = replace(full, rope=replace(full.rope, rotary_dim=full.head_dim // 2))
 
-    full_logits, partial_logits = (
-        Stepper(build_model(data, weights)).step(prompt)["a"] for data in (config, partial)
-    )
+    logits = []
+    for each in (full, partial):
+        monkeypatch.setattr(DecoderConfig, "from_json", lambda data, chosen=each: chosen)
+        logits.append(Stepper(build_model(config, weights)).step(prompt)["a"])
+    full_logits, partial_logits = logits
 
     assert torch.equal(full_logits[0], partial_logits[0]), "position 0 is not turned at all"
     assert (full_logits[1:] - partial_logits[1:]).abs().max() > 1e-2

@@ -154,7 +154,10 @@ async def test_a_store_that_does_not_answer_is_worth_a_retry(
     decoder_dir: Path, invoke: Invoke, unused_tcp_port: int
 ) -> None:
     config = config_of(
-        decoder_dir, endpoint_url=f"http://127.0.0.1:{unused_tcp_port}", batch_output="s3://results/{key}"
+        decoder_dir,
+        endpoint_url=f"http://127.0.0.1:{unused_tcp_port}",
+        batch_output="s3://results/{key}",
+        outage_s=0.0,
     )
     with Instance(config) as host, pytest.raises(JobRetryError, match="UnavailableError"):
         await invoke(s3_event("uploads", "a.jsonl"), host=host, timeout_s=15.0)

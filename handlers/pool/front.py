@@ -1,0 +1,409 @@
+"""The pool's one port: finds the model that a request names, asks the supervisor for an instance, and splices the two.
+
+Of bodies it reads the model and the sticky key; answers it passes on as they come. A client that goes away has its
+request ended at the instance. An instance that ends before the first byte of its answer has the request asked again
+once, elsewhere; one that ends later ends the stream with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+from urllib.parse import quote
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from ...loader.errors import InsufficientMemoryError
+from ..http.connections import Connections
+from ..http.edge import request_id_of
+from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
+from ..http.keys import ApiKeys
+from ..http.limits import MAX_HEAD_BYTES, PIECE_BYTES
+from .body import MAX_KEY_CHARS, Body
+from .deployment import Affinity, Deployment
+from .routing import Chooser
+from .shadow import Seen, Shadows
+from .supervisor import FailingError, Lease, Supervisor
+from .versions import ModelState
+
+MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+MAX_WHOLE_BYTES = (
+    1 << 20
+)  # an answer of a known length up to this is read whole before its first byte is passed on
+BODY_TIMEOUT_S = 60.0
+UPSTREAM_KEEPALIVE_S = 60.0
+UPSTREAM_GRACE_S = 10.0  # beyond the model's own limit, for its instance to say that time is up
+ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})  # functions act: never asked twice
+BODY_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+_KSERVE = re.compile(
+    r"/v2/models/(?P<name>.+?)(?:/versions/(?P<version>[^/]+))?(?P<verb>/(?:infer|generate|generate_stream|config|stats))?"
+)
+_HOP_BY_HOP = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"}
+)
+_OWN_HEADERS = _HOP_BY_HOP | {"upgrade", "host", "content-length"}
+logger = logging.getLogger("teneral.pool")
+access_logger = logging.getLogger("teneral.pool.access")
+
+
+class Asked(NamedTuple):
+    """A request, as far as the front understands it."""
+
+    name: str  # as the client wrote it; '' where it names none
+    session: str | None
+    affinities: tuple[Affinity, ...]
+    path: str  # at the instance; {model} stands for the model's own name
+    data: bytes
+    is_repeatable: bool
+    body: Body | None = None
+    is_kserve: bool = False
+
+    def body_for(self, model: str) -> bytes:
+        """The body with the name that the instance knows."""
+        return self.data if self.body is None else self.body.named(model)
+
+
+class LostError(Exception):
+    """The instance ended before the first byte of its answer."""
+
+
+class Front:
+    """The routes that do work. One per pool."""
+
+    def __init__(self, supervisor: Supervisor, connections: Connections, keys: ApiKeys | None) -> None:
+        """`keys` open all models that have no key of their own."""
+        self._supervisor = supervisor
+        self._connections = connections
+        self._keys = keys
+        self._chooser = Chooser()
+        self._shadows = Shadows(supervisor)
+        self._bodies_bytes = 0
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        await self._shadows.close()
+        if self._session is not None:
+            await self._session.close()
+
+    async def work(self, request: web.Request) -> web.StreamResponse:
+        """Any request that a model answers."""
+        began_s = time.monotonic()
+        request_id = request_id_of(request)
+        status, model = 499, "unknown"
+        self._connections.request_begins(request.protocol)
+        try:
+            data = await self._read(request)
+            try:
+                asked = _understand(request, data)
+                state, deployment = self._find(request, asked)
+                model = state.model.name
+                response = await self._answer(request, asked, deployment, request_id)
+            finally:
+                self._bodies_bytes -= len(data)
+            status = response.status
+            return response
+        except asyncio.CancelledError:
+            raise
+        except ConnectionError:
+            raise  # the client went away while it was written to
+        except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
+            told = _told(error)
+            status = told.status
+            if status >= 500:
+                logger.warning("request %s: %d %s", request_id, status, error)
+            answer = told.response()
+            answer.headers["x-request-id"] = request_id
+            return answer
+        finally:
+            self._connections.request_ends(request.protocol, request.content)
+            seconds = time.monotonic() - began_s
+            self._supervisor.metrics.request_ended(model, status, seconds)
+            path = ascii(request.path[:200])[1:-1]
+            access_logger.info(
+                "%s %s %d %.1f ms %s %s", request.method, path, status, seconds * 1000, model, request_id
+            )
+
+    # understanding
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body, counted among all bodies until the request has ended."""
+        if request.method != "POST":
+            return b""
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for piece in request.content.iter_any():
+                    if len(data) + len(piece) > DEFAULT_MAX_BODY_BYTES:
+                        raise ApiError(
+                            413,
+                            f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes",
+                            code="request_too_large",
+                        )
+                    if self._bodies_bytes + len(data) + len(piece) > MAX_BODIES_BYTES:
+                        raise ApiError(
+                            503,
+                            "too many bytes of bodies at the same time",
+                            kind=SERVER_ERROR,
+                            headers=retry_after(1),
+                        )
+                    data += piece
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
+            ) from None
+        self._bodies_bytes += len(data)
+        return bytes(data)
+
+    def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment]:
+        """The model and version that are to answer. Raises `ApiError`."""
+        supervisor = self._supervisor
+        if supervisor.draining:
+            raise ApiError(
+                503, "the pool is shutting down", kind=SERVER_ERROR, code="draining", headers=retry_after(1)
+            )
+        name = asked.name
+        if not name:
+            if len(supervisor.models) != 1:
+                self._check_key(request, None)
+                raise ApiError(
+                    400,
+                    "the request names no model: put its name into the field model, or the header x-teneral-model",
+                    param="model",
+                )
+            name = next(iter(supervisor.models))
+        target = self._chooser.target(supervisor.pool, name, asked.session)
+        state = None if target is None else supervisor.models.get(target.model)
+        self._check_key(request, state)
+        if target is None or state is None:
+            raise _not_found(name)
+        if state.paused:
+            raise ApiError(
+                503,
+                f"the model {name!r} is drained",
+                kind=SERVER_ERROR,
+                code="model_unloaded",
+                headers=retry_after(1),
+            )
+        deployment = state.choose(target.version, asked.session, self._chooser)
+        if deployment is None:
+            if state.trouble and target.version is None:
+                raise ApiError(
+                    503, f"the model {name!r} cannot be served: {state.trouble}", kind=SERVER_ERROR,
+                    code="model_unavailable", headers=retry_after(5),
+                )  # fmt: skip
+            raise _not_found(name)
+        return state, deployment
+
+    def _check_key(self, request: web.Request, state: ModelState | None) -> None:
+        """The pool's key, but for models that have one of their own: their instances look at that."""
+        if self._keys is None or (state is not None and "api_key" in state.model.secrets):
+            return
+        check_key(request, self._keys)
+
+    # answering
+
+    async def _answer(
+        self, request: web.Request, asked: Asked, deployment: Deployment, request_id: str
+    ) -> web.StreamResponse:
+        limit_s = deployment.model.queue_timeout_s + deployment.model.request_timeout_s + UPSTREAM_GRACE_S
+        try:
+            async with asyncio.timeout(limit_s):
+                for attempt in (1, 2):
+                    lease = await self._supervisor.acquire(deployment, asked.affinities)
+                    assert lease is not None
+                    try:
+                        return await self._splice(request, asked, lease, request_id)
+                    except LostError:
+                        if attempt == 2 or not asked.is_repeatable:
+                            break
+                        logger.warning("request %s: %s ended, asking again", request_id, lease.server.key)
+                        deployment = self._heir(deployment)
+        except TimeoutError:
+            raise ApiError(
+                504, f"the request took longer than {limit_s:g} s", kind=SERVER_ERROR, code="request_timeout"
+            ) from None
+        raise ApiError(
+            502,
+            "the instance ended before it answered",
+            kind=SERVER_ERROR,
+            code="instance_lost",
+            headers=retry_after(1),
+        )
+
+    def _heir(self, deployment: Deployment) -> Deployment:
+        """The deployment that has taken its place, where one has."""
+        state = self._supervisor.models.get(deployment.model.name)
+        if not deployment.retired or state is None:
+            return deployment
+        return state.choose(None, None, self._chooser) or deployment
+
+    async def _splice(
+        self, request: web.Request, asked: Asked, lease: Lease, request_id: str
+    ) -> web.StreamResponse:
+        """Ask the instance, and pass its answer on. Raises `LostError` where nothing has been passed on yet."""
+        deployment, is_error = lease.server.deployment, False
+        headers = _forwarded(request, request_id)
+        path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
+        url = URL(f"{lease.server.process.url}{path}", encoded=True)
+        body = asked.body_for(deployment.model.name)
+        try:
+            try:
+                answer = await self._client().request(
+                    request.method, url, data=body or None, headers=headers, allow_redirects=False
+                )
+            except (aiohttp.ClientError, ConnectionError) as error:
+                is_error = True
+                raise LostError from error
+            async with answer:
+                is_error = answer.status >= 500 and answer.status != 503
+                whole = None
+                if answer.content_length is not None and answer.content_length <= MAX_WHOLE_BYTES:
+                    try:
+                        whole = await answer.read()
+                    except (aiohttp.ClientError, ConnectionError) as error:
+                        is_error = True
+                        raise LostError from error
+                told = _passed_on(answer.headers)
+                told["x-request-id"] = request_id
+                told["x-teneral-model"] = deployment.name
+                told["x-teneral-start"] = lease.start
+                self._shadows.copy(path, body, deployment, headers, Seen(answer.status, whole))
+                if whole is not None:
+                    return web.Response(status=answer.status, headers=told, body=whole)
+                response = web.StreamResponse(status=answer.status, headers=told)
+                await response.prepare(request)
+                is_error = not await _pour(answer, response)
+                await response.write_eof()
+                return response
+        finally:
+            self._supervisor.release(lease, is_error=is_error)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=UPSTREAM_KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
+
+
+def check_key(request: web.Request, keys: ApiKeys) -> None:
+    """Raises `ApiError` with 401."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not keys.opens(given.strip().encode("utf-8", "surrogateescape")):
+        raise ApiError(
+            401,
+            "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
+async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> bool:
+    """Pass an answer's body on as it comes. False when the instance ended in the middle; the client is told so."""
+    try:
+        async for piece in answer.content.iter_any():
+            for begin in range(0, len(piece), PIECE_BYTES):
+                await response.write(piece[begin : begin + PIECE_BYTES])
+    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
+        if answer.content_type != "text/event-stream":
+            raise ConnectionResetError("the instance ended while it answered") from error
+        lost = ApiError(502, "the instance ended while it answered", kind=SERVER_ERROR, code="instance_lost")
+        await response.write(b"data: " + lost.body() + b"\n\n")
+        return False
+    return True
+
+
+def _understand(request: web.Request, data: bytes) -> Asked:
+    """Raises `ApiError` for a body that cannot be read."""
+    path = request.path
+    session = (request.headers.get("x-session-id") or "")[:MAX_KEY_CHARS] or None
+    named = request.headers.get("x-teneral-model", "")
+    raw_path = request.rel_url.raw_path_qs
+    if path in BODY_PATHS:
+        body = Body.parse(data)
+        session = body.session if "teneral" in body.fields and body.session else session or body.session
+        affinities: tuple[Affinity, ...] = (session,) if session else tuple(body.prefixes())
+        name = body.model or named
+        return Asked(name, session, affinities, raw_path, data, True, body=body)
+    if found := _KSERVE.fullmatch(path):
+        version = found["version"]
+        name = f"{found['name']}@{version}" if version else found["name"]
+        own = f"/v2/models/{{model}}{found['verb'] or ''}"
+        return Asked(name, session, (session,) if session else (), own, data, True, is_kserve=True)
+    affinities = (session,) if session else ()
+    return Asked(named, session, affinities, raw_path, data, path not in ACTING_PATHS)
+
+
+def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:
+    named = {name.strip().lower() for name in request.headers.get("Connection", "").split(",")}
+    headers = CIMultiDict(
+        (name, value)
+        for name, value in request.headers.items()
+        if name.lower() not in _OWN_HEADERS and name.lower() not in named
+    )
+    headers["x-request-id"] = request_id
+    return headers
+
+
+def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    told = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS)
+    told["Server"] = "teneral"
+    return told
+
+
+def _not_found(name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"the model {name[:200]!r} does not exist here; GET /v1/models lists those that do",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _told(error: Exception) -> ApiError:
+    """The pool's own errors as HTTP; all others as every server has them."""
+    if isinstance(error, FailingError):
+        return ApiError(
+            503,
+            error.message,
+            kind=SERVER_ERROR,
+            code="model_unavailable",
+            headers=retry_after(error.retry_after_s),
+        )
+    if isinstance(error, InsufficientMemoryError):
+        return ApiError(507, error.message, kind=SERVER_ERROR, code="insufficient_memory")
+    told = as_api_error(error)
+    if told.status == 429:  # the pool's queue: another try elsewhere, or later, is of use
+        return ApiError(503, told.message, kind=SERVER_ERROR, code="no_instance", headers=told.headers)
+    if told.status == 500:
+        with suppress(Exception):
+            logger.error("a request failed", exc_info=error)
+    return told
+
+
+def max_connections(supervisor: Supervisor) -> Connections:
+    """The bounds on the front's connections: places at all instances, and some to spare."""
+    places = sum(
+        state.model.max_instances * state.model.max_concurrency for state in supervisor.models.values()
+    )
+    return Connections(
+        max_connections=max(1024, min(65_536, 2 * places)),
+        max_head_bytes=MAX_HEAD_BYTES,
+        head_timeout_s=30.0,
+        write_stall_s=60.0,
+    )

@@ -1,0 +1,195 @@
+"""`teneral pool measure`: starts instances of each model here, and writes the figures that `teneral pool plan` reads.
+
+Start times are medians of several starts, taken over from a standby process where the file keeps any. Speeds are those
+of an instance that has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from ...loader.errors import TeneralError, UsageError
+from ...runtime.config import ServeConfig
+from .file import read_pool
+from .memory import process_tree, tree_pss_bytes
+from .process import ServerProcess, StandbyPool, start_server
+from .repository import Release, Repository
+from .settings import inherited_environment, instance_config
+from .values import Model, Pool
+
+SCHEMA = 1
+BATCHES = (1, 2, 4, 8)
+OUTPUT_TOKENS = 48
+PROMPT_WORDS = (16, 128)
+REPEATS = 3
+REFILL_LIMIT_S = 60.0
+
+
+def measure(file: str, *, num_starts: int = 5, output: str | None = None) -> int:
+    """Measures all models of the file, one after the other. Writes `output`, by default `pool.measured.json` beside the
+    file. Blocks. Returns 0.
+    """
+    if not 1 <= num_starts <= 1000:
+        raise UsageError("--starts must be from 1 to 1000", key="starts")
+    pool = read_pool(file)
+    figures = asyncio.run(_measure_all(pool, num_starts))
+    path = Path(output) if output is not None else pool.folder / "pool.measured.json"
+    document = {"schema": SCHEMA, "cores": os.cpu_count(), "models": figures}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"{path}: {len(figures)} models measured, {num_starts} starts each")
+    return 0
+
+
+async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]:
+    environment = dict(os.environ)
+    repository = Repository(pool.folder)
+    with tempfile.TemporaryDirectory(prefix="teneral-measure-") as folder:
+        standby = None
+        if pool.node.standby:
+            standby = StandbyPool(Path(folder), pool.node.standby, pool.node.standby_memory_bytes)
+            standby.start()
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+                figures = {}
+                for model in pool:
+                    releases, _ = await asyncio.to_thread(repository.releases, model)
+                    config = instance_config(pool, model, releases[-1], Path(folder), environment)
+                    run = _Run(
+                        model, releases[-1], config, standby, inherited_environment(environment), session
+                    )
+                    figures[model.name] = await run.figures(num_starts, pool.node.standby)
+                return figures
+        finally:
+            if standby is not None:
+                await standby.end()
+
+
+class _Run:
+    """The measuring of one model."""
+
+    def __init__(
+        self,
+        model: Model,
+        release: Release,
+        config: ServeConfig,
+        standby: StandbyPool | None,
+        environment: dict[str, str],
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self._model = model
+        self._release = release
+        self._config = config.replace(kv_snapshot=None, prefix_cache=False)
+        self._standby = standby
+        self._environment = environment
+        self._session = session
+        self._number = 0
+
+    async def figures(self, num_starts: int, num_standby: int) -> dict[str, Any]:
+        """As `infra.plan.instance_model.Profile` reads them, with what people like to know beside."""
+        starts: list[float] = []
+        cpu: list[float] = []
+        peak_bytes = 0
+        speeds: dict[str, Any] = {}
+        for number in range(num_starts):
+            await self._wait_standby()
+            began_s = time.monotonic()
+            process = await start_server(self._config, standby=self._standby, environment=self._environment)
+            try:
+                await process.wait_ready(self._session, self._model.ready_path)
+                starts.append(time.monotonic() - began_s)
+                cpu.append(tree_cpu_s(process.pid))
+                print(
+                    f"{self._model.name}: start {number + 1} of {num_starts}: {starts[-1]:.3f} s ({process.kind})",
+                    file=sys.stderr,
+                )
+                if number == num_starts - 1:
+                    speeds = await self._speeds(process)
+                peak_bytes = max(peak_bytes, await asyncio.to_thread(tree_pss_bytes, process.pid))
+            finally:
+                await process.end(1.0)
+        return {
+            "start_s": round(statistics.median(starts), 4),
+            "start_cpu_s": round(statistics.median(cpu), 4),
+            "bytes": self._release.weight_bytes,
+            "standby": num_standby,
+            "peak_mb": round(peak_bytes / 1e6, 1),
+            "starts_s": [round(each, 4) for each in starts],
+            **speeds,
+        }
+
+    async def _wait_standby(self) -> None:
+        """Until a standby process is there again, or none will be: starts are measured one by one."""
+        if self._standby is None:
+            return
+        if not self._standby.has_answered:
+            return  # the first start waits for it
+        await asyncio.sleep(min(REFILL_LIMIT_S, 4.0))
+
+    async def _speeds(self, process: ServerProcess) -> dict[str, Any]:
+        with suppress(TeneralError):
+            return await self._decoder_speeds(process)
+        return {}  # an encoder: its requests have no tokens to generate
+
+    async def _decoder_speeds(self, process: ServerProcess) -> dict[str, Any]:
+        await self._complete(
+            process, PROMPT_WORDS[0], OUTPUT_TOKENS
+        )  # kernels are compiled, pages are touched
+        points = []
+        for words in PROMPT_WORDS:
+            runs = [await self._complete(process, words, 1) for _ in range(REPEATS)]
+            points.append((runs[0][0], statistics.median(seconds for _, seconds in runs)))
+        (few, short_s), (many, long_s) = points
+        per_token_s = max(1e-7, (long_s - short_s) / max(1, many - few))
+        cores = 1.0
+        rates: dict[str, float] = {}
+        for batch in BATCHES:
+            if batch > self._model.max_concurrency:
+                break
+            cpu_s, began_s = tree_cpu_s(process.pid), time.monotonic()
+            await asyncio.gather(
+                *(self._complete(process, PROMPT_WORDS[0], OUTPUT_TOKENS) for _ in range(batch))
+            )
+            seconds = time.monotonic() - began_s
+            cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
+            decoding_s = max(1e-6, seconds - batch * few * per_token_s)
+            rates[str(batch)] = round(batch * (OUTPUT_TOKENS - 1) / decoding_s, 2)
+        return {
+            "prefill_tokens_s": round(1 / per_token_s, 1),
+            "overhead_s": round(max(0.0, short_s - few * per_token_s), 5),
+            "decode_tokens_s": rates,
+            "work_cores": round(min(cores, os.cpu_count() or 1), 2),
+        }
+
+    async def _complete(self, process: ServerProcess, num_words: int, num_tokens: int) -> tuple[int, float]:
+        """Tokens of the prompt, and seconds. No two prompts begin alike."""
+        self._number += 1
+        prompt = f"{self._number} " + " ".join(f"word{self._number}" for _ in range(num_words))
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        headers = {} if self._config.api_key is None else {"Authorization": f"Bearer {self._config.api_key}"}
+        began_s = time.monotonic()
+        async with self._session.post(f"{process.url}/v1/completions", json=body, headers=headers) as answer:
+            told = await answer.json()
+            if answer.status != 200:
+                raise TeneralError(str(told.get("error", told)))
+        return int(told["usage"]["prompt_tokens"]), time.monotonic() - began_s
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU time that a process and its descendants have used, those that have ended and were waited for included."""
+    ticks = 0
+    for each in process_tree(pid):
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")

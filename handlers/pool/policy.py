@@ -1,0 +1,97 @@
+"""The scaling policy: how many instances a model should have, and which idle one gives up its memory.
+
+Pure functions of numbers. `teneral pool run`, the simulator of `teneral pool plan` and the policy for Ray call these
+and nothing else: what is planned is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .values import Model
+
+
+class Demand(NamedTuple):
+    """Requests of one model at one moment."""
+
+    in_work: int  # at an instance
+    waiting: int  # for an instance
+
+
+def desired(model: Model, demand: Demand) -> int:
+    """Instances that the model should have, starting ones included. From `min_warm` to `max_instances`."""
+    busy = demand.in_work + demand.waiting
+    wanted = math.ceil(busy / model.target_concurrency) + (model.buffer if busy else 0)
+    return max(model.min_warm, min(model.max_instances, wanted))
+
+
+def num_to_start(model: Model, demand: Demand, *, starting: int, ready: int) -> int:
+    """Instances to start now."""
+    return max(0, desired(model, demand) - starting - ready)
+
+
+class Idle(NamedTuple):
+    """A ready instance without work."""
+
+    key: str
+    idle_s: float  # since its last request ended, or since it was ready
+
+
+def to_end(model: Model, demand: Demand, *, ready: int, idle: Iterable[Idle]) -> list[str]:
+    """Keys of the idle instances whose time is over, the longest idle first.
+
+    `ready` counts all instances that are ready, those in `idle` included. Leaves `desired` of them.
+    """
+    spare = ready - max(model.min_warm, desired(model, demand))
+    late = sorted(
+        (each for each in idle if each.idle_s >= model.idle_timeout_s), key=lambda each: -each.idle_s
+    )
+    return [each.key for each in late[: max(0, spare)]]
+
+
+class Candidate(NamedTuple):
+    """An instance that could give up its memory for another model's: idle, and above its model's `min_warm`."""
+
+    key: str
+    frequency: float  # requests that it has answered since it was ready
+    return_s: float  # time that a start of its model takes
+    memory_bytes: int
+    priority: int
+    clock: float  # of the greedy-dual cache when it was last used
+
+
+def value_of(candidate: Candidate) -> float:
+    """Greedy-dual with frequency and size (FaasCache, ASPLOS 2021), by megabytes, times 2 for each 10 of priority."""
+    megabytes = max(1.0, candidate.memory_bytes / 1e6)
+    gain = candidate.frequency * candidate.return_s / megabytes * math.pow(2.0, candidate.priority / 10)
+    return candidate.clock + gain
+
+
+def victim(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The candidate of the least value. Its value becomes the clock of every instance that is used from then on.
+
+    None when there is no candidate. Of equals the one whose key is first.
+    """
+    return min(candidates, key=lambda each: (value_of(each), each.key), default=None)
+
+
+class Load(NamedTuple):
+    """A ready instance, as routing sees it."""
+
+    key: str
+    in_work: int
+    has_session: bool = False  # the request's session, or the longest known beginning of its prompt
+
+
+def route(model: Model, ready: Iterable[Load]) -> str | None:
+    """The instance for a request: one that has its session unless its queue is longer by more than 2 than the shortest;
+    else the least loaded. None when every instance has `max_concurrency` requests.
+    """
+    free = [each for each in ready if each.in_work < model.max_concurrency]
+    if not free:
+        return None
+    least = min(free, key=lambda each: (each.in_work, each.key))
+    known = [each for each in free if each.has_session and each.in_work <= least.in_work + 2]
+    return min(known, key=lambda each: (each.in_work, each.key)).key if known else least.key

@@ -1,0 +1,178 @@
+"""The versions of a model that lie in a folder or a bucket, and whether each is whole.
+
+An artifact counts from when its manifest can be read, which is written last; a plain folder from when its config and
+every file of its weights are there. All functions block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ...loader.artifact import open_artifact
+from ...loader.errors import NotFoundError, TeneralError, UsageError
+from ...loader.format.limits import MANIFEST_NAME
+from ...loader.pin import split_pin
+from ...loader.sources.base import Source, SourceOptions
+from ...loader.sources.open import open_source, scheme_of
+from ...runtime.config import ServeConfig
+from .keys import VERSION_NAME
+from .values import Model
+
+MAX_LISTED = 100_000  # objects of a bucket that are looked through for versions
+logger = logging.getLogger("teneral.pool")
+
+
+class Release(NamedTuple):
+    """One version that can be served. `revision` changes when its bytes do; `weight_bytes` is its weights' size."""
+
+    version: int | None  # None: its model has no versions
+    address: str
+    revision: str
+    weight_bytes: int
+
+
+class Repository:
+    """The releases of one pool's models. Remembers what it opened, and opens again only what has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Relative addresses are relative to `folder`."""
+        self._folder = folder
+        self._opened: dict[str, tuple[str, Release | TeneralError]] = {}
+
+    def releases(
+        self, model: Model, *, without: frozenset[tuple[int | None, str]] = frozenset()
+    ) -> tuple[tuple[Release, ...], str]:
+        """Those to serve, oldest first, and why others are not: '' when nothing is wrong. `without` names versions and
+        revisions that are not to be served.
+
+        Raises the error of a source that cannot be listed, and of a model without any usable release.
+        """
+        options = ServeConfig(model="unused", **model.serve).source_options
+        if not model.is_versioned:
+            return (self._open(None, self.absolute(model.source), options),), ""
+        present = set(_present(self.absolute(model.source), options, model))
+        chosen: list[Release] = []
+        trouble: list[str] = []
+        last: TeneralError | None = None
+        while len(chosen) < len(numbers := model.versions.chosen(present)):
+            for number in reversed(numbers):
+                if any(each.version == number for each in chosen):
+                    continue
+                try:
+                    release = self._open(number, self.absolute(model.address(number)), options)
+                    if (number, release.revision) in without:
+                        raise NotFoundError("rolled back: too many of its answers were errors")
+                    chosen.append(release)
+                except TeneralError as error:
+                    present.discard(number)  # the next older one takes its place
+                    trouble.append(f"version {number}: {error.message}")
+                    last = error
+        if not chosen:
+            raise last or NotFoundError(
+                f"{model.name} has no version at {model.source}",
+                source=model.source,
+                hint="Versions are folders whose names are whole numbers.",
+            )
+        return tuple(sorted(chosen, key=lambda release: release.version or 0)), "; ".join(trouble)
+
+    def absolute(self, address: str) -> str:
+        """A path relative to the pool file as an absolute one; other addresses as they are."""
+        if scheme_of(address):
+            return address
+        path = os.path.expanduser(address)
+        return path if os.path.isabs(path) else os.path.join(self._folder.absolute(), path)
+
+    def _open(self, version: int | None, address: str, options: SourceOptions) -> Release:
+        url, digest = split_pin(address)
+        source = open_source(url, options)
+        try:
+            stamp = _stamp(source)
+            known, found = self._opened.get(address, ("", None))
+            if found is None or known != stamp:
+                found = _opened(source, version, address, digest, stamp)
+                self._opened[address] = (stamp, found)
+        finally:
+            source.close()
+        if isinstance(found, TeneralError):
+            raise found
+        return found
+
+
+def _opened(
+    source: Source, version: int | None, address: str, digest: bytes | None, stamp: str
+) -> Release | TeneralError:
+    try:
+        manifest = open_artifact(source, digest=digest)
+    except TeneralError as error:
+        logger.info("%s is not whole yet: %s", address, error.message)
+        return error
+    revision = manifest.digest.hex()[:16] if manifest.digest is not None else stamp
+    weight_bytes = sum(tensor.size_bytes for tensor in manifest.tensors)
+    return Release(version, address, revision, weight_bytes)
+
+
+def _stamp(source: Source) -> str:
+    """A text that differs when what is there does: cheap, without reading it."""
+    try:
+        return source.stat(MANIFEST_NAME).version
+    except NotFoundError:
+        pass
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        for number, info in enumerate(source.list()):
+            digest.update(f"{info.name}\0{info.version}\0".encode())
+            if number >= MAX_LISTED:
+                break
+    except UsageError:  # http cannot list
+        for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+            try:
+                digest.update(f"{name}\0{source.stat(name).version}\0".encode())
+            except NotFoundError:
+                continue
+    return digest.hexdigest()
+
+
+def _present(address: str, options: SourceOptions, model: Model) -> Iterator[int]:
+    """Numbers of the version folders that are there."""
+    before, _, after = address.partition("{version}")
+    folder, _, name_begin = before.rpartition("/")
+    name_end, _, _ = after.partition("/")
+    pattern = re.compile(re.escape(name_begin) + f"({VERSION_NAME.pattern})" + re.escape(name_end))
+    if scheme_of(address) in ("http", "https"):
+        yield from model.named_versions()  # HTTP cannot be listed: the file names them
+        return
+    for name in _folders(folder, options):
+        if found := pattern.fullmatch(name):
+            yield int(found.group(1))
+        else:
+            logger.debug("%s: %s/%s is not a version", model.name, folder, name)
+
+
+def _folders(address: str, options: SourceOptions) -> set[str]:
+    if scheme_of(address) == "":
+        try:
+            with os.scandir(address or "/") as entries:
+                return {entry.name for entry in entries if entry.is_dir()}
+        except OSError as error:
+            raise NotFoundError(
+                f"cannot list {address}: {error.strerror}", source=address, hint="Create the folder."
+            ) from error
+    source = open_source(address, options)
+    try:
+        names: set[str] = set()
+        for number, info in enumerate(source.list()):
+            names.add(info.name.partition("/")[0])
+            if number >= MAX_LISTED:
+                logger.warning(
+                    "%s: only its first %d objects were looked at for versions", address, MAX_LISTED
+                )
+                break
+        return names
+    finally:
+        source.close()

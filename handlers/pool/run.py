@@ -1,0 +1,287 @@
+"""`teneral pool run`: one machine's pool behind one port, until a signal ends it.
+
+Reads the file and the repository again on SIGHUP, and with `watch` every few seconds: what cannot be used changes
+nothing and is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from ...loader.errors import TeneralError, UsageError
+from ...loader.memory import available_bytes
+from ...runtime.config import PREFIX, ServeConfig
+from ..http.command import listen
+from ..http.errors import as_api_error
+from ..http.keys import ApiKeys, parse_keys
+from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from .codes import Code
+from .deployment import Deployment
+from .file import read_pool
+from .front import Front, max_connections
+from .memory import Budget
+from .metrics import PoolMetrics
+from .overview import Overview
+from .process import StandbyPool
+from .repository import Release, Repository
+from .settings import inherited_environment, instance_config
+from .supervisor import STANDBY_KEY, Supervisor
+from .values import Model, Pool
+from .versions import ModelState
+
+WATCH_S = 10.0
+BACKLOG = 1024
+logger = logging.getLogger("teneral.pool")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The command's flags. `state_folder` keeps KV snapshots between runs; None: a temporary one."""
+
+    file: str = "pool.toml"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    watch: bool = False
+    watch_s: float = WATCH_S
+    model_control: bool = False
+    state_folder: str | None = None
+    log_level: str = "info"
+
+
+def run_pool(options: RunOptions) -> int:
+    """Blocks until SIGTERM or SIGINT. Returns 0; raises `TeneralError` for what cannot begin."""
+    if sys.platform != "linux":
+        raise UsageError("teneral pool run needs Linux", hint="Run it in a container.")
+    pool = read_pool(options.file)
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    with _state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
+        asyncio.run(_Runner(pool, options, folder, dict(os.environ)).serve(sock))
+    return 0
+
+
+@contextmanager
+def _state_folder(given: str | None) -> Iterator[Path]:
+    try:
+        if given is not None:
+            folder = Path(given).absolute()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            yield folder
+            return
+        folder = Path(tempfile.mkdtemp(prefix="teneral-pool-"))
+    except OSError as error:
+        raise UsageError(f"cannot use a folder for the pool's state: {error}", key="state-dir") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Runner:
+    """One run. Lives on one event loop."""
+
+    def __init__(self, pool: Pool, options: RunOptions, folder: Path, environment: Mapping[str, str]) -> None:
+        self._pool = pool
+        self._options = options
+        self._folder = folder
+        self._environment = environment
+        self._repository = Repository(pool.folder)
+        self._reload_lock: asyncio.Lock | None = None
+        self._supervisor: Supervisor | None = None
+        key = environment.get(f"{PREFIX}API_KEY")
+        self._key = key or None
+        self._keys = None if not key else ApiKeys(parse_keys(key))
+
+    async def serve(self, sock: socket.socket) -> None:
+        self._reload_lock = asyncio.Lock()
+        supervisor = self._supervisor = await self._make_supervisor()
+        connections = max_connections(supervisor)
+        front = Front(supervisor, connections, self._keys)
+        overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
+        app = web.Application(middlewares=[_answering_errors])
+        app.add_routes([*overview.routes(), web.route("*", "/{path:.*}", front.work)])
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_CONNECTION_S,
+            auto_decompress=False,
+            max_line_size=MAX_REQUEST_LINE_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            shutdown_timeout=0.5,
+        )
+        await runner.setup()
+        assert runner.server is not None
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(connections.guarding(runner.server), sock=sock, backlog=BACKLOG)
+        host, port = sock.getsockname()[:2]
+        print(
+            f"teneral: pool of {len(supervisor.models)} models on http://{host}:{port}",
+            file=sys.stderr,
+            flush=True,
+        )
+        tasks = [asyncio.create_task(supervisor.run())]
+        if self._options.watch:
+            tasks.append(asyncio.create_task(self._watch()))
+        try:
+            with self._signals() as stop:
+                await stop.wait()
+            logger.info("draining")
+            supervisor.draining = True
+            listener.close()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await supervisor.close()
+            await front.close()
+            listener.close()
+            await runner.cleanup()
+
+    # models
+
+    async def _make_supervisor(self) -> Supervisor:
+        node = self._pool.node
+        limit_bytes = node.memory_bytes or available_bytes() or 1 << 60
+        budget = Budget(limit_bytes)
+        budget.keep(STANDBY_KEY, node.standby * node.standby_memory_bytes)
+        standby = None
+        if node.standby:
+            standby = StandbyPool(self._folder, node.standby, node.standby_memory_bytes)
+        states = {name: ModelState(model) for name, model in self._pool.models.items()}
+        inherited = inherited_environment(self._environment)
+        supervisor = Supervisor(
+            self._pool, states, budget, PoolMetrics(), standby=standby, environment=inherited
+        )
+        supervisor.on_reject = lambda state: asyncio.ensure_future(
+            self._refresh(supervisor, state, state.model)
+        )
+        await asyncio.gather(*(self._refresh(supervisor, state, state.model) for state in states.values()))
+        self._check_fits(supervisor, limit_bytes)
+        return supervisor
+
+    async def _refresh(self, supervisor: Supervisor, state: ModelState, model: Model) -> None:
+        """Look for the model's versions, and serve them. What cannot be read changes nothing."""
+        try:
+            releases, state.trouble = await asyncio.to_thread(
+                self._repository.releases, model, without=state.rejected_releases
+            )
+            state.update(model, [(release, self._config(model, release)) for release in releases])
+        except TeneralError as error:
+            if state.rejected and list(state.deployments()):
+                state.forgive()
+                return
+            state.trouble = error.message
+            logger.warning("%s: %s", model.name, error)
+        if self._supervisor is not None:  # it runs already
+            supervisor.tick()
+
+    def _config(self, model: Model, release: Release) -> ServeConfig:
+        config = instance_config(self._pool, model, release, self._folder, self._environment)
+        if self._key is not None and config.api_key is None:
+            return config.replace(api_key=self._key)
+        return config
+
+    def _check_fits(self, supervisor: Supervisor, limit_bytes: int) -> None:
+        """Raises E10 where what is to be warm does not fit."""
+        node = self._pool.node
+        standby_bytes = node.standby * node.standby_memory_bytes
+        warm = [d for state in supervisor.models.values() for d in state.targets()]
+        needed = sum(d.scaled.min_warm * d.need_bytes for d in warm) + standby_bytes
+        if needed > limit_bytes:
+            raise self._pool.error(
+                Code.E10,
+                f"is {limit_bytes >> 20:,} MiB, but min_warm instances and standby processes need "
+                f"{needed >> 20:,} MiB: " + ", ".join(_shown(d) for d in warm if d.scaled.min_warm),
+                "node",
+                "memory",
+                hint="Lower min_warm or kv_bytes of a model, or give [node] more memory.",
+            )
+
+    # reloading
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.watch_s)
+            await self._reload()
+
+    async def _reload(self) -> None:
+        """Read the file and the repository again. Never raises."""
+        assert self._reload_lock is not None
+        assert self._supervisor is not None
+        async with self._reload_lock:
+            supervisor = self._supervisor
+            try:
+                pool = await asyncio.to_thread(read_pool, self._options.file)
+            except TeneralError as error:
+                logger.warning("the pool file is left as it was: %s", error)
+                pool = self._pool
+            if pool.node != self._pool.node:
+                logger.warning("[node] is read at the start only: restart the pool to change it")
+            self._pool = supervisor.pool = pool
+            for name in [name for name in supervisor.models if name not in pool.models]:
+                supervisor.remove(name)
+            for name, model in pool.models.items():
+                state = supervisor.models.get(name) or ModelState(model)
+                await self._refresh(supervisor, state, model)
+                supervisor.models[name] = state
+            supervisor.tick()
+
+    @contextmanager
+    def _signals(self) -> Iterator[asyncio.Event]:
+        """SIGTERM and SIGINT set the event, a second one ends the process at once; SIGHUP reloads."""
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        reloads: set[asyncio.Task[None]] = set()
+
+        def end(number: int) -> None:
+            if stop.is_set():
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            stop.set()
+
+        def reload() -> None:
+            task = asyncio.create_task(self._reload())
+            reloads.add(task)
+            task.add_done_callback(reloads.discard)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end, number)
+        loop.add_signal_handler(signal.SIGHUP, reload)
+        try:
+            yield stop
+        finally:
+            with suppress(ValueError):
+                loop.remove_signal_handler(signal.SIGHUP)
+
+
+@web.middleware
+async def _answering_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Errors of the overview's routes; the front answers its own."""
+    try:
+        return await handler(request)
+    except (TeneralError, web.HTTPException) as error:
+        return as_api_error(error).response()
+
+
+def _shown(deployment: Deployment) -> str:
+    return f"{deployment.scaled.min_warm} × {deployment.need_bytes >> 20:,} MiB of {deployment.name}"

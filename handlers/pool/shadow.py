@@ -1,0 +1,122 @@
+"""Shadow traffic: copies of a share of requests to another version, whose answers are compared and dropped.
+
+A copy is made after the first byte of the real answer, only where the version has a free place, and never of a request
+that may act.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import aiohttp
+import msgspec
+
+if TYPE_CHECKING:
+    from .deployment import Deployment
+    from .supervisor import Lease, Supervisor
+
+MAX_IN_WORK = 2
+MAX_BODY_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
+TIMEOUT_S = 300.0
+COPIED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
+logger = logging.getLogger("teneral.pool")
+
+
+class Seen(NamedTuple):
+    """The real answer. `whole` is None for a stream."""
+
+    status: int
+    whole: bytes | None
+
+
+class Shadows:
+    """Copies in work. One per pool; used on the event loop."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers: dict[str, itertools.count[int]] = {}
+
+    def copy(
+        self, path: str, body: bytes, deployment: Deployment, headers: Mapping[str, str], seen: Seen
+    ) -> None:
+        """Send a copy of a request that was answered as `seen`, if its model has a shadow and it is its turn."""
+        shadow = deployment.model.shadow
+        state = self._supervisor.models.get(deployment.model.name)
+        if shadow is None or state is None or path not in COPIED_PATHS or len(body) > MAX_BODY_BYTES:
+            return
+        number = next(self._numbers.setdefault(deployment.model.name, itertools.count()))
+        if (number + 1) * shadow.percent // 100 == number * shadow.percent // 100:
+            return
+        target = next((d for d in state.deployments() if d.release.version == shadow.version), None)
+        if target is None or target is deployment:
+            return
+        task = asyncio.create_task(self._send(path, body, target, dict(headers), seen))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _send(
+        self, path: str, body: bytes, target: Deployment, headers: dict[str, str], seen: Seen
+    ) -> None:
+        metrics = self._supervisor.metrics
+        lease = None
+        if len(self._tasks) <= MAX_IN_WORK:
+            lease = await self._supervisor.acquire(target, may_wait=False)
+        if lease is None:
+            metrics.shadowed("dropped")
+            self._supervisor.wake_for_shadow(target)
+            return
+        outcome = "error"
+        try:
+            outcome = await self._compare(lease, path, body, headers, seen)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            logger.info("a shadow of %s failed: %s", target.name, type(error).__name__)
+        finally:
+            metrics.shadowed(outcome)
+            self._supervisor.release(lease, is_error=outcome == "error")
+
+    async def _compare(
+        self, lease: Lease, path: str, body: bytes, headers: dict[str, str], seen: Seen
+    ) -> str:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        url = f"{lease.server.process.url}{path}"
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(url, data=body, headers=headers) as answer,
+        ):
+            whole = bytearray()
+            async for piece in answer.content.iter_any():
+                whole += piece[: MAX_ANSWER_BYTES - len(whole)]
+            if answer.status >= 500:
+                return "error"
+            if answer.status != seen.status:
+                return "different"
+            if seen.whole is None or answer.content_type != "application/json":
+                return "same"  # a stream: only how it began is compared
+            return "same" if _reasons(bytes(whole)) == _reasons(seen.whole) else "different"
+
+
+def _reasons(answer: bytes) -> list[str | None]:
+    """Why each of an answer's choices ended."""
+    try:
+        return [choice.finish_reason for choice in msgspec.json.decode(answer, type=_Answer).choices]
+    except (msgspec.DecodeError, RecursionError):
+        return []
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []

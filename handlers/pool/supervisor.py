@@ -1,0 +1,515 @@
+"""The supervisor of one machine's pool: starts and ends instances as the policy says, within one budget of memory.
+
+Everything runs on one event loop, so decisions are atomic; only measuring memory and handing over to a standby process
+happen in threads. It knows no HTTP: the front asks it for an instance and gives it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import aiohttp
+
+from ...loader.errors import InsufficientMemoryError, TeneralError
+from ...runtime.errors import CapacityError
+from .deployment import Affinity, Deployment, Server, Waiter
+from .memory import Budget, tree_pss_bytes
+from .metrics import PoolMetrics
+from .policy import Candidate, Idle, desired, to_end, value_of, victim
+from .process import ServerProcess, StandbyPool, StartError, start_server
+from .values import Pool
+from .versions import ModelState
+
+TICK_S = 0.25
+MEASURE_S = 1.0
+FAIR_WAIT_S = (
+    1.0  # a start that waits longer for memory has a busy instance of another model take no more requests
+)
+DEFAULT_DRAIN_S = 8.0
+MAX_WAITING = 10_000  # requests without an instance, of all models
+STANDBY_KEY = "standby"
+logger = logging.getLogger("teneral.pool")
+
+
+class FailingError(TeneralError):
+    """The model's instances end as soon as they are started. `retry_after_s` is until the next attempt."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A request's place at an instance. `start` says what it waited for: warm, standby or cold."""
+
+    server: Server
+    start: str
+
+
+class Supervisor:
+    """`run` it in a task; `acquire` and `release` places; `close` it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        models: Mapping[str, ModelState],
+        budget: Budget,
+        metrics: PoolMetrics,
+        *,
+        standby: StandbyPool | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.pool = pool
+        self.models = dict(models)
+        self.budget = budget
+        self.metrics = metrics
+        self.standby = standby
+        self.draining = False
+        self.on_reject: Callable[[ModelState], object] = lambda state: None  # to look for another version
+        self._environment = dict(environment)
+        self._numbers = itertools.count(1)
+        self._claims: dict[str, int] = {}  # memory that starts wait for
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        self._ending_bytes: dict[str, int] = {}
+        self._launched: dict[str, ServerProcess] = {}
+        self._removed: list[ModelState] = []  # models whose instances have still something to do
+        self._clock = 0.0
+        self._start_slots = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # what the front asks
+
+    async def acquire(
+        self, deployment: Deployment, affinities: Sequence[Affinity] = (), *, may_wait: bool = True
+    ) -> Lease | None:
+        """A place at an instance. Waits up to the model's `queue_timeout_s`, if it may; else None at once.
+
+        Raises `CapacityError` after that, `FailingError` while the model cannot be started, and
+        `InsufficientMemoryError` when it can never fit.
+        """
+        server = None if deployment.waiting else deployment.pick(affinities)
+        if server is not None:
+            self._used(server)
+            self._scale(deployment)
+            return Lease(server, "warm")
+        if not may_wait:
+            return None
+        if deployment.is_failing and self._now_s < deployment.retry_at_s:
+            raise self._failing(deployment)
+        if self.num_waiting >= MAX_WAITING:
+            raise CapacityError(f"{MAX_WAITING} requests wait for instances, which is as many as may")
+        return await self._wait(deployment, affinities)
+
+    def release(self, lease: Lease, *, is_error: bool = False) -> None:
+        """The request is over. `is_error`: the instance was at fault."""
+        server, deployment = lease.server, lease.server.deployment
+        server.in_work -= 1
+        server.served += not is_error
+        server.idle_since_s = self._now_s
+        deployment.answered(is_error=is_error)
+        deployment.dispatch()
+        if server.in_work == 0:
+            if server.closing or deployment.retired:
+                self._end(server)
+            self.budget.notify()
+        if is_error and deployment.fails_too_often:
+            self._roll_back(deployment)
+        self._scale(deployment)
+
+    def hand_back(self, lease: Lease) -> None:
+        """A place that was taken for nothing but to have the instance there."""
+        lease.server.in_work -= 1
+        lease.server.idle_since_s = self._now_s
+        self._scale(lease.server.deployment)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(deployment.waiting) for deployment in self.deployments())
+
+    def deployments(self) -> Iterator[Deployment]:
+        for state in (*self.models.values(), *self._removed):
+            yield from state.deployments()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether every model has its `min_warm` instances."""
+        return all(
+            len(deployment.ready) >= deployment.scaled.min_warm
+            for state in self.models.values()
+            for deployment in state.targets()
+        )
+
+    def wants(self, deployment: Deployment) -> int:
+        """Instances that it should have now."""
+        state = self.models.get(deployment.model.name)
+        if deployment.retired or self.draining or state is None or state.paused:
+            return 0
+        wanted = desired(deployment.scaled, deployment.demand)
+        if state.asleep and not any(deployment.demand):
+            return 0
+        if self._gives_way(state, deployment):
+            return min(wanted, len(deployment.ready))
+        return max(wanted, 1) if deployment.pending else wanted
+
+    def _gives_way(self, state: ModelState, deployment: Deployment) -> bool:
+        """Whether a new version that is to take its place waits for memory."""
+        successors = [d for d in state.targets() if d.pending and d is not deployment]
+        return any(key in self._claims for successor in successors for key in successor.starting)
+
+    def sleep(self, state: ModelState) -> None:
+        """End what is idle, and start nothing until a request comes or `wake`."""
+        state.asleep = True
+        for deployment in state.deployments():
+            for server in deployment.ready:
+                server.closing = True
+                if server.in_work == 0:
+                    self._end(server)
+
+    def wake_for_shadow(self, deployment: Deployment) -> None:
+        """Start an instance for copies of requests, if it has none and nothing must give way to it."""
+        fits = deployment.need_bytes <= self.budget.free_bytes - sum(self._claims.values())
+        may = not (deployment.servers or deployment.starting or deployment.retired or self.draining)
+        if fits and may and self._now_s >= deployment.retry_at_s:
+            self._begin(deployment)
+
+    def remove(self, name: str) -> None:
+        """Take a model out of the pool. Its instances end when what they do is done."""
+        state = self.models.pop(name)
+        state.end(CapacityError(f"the model {name!r} was taken out of the pool"))
+        self._removed = [
+            each for each in (*self._removed, state) if any(d.servers for d in each.deployments())
+        ]
+        for deployment in state.deployments():
+            self._end_idle(deployment)
+
+    # its life
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        measured_at_s = 0.0
+        while True:
+            self.tick()
+            if self._now_s - measured_at_s >= MEASURE_S:
+                await self._measure()
+                measured_at_s = self._now_s
+            await asyncio.sleep(TICK_S)
+
+    def tick(self) -> None:
+        """Act on the policy for all models."""
+        if self.standby is not None and not self.standby.runs and not self.draining:
+            self.standby.start()
+        for deployment in list(self.deployments()):
+            self._scale(deployment)
+
+    async def close(self) -> None:
+        """End all instances, each within its time to drain. Requests that wait are refused."""
+        self.draining = True
+        tasks = [task for deployment in self.deployments() for task in deployment.starting.values()]
+        for task in tasks:
+            task.cancel()
+        for deployment in list(self.deployments()):
+            deployment.refuse_waiting(CapacityError("the pool is shutting down"))
+            for server in list(deployment.servers.values()):
+                self._end(server)
+        await asyncio.gather(*tasks, *self._ending.values(), return_exceptions=True)
+        if self.standby is not None:
+            await self.standby.end()
+        if self._session is not None:
+            await self._session.close()
+
+    def processes(self) -> dict[str, int]:
+        """Process ids by key."""
+        found = {key: process.pid for key, process in self._launched.items()}
+        if self.standby is not None and self.standby.process is not None and self.standby.runs:
+            found[STANDBY_KEY] = self.standby.process.pid
+        return found
+
+    # deciding
+
+    def _roll_back(self, deployment: Deployment) -> None:
+        state = self.models.get(deployment.model.name)
+        reason = f"{deployment.errors} of {deployment.answers} answers were errors"
+        if state is not None and state.reject(deployment, reason):
+            self.on_reject(state)
+
+    @property
+    def _now_s(self) -> float:
+        return self._loop.time()
+
+    def _scale(self, deployment: Deployment) -> None:
+        deployment.dispatch()
+        if self.draining:
+            return
+        self._start_missing(deployment)
+        self._end_idle(deployment)
+        self._settle(deployment)
+
+    def _settle(self, deployment: Deployment) -> None:
+        """Old versions make way when the new one is ready."""
+        state = self.models.get(deployment.model.name)
+        if state is not None and state.settle():
+            for old in list(state.deployments()):
+                if old.retired:
+                    self._end_idle(old)
+
+    def _start_missing(self, deployment: Deployment) -> None:
+        wanted = self.wants(deployment)
+        present = len(deployment.starting) + len(deployment.ready)
+        closing = len(deployment.servers) - len(deployment.ready)
+        missing = min(wanted - present, deployment.model.max_instances - present - closing)
+        if missing <= 0 or self._now_s < deployment.retry_at_s:
+            return
+        base = desired(dataclasses.replace(deployment.scaled, buffer=0), deployment.demand)
+        must = max(base, int(deployment.pending)) - present
+        for number in range(missing):
+            # A spare instance is not worth another model's.
+            if number >= must and deployment.need_bytes > self.budget.free_bytes - sum(self._claims.values()):
+                return
+            self._begin(deployment)
+
+    def _begin(self, deployment: Deployment) -> None:
+        key = f"{deployment.name}#{next(self._numbers)}"
+        deployment.starting[key] = asyncio.create_task(self._start(deployment, key))
+
+    def _end_idle(self, deployment: Deployment) -> None:
+        now_s = self._now_s
+        idle = [server for server in deployment.ready if server.in_work == 0]
+        if not idle:
+            return
+        if deployment.retired:
+            keys = [server.key for server in idle]
+        else:
+            ages = [Idle(server.key, now_s - server.idle_since_s) for server in idle]
+            keys = to_end(deployment.scaled, deployment.demand, ready=len(deployment.ready), idle=ages)
+        for key in keys:
+            self._end(deployment.servers[key])
+
+    def _candidates(self, starting: Deployment, *, busy: bool) -> list[Candidate]:
+        """Instances that may give way to a start: idle ones, or those at work."""
+        found = []
+        for deployment in self.deployments():
+            if deployment is starting:
+                continue
+            is_replaced = deployment.model.name == starting.model.name and starting.pending
+            spare = len(deployment.ready) - (0 if is_replaced else deployment.scaled.min_warm)
+            servers = [server for server in deployment.ready if bool(server.in_work) == busy]
+            found += [self._candidate(server) for server in servers] if spare > 0 else []
+        return found
+
+    def _candidate(self, server: Server) -> Candidate:
+        deployment = server.deployment
+        return Candidate(
+            server.key,
+            frequency=float(server.served),
+            return_s=deployment.mean_start_s,
+            memory_bytes=self.budget.charge_of(server.key),
+            priority=deployment.model.priority,
+            clock=server.clock,
+        )
+
+    def _used(self, server: Server) -> None:
+        server.clock = self._clock
+
+    # starting
+
+    async def _start(self, deployment: Deployment, key: str) -> None:
+        """One start, from waiting for memory to the first request. Never raises but for cancellation."""
+        process: ServerProcess | None = None
+        began_s = self._now_s
+        try:
+            if not await self._reserve(deployment, key):
+                return
+            async with self._start_slots:
+                began_s = self._now_s
+                process = await start_server(
+                    deployment.config, standby=self.standby, environment=self._environment
+                )
+                self._launched[key] = process
+                # A version that takes another's place shows that all of it can be read before it does.
+                path = "/readyz?when=exact" if deployment.pending else deployment.model.ready_path
+                await process.wait_ready(self._client(), path)
+            self._ready(deployment, key, process, self._now_s - began_s)
+            process = None
+        except InsufficientMemoryError as error:
+            deployment.reason = error.message
+            deployment.retry_at_s = self._now_s + 1.0
+            deployment.refuse_waiting(error)
+        except TeneralError as error:
+            self._start_failed(deployment, error, "cold" if process is None else process.kind)
+        finally:
+            deployment.starting.pop(key, None)
+            if process is not None:
+                await asyncio.shield(self._give_up(key, process, deployment))
+            elif key not in deployment.servers:
+                self.budget.release(key)
+
+    async def _reserve(self, deployment: Deployment, key: str) -> bool:
+        """Wait until the instance's memory is reserved, having others give way. False when it is not wanted any more.
+
+        Raises `InsufficientMemoryError` when it could not fit in an empty machine.
+        """
+        need = deployment.need_bytes
+        left = self.budget.limit_bytes - self.budget.charge_of(STANDBY_KEY)
+        if need > left:
+            raise InsufficientMemoryError(
+                f"an instance of {deployment.name} needs {need >> 20:,} MiB, "
+                f"but the pool has {left >> 20:,} MiB for instances",
+                needed_bytes=need,
+                available_bytes=left,
+                hint="Give [node] more memory, or the model a smaller kv_bytes.",
+            )
+        began_s = self._now_s
+        self._claims[key] = need
+        try:
+            while not self.budget.reserve(key, need):
+                if len(deployment.starting) + len(deployment.ready) > self.wants(deployment):
+                    return False
+                self._make_room(deployment, waited_s=self._now_s - began_s)
+                await self.budget.changed(TICK_S)
+        finally:
+            del self._claims[key]
+        return True
+
+    def _make_room(self, deployment: Deployment, *, waited_s: float) -> None:
+        """End idle instances until what is free, or about to be, is enough for all starts that wait."""
+        short = sum(self._claims.values()) - self.budget.free_bytes - sum(self._ending_bytes.values())
+        short -= sum(self.budget.charge_of(server.key) for server in self._closing())
+        while short > 0:
+            chosen = victim(self._candidates(deployment, busy=False))
+            if chosen is None:
+                break
+            self._clock = max(self._clock, value_of(chosen))
+            short -= chosen.memory_bytes
+            self.metrics.evicted("idle")
+            self._end(self._server(chosen.key))
+        if short > 0 and waited_s > FAIR_WAIT_S and (deployment.waiting or deployment.pending):
+            chosen = victim(self._candidates(deployment, busy=True))
+            if chosen is not None:
+                self.metrics.evicted("fairness")
+                self._server(chosen.key).closing = True
+
+    def _closing(self) -> Iterator[Server]:
+        for deployment in self.deployments():
+            yield from (
+                server
+                for server in deployment.servers.values()
+                if server.closing and server.key not in self._ending
+            )
+
+    def _server(self, key: str) -> Server:
+        return next(d.servers[key] for d in self.deployments() if key in d.servers)
+
+    def _ready(self, deployment: Deployment, key: str, process: ServerProcess, start_s: float) -> None:
+        if process.ended.is_set():
+            raise StartError("the process ended when it was ready")
+        self.metrics.started(deployment.model.name, process.kind, "ok", start_s)
+        deployment.mean_start_s += 0.3 * (start_s - deployment.mean_start_s)
+        server = Server(key, deployment, process, start_s, self._now_s, self._clock)
+        deployment.starting.pop(key, None)
+        deployment.servers[key] = server
+        deployment.pending = False
+        process.when_ended(lambda: self._died(server))
+        logger.info("%s is ready after %.2f s (%s)", key, start_s, process.kind)
+        self._scale(deployment)
+
+    def _start_failed(self, deployment: Deployment, error: TeneralError, kind: str) -> None:
+        self.metrics.started(deployment.model.name, kind, "failed", 0.0)
+        deployment.start_failed(error.message, self._now_s)
+        logger.warning(
+            "%s did not start (%d in a row): %s", deployment.name, deployment.failures, error.message
+        )
+        if deployment.is_failing:
+            deployment.refuse_waiting(self._failing(deployment))
+
+    def _failing(self, deployment: Deployment) -> FailingError:
+        return FailingError(
+            f"the model {deployment.name!r} cannot be started: {deployment.reason}",
+            retry_after_s=max(1.0, deployment.retry_at_s - self._now_s),
+        )
+
+    async def _wait(self, deployment: Deployment, affinities: Sequence[Affinity]) -> Lease:
+        self.metrics.cold_request(deployment.model.name)
+        if (state := self.models.get(deployment.model.name)) is not None:
+            state.asleep = False
+        waiter = Waiter(self._loop.create_future(), affinities)
+        deployment.waiting.append(waiter)
+        began_s = self._now_s
+        had = {server.key for server in deployment.servers.values()}
+        self._scale(deployment)
+        try:
+            async with asyncio.timeout(deployment.model.queue_timeout_s):
+                server = await waiter.future
+        except TimeoutError:
+            raise CapacityError(
+                f"no instance of {deployment.name!r} was free within {deployment.model.queue_timeout_s:g} s"
+                + (f": {deployment.reason}" if deployment.reason else ""),
+                retry_after_s=deployment.mean_start_s,
+            ) from None
+        except asyncio.CancelledError:
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                self.release(Lease(waiter.future.result(), ""))
+            raise
+        finally:
+            with suppress(ValueError):
+                deployment.waiting.remove(waiter)
+        self._used(server)
+        self.metrics.waited(self._now_s - began_s)
+        return Lease(server, "warm" if server.key in had else server.process.kind)
+
+    # ending
+
+    def _end(self, server: Server) -> None:
+        """Begin to end it. Idempotent."""
+        if server.key in self._ending:
+            return
+        server.closing = True
+        server.deployment.servers.pop(server.key, None)
+        self._ending_bytes[server.key] = self.budget.charge_of(server.key)
+        self._ending[server.key] = asyncio.create_task(
+            self._give_up(server.key, server.process, server.deployment)
+        )
+
+    async def _give_up(self, key: str, process: ServerProcess, deployment: Deployment) -> None:
+        drain_s = deployment.config.drain_timeout_s
+        try:
+            await process.end(DEFAULT_DRAIN_S if drain_s is None else drain_s)
+        finally:
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._ending.pop(key, None)
+        self._ending_bytes.pop(key, None)
+        self._launched.pop(key, None)
+        self.budget.release(key)
+
+    def _died(self, server: Server) -> None:
+        """Its process has ended, also where that was wanted."""
+        deployment = server.deployment
+        if deployment.servers.pop(server.key, None) is None:
+            return
+        self._forget(server.key)
+        logger.warning("%s ended by itself, with %d requests in work", server.key, server.in_work)
+        self.metrics.died(deployment.model.name)
+        if server.served == 0:
+            deployment.start_failed("the process ended before it answered anything", self._now_s)
+        self._scale(deployment)
+
+    async def _measure(self) -> None:
+        keys = self.processes()
+        sizes = await asyncio.to_thread(lambda: {key: tree_pss_bytes(pid) for key, pid in keys.items()})
+        for key, size in sizes.items():
+            self.budget.measure(key, size)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        return self._session

@@ -1,0 +1,241 @@
+"""A pool file's frozen values: every consumer (check, render, plan, run, Ray) takes these.
+
+Units are in the names; memory is in bytes. A value is complete: defaults are applied, so that a consumer never looks at
+`[defaults]`. `Pool.place` finds the line of a key for an error or a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .codes import Code, Place, PoolFileError, PoolWarning
+from .key_lines import KeyLines
+
+MAX_RUNNING = 32  # sequences that decode at the same time, as `teneral serve` has it by default
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The version folders that are served: the newest `latest`, or those in `numbers`, or all (both None)."""
+
+    latest: int | None = 1
+    numbers: tuple[int, ...] | None = None
+
+    def chosen(self, present: frozenset[int] | set[int]) -> tuple[int, ...]:
+        """Of the versions that are there, those to serve, oldest first."""
+        if self.numbers is not None:
+            return tuple(number for number in self.numbers if number in present)
+        ordered = sorted(present)
+        return tuple(ordered if self.latest is None else ordered[-self.latest :])
+
+    @property
+    def max_served(self) -> int | None:
+        """None: no bound."""
+        return self.latest if self.numbers is None else len(self.numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """Copies of `percent` of a model's requests go to `version`."""
+
+    version: int
+    percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSize:
+    """What one instance gets. None: the file does not say."""
+
+    image: str | None = None
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    gpu: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. `memory_bytes` None: what it has free."""
+
+    memory_bytes: int | None = None
+    standby: int = 0
+    standby_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Objectives for `teneral pool plan`; None: none."""
+
+    ttft_p99_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A JSON merge patch on rendered documents of one platform, kind and, unless None, name.
+
+    `index` is its place among the file's patches, for `Pool.place("patch", str(index))`.
+    """
+
+    index: int
+    platform: str
+    kind: str
+    name: str | None
+    merge: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One `[models.NAME]`, complete.
+
+    `traffic` is None when all of it goes to the newest version; else weights by version, which sum to 100. `drain_s` is
+    None when the platform's own time is meant. `given` names the keys that the file sets, here or in `[defaults]`: a
+    platform warns of those only.
+    """
+
+    name: str
+    source: str
+    versions: Versions = Versions()
+    traffic: Mapping[int, int] | None = None
+    shadow: Shadow | None = None
+    min_warm: int = 0
+    max_instances: int = 3
+    buffer: int = 0
+    idle_timeout_s: float = 300.0
+    target_concurrency: int = 8
+    max_concurrency: int = 32
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 300.0
+    drain_s: float | None = None
+    ready_when: str = "first-layer"
+    priority: int = 0
+    pins: Mapping[int, str] = field(default_factory=dict)  # version → 64 hexadecimal digits
+    serve: Mapping[str, Any] = field(default_factory=dict)  # settings of `teneral serve`, parsed
+    secrets: Mapping[str, str] = field(
+        default_factory=dict
+    )  # secret settings → environment variables with them
+    instance: InstanceSize = InstanceSize()
+    given: frozenset[str] = frozenset()
+
+    @property
+    def is_versioned(self) -> bool:
+        """Whether its source has one folder a version."""
+        return "{version}" in self.source
+
+    @property
+    def weights(self) -> Mapping[int, int]:
+        """Traffic by version where the file gives it; empty: all to the newest."""
+        return self.traffic or {}
+
+    def named_versions(self) -> tuple[int, ...]:
+        """Versions that the file names, oldest first, of those that are served; empty when it names none."""
+        if self.versions.numbers is not None:
+            return self.versions.numbers
+        shadows = {self.shadow.version} if self.shadow else set()
+        return tuple(sorted(set(self.weights) | shadows))
+
+    def address(self, version: int | None = None) -> str:
+        """The address of a version's artifact, pinned where the file pins it. A versioned source needs a version."""
+        if not self.is_versioned:
+            return self.source
+        assert version is not None, "a versioned source has no address without a version"
+        address = self.source.replace("{version}", str(version))
+        return f"{address}@b3:{self.pins[version]}" if version in self.pins else address
+
+    def serve_settings(self) -> dict[str, Any]:
+        """Settings of `teneral serve` for one instance, by name, without the model, the address to listen on, and
+        secrets: those of the file's `serve` table, and those that follow from its other keys.
+
+        `max_concurrency` becomes places that run and places that wait.
+        """
+        running = min(self.max_concurrency, int(self.serve.get("max_running", MAX_RUNNING)))
+        settings = {
+            **self.serve,
+            "name": self.name,
+            "max_running": running,
+            "max_queued": self.max_concurrency - running,
+            "request_timeout_s": self.request_timeout_s,
+        }
+        if self.drain_s is not None:
+            settings["drain_timeout_s"] = self.drain_s
+        return settings
+
+    def serve_environment(self) -> dict[str, str]:
+        """`serve_settings` as the variables that `teneral serve` reads."""
+        return {f"TENERAL_{name.upper()}": _shown(value) for name, value in self.serve_settings().items()}
+
+    @property
+    def ready_path(self) -> str:
+        """The path that answers 200 when an instance is ready as `ready_when` asks."""
+        return "/readyz?when=exact" if self.ready_when == "exact" else "/readyz"
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A whole pool file. `aliases` are further served names: weights, which sum to 100, by `name` or `name@version`."""
+
+    file: str
+    models: Mapping[str, Model]
+    aliases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    instance: InstanceSize = InstanceSize()
+    node: Node = Node()
+    slo: Slo = Slo()
+    patches: tuple[Patch, ...] = ()
+    lines: KeyLines = field(default_factory=lambda: KeyLines(""), compare=False, repr=False)
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self.models.values())
+
+    @property
+    def folder(self) -> Path:
+        """Relative addresses are relative to this."""
+        return Path(self.file).parent
+
+    def place(self, *path: str) -> Place:
+        """Of a key: `pool.place("models", "my-model", "min_warm")`.
+
+        A key that a model has from `[defaults]` (or its instance's from `[instance]`) is found there.
+        """
+        for candidate in _homes(path):
+            if self.lines.has(candidate):
+                return Place(self.file, _dotted(candidate), self.lines.line_of(candidate))
+        return Place(self.file, _dotted(path), self.lines.line_of(path))
+
+    def error(self, code: Code, message: str, *path: str, hint: str = "") -> PoolFileError:
+        """An error about the key at `path`, to be raised."""
+        return PoolFileError(code, self.place(*path), message, hint=hint)
+
+    def warning(self, code: Code, message: str, *path: str) -> PoolWarning:
+        return PoolWarning(code, self.place(*path), message)
+
+
+def _homes(path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The paths at which a key may be written, nearest first."""
+    yield path
+    if path[:1] == ("models",) and len(path) >= 3:
+        rest = path[2:]
+        if rest[0] == "instance":
+            yield rest
+            yield ("defaults", *rest[1:])
+        else:
+            yield ("defaults", *rest)
+    elif path[:1] == ("instance",):
+        yield ("defaults", *path[1:])
+
+
+def _dotted(path: tuple[str, ...]) -> str:
+    """As a user would write it: `models.a.min_warm`, `patch[0].merge`."""
+    text = ""
+    for name in path:
+        if name.isdigit() and text == "patch":
+            text += f"[{name}]"
+        elif all((char.isalnum() and char.isascii()) or char in "-_" for char in name):
+            text += f".{name}" if text else name
+        else:
+            text += f'."{name}"' if text else f'"{name}"'
+    return text
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

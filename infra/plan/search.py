@@ -1,0 +1,77 @@
+"""The search for settings: a grid of pools under one trace, those that no other beats, and the cheapest that is fast
+enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ...handlers.pool.values import Model
+from .cost import Price, cost_of
+from .instance_model import Profile
+from .simulate import Outcome, simulate
+from .trace import Request
+
+MIN_WARM = (0, 1, 2, 4)
+BUFFER = (0, 1, 2)
+IDLE_TIMEOUT_S = (30.0, 60.0, 300.0, 900.0, 3600.0)
+
+
+class Choice(NamedTuple):
+    """One pool of the grid, and what became of it."""
+
+    model: Model
+    outcome: Outcome
+    ttft_p50_s: float
+    ttft_p99_s: float
+    cost: float
+
+    @property
+    def settings(self) -> str:
+        model = self.model
+        return f"min_warm={model.min_warm} buffer={model.buffer} idle_timeout_s={model.idle_timeout_s:g}"
+
+
+def candidates(model: Model) -> Iterable[Model]:
+    """The grid's pools that the model's `max_instances` allows."""
+    for min_warm in MIN_WARM:
+        for buffer in BUFFER:
+            if min_warm + buffer <= model.max_instances:
+                for idle_timeout_s in IDLE_TIMEOUT_S:
+                    yield dataclasses.replace(
+                        model, min_warm=min_warm, buffer=buffer, idle_timeout_s=idle_timeout_s
+                    )
+
+
+def try_out(
+    requests: Sequence[Request], model: Model, profile: Profile, price: Price, cores: float | None
+) -> Choice:
+    """One pool under the requests of its model."""
+    outcome = simulate(requests, {model.name: model}, {model.name: profile}, cores=cores)[model.name]
+    ordered = sorted(outcome.first_token_s)
+    half, most = (ordered[round(share * (len(ordered) - 1))] if ordered else 0.0 for share in (0.5, 0.99))
+    return Choice(model, outcome, half, most, cost_of(outcome, model, price))
+
+
+def search(
+    requests: Sequence[Request], model: Model, profile: Profile, price: Price, cores: float | None = None
+) -> list[Choice]:
+    """The grid, in its order."""
+    return [try_out(requests, each, profile, price, cores) for each in candidates(model)]
+
+
+def pareto(choices: Iterable[Choice]) -> list[Choice]:
+    """Those that no other beats in both cost and p99, the cheapest first."""
+    front: list[Choice] = []
+    for choice in sorted(choices, key=lambda each: (each.cost, each.ttft_p99_s)):
+        if not front or choice.ttft_p99_s < front[-1].ttft_p99_s:
+            front.append(choice)
+    return front
+
+
+def cheapest(choices: Iterable[Choice], ttft_p99_s: float) -> Choice | None:
+    """Of those whose p99 is at most that and that refuse no request. None is an answer."""
+    good = [each for each in choices if each.ttft_p99_s <= ttft_p99_s and each.outcome.refused == 0]
+    return min(good, key=lambda each: (each.cost, each.ttft_p99_s), default=None)

@@ -1,0 +1,1 @@
+"""`teneral pool render`: one pool.toml as complete documents of each platform."""

@@ -1,0 +1,128 @@
+"""`teneral pool render`: documents to standard output or into a folder, and the check that a folder still has them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...handlers.pool.codes import PoolWarning
+from ...handlers.pool.file import read_pool
+from ...handlers.pool.values import Model, Pool
+from ...loader.errors import NoSpaceError, UsageError
+from ...loader.sources.base import SourceOptions
+from .documents import Options
+from .render import Rendered, chosen_models, render
+
+MAX_FILE_BYTES = 4 << 20  # of a file that is compared
+SUFFIX = ".yaml"
+OURS = "# Rendered by `teneral pool render "
+
+
+def run_render(
+    platform: str,
+    file: str,
+    *,
+    output: str | None,
+    check: str | None,
+    model: str | None,
+    strict: bool,
+    options: Options,
+    manifests: SourceOptions | None,
+) -> int:
+    """Returns 0, or with `check` 1 and a diff on standard output where the folder differs.
+
+    With `manifests`, the models' manifests are read from their sources, to size instances by.
+    """
+    pool = read_pool(file)
+    weights = {} if manifests is None else weight_bytes(chosen_models(pool, model), pool, manifests)
+    rendered = render(pool, platform, options=options, weight_bytes=weights, model=model)
+    if strict and rendered.warnings:
+        raise rendered.warnings[0].as_error()
+    for warning in rendered.warnings:
+        print(f"teneral: warning: {warning}", file=sys.stderr)
+    if check is not None:
+        return compare(rendered, Path(check))
+    if output is None:
+        sys.stdout.write(rendered.stream())
+        return 0
+    write(rendered, Path(output))
+    return 0
+
+
+def limits(pool: Pool, platform: str) -> Sequence[PoolWarning]:
+    """What rendering for a platform would warn of; raises what it would raise. For `teneral pool check --for`."""
+    return render(pool, platform).warnings
+
+
+def write(rendered: Rendered, folder: Path) -> None:
+    """One file a document, each replaced whole. Files that an earlier rendering left there are named, not removed."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in rendered.texts().items():
+            beside = folder / f".{name}.{os.getpid()}"
+            try:
+                beside.write_text(text, encoding="utf-8")
+                beside.replace(folder / name)
+            finally:
+                beside.unlink(missing_ok=True)
+    except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError | PermissionError):
+            raise UsageError(f"cannot write into {folder}: {error.strerror}", key="-o") from error
+        raise NoSpaceError(f"cannot write into {folder}: {error.strerror}", source=str(folder)) from error
+    for name in stale_files(rendered, folder):
+        print(f"teneral: {folder / name} is not rendered any more; remove it", file=sys.stderr)
+
+
+def compare(rendered: Rendered, folder: Path) -> int:
+    """0 when the folder has exactly these files; else 1, and the differences on standard output."""
+    differs = False
+    for name, text in rendered.texts().items():
+        before = _read(folder / name)
+        if before != text:
+            differs = True
+            lines = difflib.unified_diff(
+                (before or "").splitlines(keepends=True),
+                text.splitlines(keepends=True),
+                f"{folder / name}" if before is not None else "/dev/null",
+                f"{name} (rendered)",
+            )
+            sys.stdout.writelines(lines)
+    for name in stale_files(rendered, folder):
+        differs = True
+        print(f"{folder / name} is not rendered any more")
+    return int(differs)
+
+
+def stale_files(rendered: Rendered, folder: Path) -> list[str]:
+    """Files that an earlier rendering wrote into the folder and this one does not, by their first line."""
+    names = {document.file for document in rendered.documents}
+    found = sorted(path.name for path in folder.glob(f"*{SUFFIX}") if path.name not in names)
+    return [name for name in found if (_read(folder / name) or "").startswith(OURS)]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read(MAX_FILE_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def weight_bytes(models: Sequence[Model], pool: Pool, options: SourceOptions) -> dict[str, int]:
+    """Decoded size of each model's weights: the largest of its versions. Reads manifests, never weights."""
+    from ...loader.artifact import open_artifact  # only where sizes are wanted
+    from ...loader.pin import split_pin
+    from ...loader.sources.open import open_source
+
+    sizes: dict[str, int] = {}
+    for model in models:
+        addresses = [model.address(version) for version in model.named_versions() or ()]
+        for address in addresses or ([] if model.is_versioned else [model.address()]):
+            plain, digest = split_pin(address)
+            local = plain if "://" in plain else str(pool.folder / plain)
+            manifest = open_artifact(open_source(local, options), digest=digest)
+            sizes[model.name] = max(sizes.get(model.name, 0), manifest.weight_bytes)
+    return sizes

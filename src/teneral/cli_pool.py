@@ -1,0 +1,242 @@
+"""`teneral pool`: the flags of its actions, and the function that runs each.
+
+Actions live in `handlers/pool/` and in `infra/`, which may not import each other both ways: this is where they meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from .loader.errors import UsageError
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    """The flags of all actions."""
+    actions = command.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
+    for name, (help_text, add, _) in ACTIONS.items():
+        add(actions.add_parser(name, help=help_text, description=help_text[0].upper() + help_text[1:] + "."))
+
+
+def run_pool_command(options: argparse.Namespace) -> int:
+    """Run the action that was given. Returns the exit status; raises `TeneralError`."""
+    _, _, run = ACTIONS[options.action]
+    return run(options)
+
+
+def _add_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "file", metavar="POOL.toml", nargs="?", default="pool.toml", help="(default: pool.toml)"
+    )
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    _add_file(command)
+    command.add_argument(
+        "--for", dest="platform", metavar="PLATFORM", help="with that platform's limits as well"
+    )
+    command.add_argument("--strict", action="store_true", help="warnings are errors")
+    command.add_argument("--json", action="store_true", help="for machines")
+
+
+def _check(options: argparse.Namespace) -> int:
+    from .handlers.pool.command import check
+
+    if options.platform is None:
+        return check(options.file, strict=options.strict, as_json=options.json)
+    from .infra.render.command import limits
+
+    return check(
+        options.file, platform=options.platform, limits=limits, strict=options.strict, as_json=options.json
+    )
+
+
+def _add_render(command: argparse.ArgumentParser) -> None:
+    from .handlers.pool.keys import PLATFORMS
+
+    command.add_argument("platform", metavar="PLATFORM", help=", ".join(PLATFORMS))
+    _add_file(command)
+    where = command.add_mutually_exclusive_group()
+    where.add_argument(
+        "-o", "--output", metavar="DIR", help="one file a document (default: all to standard output)"
+    )
+    where.add_argument("--check", metavar="DIR", help="write nothing; status 1 and a diff where DIR differs")
+    command.add_argument("--model", metavar="NAME", help="this model alone")
+    command.add_argument("--strict", action="store_true", help="warnings are errors")
+    command.add_argument(
+        "--read-manifests",
+        action="store_true",
+        help="read the models' manifests, to size instances whose memory the file does not give and check the others",
+    )
+    around = command.add_argument_group("surroundings that the file does not describe")
+    around.add_argument(
+        "--project", default="", metavar="ID", help="cloud-run: project of the service accounts"
+    )
+    around.add_argument("--prometheus", metavar="URL", help="kubernetes, helm: server that KEDA asks")
+    around.add_argument("--gateway", metavar="NAME", help="kubernetes, helm: Gateway that divides traffic")
+    _add_store(command)
+
+
+def _add_store(command: argparse.ArgumentParser) -> None:
+    from .cli_flags import _add_source_flags
+
+    _add_source_flags(command)
+
+
+def _render(options: argparse.Namespace) -> int:
+    from .cli import _source_options
+    from .infra.render.command import run_render
+    from .infra.render.documents import Options
+
+    around = {name: getattr(options, name) for name in ("project", "prometheus", "gateway")}
+    return run_render(
+        options.platform,
+        options.file,
+        output=options.output,
+        check=options.check,
+        model=options.model,
+        strict=options.strict,
+        options=Options(**{name: value for name, value in around.items() if value is not None}),
+        manifests=_source_options(options) if options.read_manifests else None,
+    )
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    _add_file(command)
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    command.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one (default: 8080)")
+    command.add_argument(
+        "--watch", action="store_true", help="look for changes of the file and for new versions"
+    )
+    command.add_argument(
+        "--watch-s", type=float, default=10.0, metavar="SECONDS", help="how often (default: 10)"
+    )
+    command.add_argument(
+        "--model-control", action="store_true", help="let clients put models to sleep, wake and drain them"
+    )
+    command.add_argument(
+        "--state-dir", default=None, metavar="DIR", help="keep KV snapshots there between runs (default: not)"
+    )
+    command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from .handlers.pool.run import RunOptions, run_pool
+
+    if not 0 <= options.port <= 65535:
+        raise UsageError(f"--port must be from 0 to 65535; it is {options.port}", key="port")
+    if not 0.1 <= options.watch_s <= 86_400:
+        raise UsageError(f"--watch-s must be from 0.1 to 86400; it is {options.watch_s}", key="watch-s")
+    return run_pool(
+        RunOptions(
+            file=options.file,
+            host=options.host,
+            port=options.port,
+            watch=options.watch,
+            watch_s=options.watch_s,
+            model_control=options.model_control,
+            state_folder=options.state_dir,
+            log_level=options.log_level,
+        )
+    )
+
+
+def _add_measure(command: argparse.ArgumentParser) -> None:
+    _add_file(command)
+    command.add_argument("--starts", type=int, default=5, metavar="N", help="of each model (default: 5)")
+    command.add_argument(
+        "-o",
+        "--output",
+        default=None,
+        metavar="FILE",
+        help="(default: pool.measured.json beside the pool file)",
+    )
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from .handlers.pool.measure import measure
+
+    return measure(options.file, num_starts=options.starts, output=options.output)
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    _add_file(command)
+    command.add_argument(
+        "--trace", default=None, metavar="FILE", help="arrivals: JSON lines, CSV, or one of Azure's"
+    )
+    command.add_argument(
+        "--synthetic",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="arrivals such as bursty:rate=5,on=40,off=860,duration=21600; poisson: and diurnal: too; may be repeated",
+    )
+    command.add_argument(
+        "--measured", default=None, metavar="FILE", help="(default: pool.measured.json beside the pool file)"
+    )
+    command.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a figure in place of a measured one",
+    )
+    command.add_argument("--price", default=None, help="yours: 0.10/h an instance, or 0.0000167/GB-s")
+    command.add_argument(
+        "--platform-s", type=float, default=None, metavar="SECONDS", help="until a platform begins a start"
+    )
+    command.add_argument(
+        "--cores",
+        type=float,
+        default=None,
+        metavar="N",
+        help="of the one host that all instances share (default: own ones)",
+    )
+    command.add_argument("--json", action="store_true", help="for machines")
+    command.add_argument("--html", default=None, metavar="FILE", help="write a page as well")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .infra.plan.command import PlanOptions, plan
+
+    return plan(
+        PlanOptions(
+            file=options.file,
+            trace=options.trace,
+            synthetic=tuple(options.synthetic),
+            measured=options.measured,
+            assume=tuple(options.assume),
+            price=options.price,
+            platform_s=options.platform_s,
+            cores=options.cores,
+            as_json=options.json,
+            html=options.html,
+        )
+    )
+
+
+def _add_status(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--url", default="http://127.0.0.1:8080", help="of the pool (default: http://127.0.0.1:8080)"
+    )
+    command.add_argument("--json", action="store_true", help="for machines")
+
+
+def _status(options: argparse.Namespace) -> int:
+    from .handlers.pool.status import status
+
+    return status(options.url, as_json=options.json)
+
+
+# Action → help, what adds its flags, and what runs it: a function of the options that returns the exit status. Imports
+# of `infra` stay inside of these functions.
+ACTIONS: dict[
+    str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+] = {
+    "run": ("serve all models of a pool file on this machine, behind one port", _add_run, _run),
+    "status": ("print the models and instances of a pool that runs", _add_status, _status),
+    "measure": ("start instances here, and write how fast they start and answer", _add_measure, _measure),
+    "plan": ("say how a pool does under a trace of arrivals, and what it costs", _add_plan, _plan),
+    "check": ("read a pool file, and name the first thing that is wrong with it", _add_check, _check),
+    "render": ("write a platform's documents for a pool file", _add_render, _render),
+}

@@ -1,0 +1,327 @@
+"""`teneral pool run` with real servers: several models behind one port, reloads, deaths, sleep, and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.pool_runs import Answer, PoolRun
+from tests.support.standby_processes import descendants, runs, until
+from tests.support.tiny_models import save_tiny
+
+from teneral import cli
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are watched as Linux does it"),
+    pytest.mark.slow,
+]
+NODE = '[node]\nmemory = "8GiB"\nstandby = 2\n'
+SERVE = '[defaults.serve]\nkv_bytes = "8MiB"\nkernels = false\nthreads = 1\n'
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Artifacts with different weights: `repository/1` and `/2`."""
+    folder = tmp_path_factory.mktemp("models")
+    for version in ("1", "2"):
+        save_tiny("llama", folder / f"plain-{version}", seed=int(version))
+        assert (
+            cli.run(
+                ["pack", str(folder / f"plain-{version}"), str(folder / "repository" / version), "--quiet"]
+            )
+            == 0
+        )
+    return folder
+
+
+def pool_file(models: str, head: str = SERVE, node: str = NODE) -> str:
+    return f"version = 1\n{head}{models}\n{node}"
+
+
+class Load:
+    """Threads that ask until their context ends; every answer is kept."""
+
+    def __init__(self, ask: Callable[[int], Answer], num_threads: int = 4, pause_s: float = 0.0) -> None:
+        self.answers: list[Answer] = []
+        self.lost: list[Exception] = []
+        self._ask = ask
+        self._pause_s = pause_s
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(num_threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        while not self._stop.is_set():
+            try:
+                self.answers.append(self._ask(number))
+            except OSError as error:
+                self.lost.append(error)
+            time.sleep(self._pause_s)
+
+
+def test_models_aliases_and_versions_answer_behind_one_port(models: Path, tmp_path: Path) -> None:
+    file = pool_file(
+        f"""
+[models.first]
+source = "{models}/repository/1"
+idle_timeout_s = 1
+[models.second]
+source = "{models}/repository/{{version}}"
+versions = "all"
+[models.broken]
+source = "{models}/nowhere"
+[aliases]
+assistant = "second@2"
+"""
+    )
+    with PoolRun(tmp_path, file, "--model-control") as pool:
+        assert pool.ask("GET", "/livez").status == pool.ask("GET", "/health").status == 200
+        first = pool.complete("first")
+        assert first.status == 200, first.body
+        assert first.headers["x-teneral-model"] == "first"
+        assert first.headers["x-teneral-start"] in ("standby", "cold")
+        assert pool.complete("FIRST").headers["x-teneral-start"] == "warm"
+        one, two = pool.complete("second@1"), pool.complete("assistant")
+        assert one.text == first.text, "the same weights"
+        assert two.text != one.text, "other weights"
+        assert (
+            two.headers["x-teneral-model"] == pool.complete("second").headers["x-teneral-model"] == "second@2"
+        )
+        infer = pool.ask(
+            "POST", "/v2/models/second/versions/2/generate", {"text_input": "a b c", "parameters": {}}
+        )
+        assert infer.status == 200, infer.body
+        assert infer.headers["x-teneral-model"] == "second@2"
+
+        for name in ("nothing", "second@3", "first@1"):
+            missing = pool.complete(name)
+            assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+        broken = pool.complete("broken")
+        assert (broken.status, broken.json["error"]["code"]) == (503, "model_unavailable")
+        assert pool.ask("POST", "/v1/completions", ["no object"]).status == 400
+        assert pool.ask("POST", "/invoke", {"x": 1}).status == 400, "it names no model"
+
+        listed = {each["id"]: each["teneral"] for each in pool.ask("GET", "/v1/models").json["data"]}
+        assert listed["second"] == {"state": "ready", "versions": [1, 2]}
+        assert listed["broken"]["state"] == "unavailable"
+        assert set(listed) == {"first", "second", "broken", "assistant"}
+        until(lambda: pool.pool()["models"]["first"]["state"] == "asleep", "the idle model ends")
+        assert pool.complete("first").headers["x-teneral-start"] == "standby"
+
+        assert pool.ask("POST", "/v1/pool/first/drain").status == 200
+        assert pool.complete("first").status == 503
+        assert pool.ask("POST", "/v1/pool/first/wake").status == 200
+        assert pool.complete("first").headers["x-teneral-start"] == "warm"
+        metrics = pool.ask("GET", "/metrics").body.decode()
+        assert 'teneral_starts_total{kind="standby",model="first",outcome="ok"}' in metrics
+        assert 'teneral_pool_memory_bytes{kind="budget"} 8.589934592e+09' in metrics
+        assert pool.end() == 0
+
+
+def test_streams_pass_through_and_a_client_that_goes_away_frees_its_place(
+    models: Path, tmp_path: Path
+) -> None:
+    import http.client
+
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\nmin_warm = 1\nmax_instances = 1\n')
+    with PoolRun(tmp_path, file) as pool:
+        until(lambda: pool.ask("GET", "/readyz").status == 200, "min_warm is there")
+        streamed = pool.complete("m", stream=True)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.body.endswith(b"data: [DONE]\n\n")
+        connection = http.client.HTTPConnection("127.0.0.1", pool.port)
+        body = {"model": "m", "prompt": "a", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.getresponse().read(1)
+        connection.close()
+        until(lambda: pool.instances("m")[0]["in_work"] == 0, "the place is free again")
+
+
+def test_a_new_version_takes_over_under_load_without_a_failed_request(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    shutil.copytree(models / "repository" / "1", folder / "1")
+    file = pool_file(f'[models.m]\nsource = "{folder}/{{version}}"\nmin_warm = 1\nmax_instances = 2\n')
+    with PoolRun(tmp_path, file, "--watch", "--watch-s", "0.3") as pool:
+        assert pool.complete("m").headers["x-teneral-model"] == "m@1"
+        with Load(lambda _: pool.complete("m")) as load:
+            shutil.copytree(models / "repository" / "2", folder / "2.copy")
+            os.rename(folder / "2.copy", folder / "2")
+            until(lambda: pool.complete("m").headers["x-teneral-model"] == "m@2", "version 2 takes over")
+            # A file that cannot be used changes nothing.
+            pool.reload("version = 1\n[models.m]\nsorce = 1\n")
+            until(lambda: "sorce: is not a known key [E1]" in pool.said, "the bad file is logged")
+            pool.reload(file.replace("max_instances = 2", "max_instances = 2\npriority = 3"))
+            time.sleep(0.5)
+        assert not load.lost
+        assert Counter(answer.status for answer in load.answers) == {200: len(load.answers)}
+        assert {answer.headers["x-teneral-model"] for answer in load.answers} == {"m@1", "m@2"}
+        texts = {(answer.headers["x-teneral-model"], answer.text) for answer in load.answers}
+        assert len(texts) == 2, "each version gives its own answer, always"
+
+
+def test_a_version_that_fails_leaves_the_old_one_serving(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "repository"
+    shutil.copytree(models / "repository" / "1", folder / "1")
+    file = pool_file(f'[models.m]\nsource = "{folder}/{{version}}"\nmin_warm = 1\n')
+    with PoolRun(tmp_path, file, "--watch", "--watch-s", "0.3") as pool:
+        assert pool.complete("m").headers["x-teneral-model"] == "m@1"
+        shutil.copytree(models / "repository" / "2", folder / "damaged")
+        blob = max((folder / "damaged").rglob("*.bin"), key=lambda path: path.stat().st_size)
+        blob.write_bytes(bytes(blob.stat().st_size))
+        os.rename(folder / "damaged", folder / "2")
+
+        def newest() -> dict[str, Any]:
+            return next(v for v in pool.pool()["models"]["m"]["versions"] if v["name"] == "m@2")
+
+        until(
+            lambda: "m@2" in str(pool.pool()["models"]) and newest().get("failures", 0) >= 1,
+            "version 2 fails",
+        )
+        assert newest()["reason"]
+        assert pool.complete("m").headers["x-teneral-model"] == "m@1"
+
+
+HANDLER = """
+def handler(event, context):
+    text = context.model.generate("a b c", max_tokens=4, temperature=0).text
+    if text != event["text"]:
+        raise ValueError("another version's text")
+    return {"text": text}
+"""
+
+
+def test_a_version_with_too_many_errors_is_rolled_back(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "function.py").write_text(HANDLER)
+    folder = tmp_path / "repository"
+    shutil.copytree(models / "repository" / "1", folder / "1")
+    head = SERVE + f'handler = "{tmp_path}/function.py:handler"\n'
+    file = pool_file(f'[models.m]\nsource = "{folder}/{{version}}"\nmin_warm = 1\n', head)
+    with PoolRun(tmp_path, file, "--watch", "--watch-s", "0.3") as pool:
+        text = pool.complete("m").text
+
+        def invoke(_: int) -> Answer:
+            return pool.ask("POST", "/invoke", {"text": text})
+
+        assert invoke(0).status == 200
+        shutil.copytree(models / "repository" / "2", folder / "2")
+        with Load(invoke, num_threads=2, pause_s=0.02) as load:
+            until(lambda: any(answer.status == 500 for answer in load.answers), "version 2 makes errors")
+            until(lambda: load.answers[-1].status == 200, "version 1 serves again")
+            until(lambda: invoke(0).headers.get("x-teneral-model") == "m@1", "version 1 serves again")
+        assert "answers were errors" in pool.pool()["models"]["m"]["rejected"]["2"]
+
+
+def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_path: Path) -> None:
+    """Six models with memory for three, an instance killed every second and a half."""
+    names = [f"m{number}" for number in range(6)]
+    tables = "".join(
+        f'[models.{name}]\nsource = "{models}/repository/{1 + number % 2}"\nqueue_timeout_s = 90\n'
+        for number, name in enumerate(names)
+    )
+    need_mib = 250 + 8 + 30
+    node = f'[node]\nmemory = "{3 * need_mib + 400}MiB"\nstandby = 2\n'
+    seconds = float(os.environ.get("POOL_CHAOS_S", "15"))
+    with PoolRun(tmp_path, pool_file(tables, node=node), "--log-level", "warning") as pool:
+        expected = {name: pool.complete(name).text for name in names}
+        assert len(set(expected.values())) == 2
+        killed = 0
+        over = 0.0
+
+        def ask(number: int) -> Answer:
+            ask.count += 1  # type: ignore[attr-defined]
+            name = names[(ask.count * 7 + number) % 6]  # type: ignore[attr-defined]
+            answer = pool.complete(name)
+            if answer.status == 200:
+                assert answer.text == expected[name], "an answer of another model's"
+            return answer
+
+        ask.count = 0  # type: ignore[attr-defined]
+        with Load(ask, num_threads=6) as load:
+            until_s = time.monotonic() + seconds
+            while time.monotonic() < until_s:
+                time.sleep(1.5)
+                state = pool.pool()
+                memory = state["memory"]
+                over = max(over, memory["used_bytes"] / memory["budget_bytes"])
+                instances = [
+                    i for m in state["models"].values() for v in m["versions"] for i in v["instances"]
+                ]
+                assert len(instances) <= 4
+                if instances:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(instances[killed % len(instances)]["process"], signal.SIGKILL)
+                        killed += 1
+        statuses = Counter(answer.status for answer in load.answers)
+        assert not load.lost, "no connection ended without an answer"
+        assert killed >= 3
+        assert over <= 1.02
+        assert statuses[200] > 0.97 * len(load.answers), statuses
+        assert set(statuses) <= {200, 502, 503}, statuses
+
+
+def test_a_model_that_never_fits_is_refused_with_the_numbers(models: Path, tmp_path: Path) -> None:
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n', node='[node]\nmemory = "100MiB"\n')
+    with PoolRun(tmp_path, file) as pool:
+        answer = pool.complete("m")
+        assert (answer.status, answer.json["error"]["code"]) == (507, "insufficient_memory")
+        assert "but the pool has 100 MiB" in answer.json["error"]["message"]
+    too_warm = file.replace('repository/1"', 'repository/1"\nmin_warm = 1')
+    (tmp_path / "pool.toml").write_text(too_warm)
+    assert cli.run(["pool", "run", str(tmp_path / "pool.toml"), "--port", "0"]) == 2
+
+
+def test_sleep_keeps_what_was_computed(models: Path, tmp_path: Path) -> None:
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n')
+    prompt = "a b c d e f g h " * 6
+    with PoolRun(tmp_path, file, "--model-control") as pool:
+        for _ in range(3):
+            before = pool.complete("m", prompt)
+        assert pool.ask("POST", "/v1/pool/m/sleep").status == 200
+        until(lambda: not pool.instances("m"), "the model sleeps")
+        after = pool.complete("m", prompt)
+        assert after.headers["x-teneral-start"] != "warm"
+        assert after.text == before.text
+        assert after.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_copies_go_to_the_shadow_and_answers_come_from_the_other(models: Path, tmp_path: Path) -> None:
+    model = f'[models.m]\nsource = "{models}/repository/{{version}}"\nversions = [1, 2]\n'
+    file = pool_file(model + 'traffic = { "1" = 100 }\nshadow = { version = 2, percent = 50 }\n')
+    with PoolRun(tmp_path, file) as pool:
+
+        def ask() -> int:
+            assert pool.complete("m").headers["x-teneral-model"] == "m@1"
+            shadow = pool.pool()["counts"]["shadow"]
+            return int(shadow.get("same", 0)) + int(shadow.get("different", 0))
+
+        until(lambda: ask() >= 3, "copies are compared")
+
+
+def test_instances_end_with_a_supervisor_that_is_killed(models: Path, tmp_path: Path) -> None:
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\nmin_warm = 1\n')
+    with PoolRun(tmp_path, file) as pool:
+        assert pool.complete("m").status == 200
+        server = pool.instances("m")[0]["process"]
+        family = [server, *descendants(pool.process.pid)]
+        pool.end(signal.SIGKILL)
+        until(lambda: not any(map(runs, family)), "everything has ended")

@@ -1,0 +1,155 @@
+"""The reference pool on every platform: what lies in infra/rendered, by every validator that is at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.support.infra_validators import (
+    check_cloudformation,
+    check_kubernetes,
+    check_policies,
+    check_requests,
+)
+from tests.support.pool_files import DIGEST, PLAIN, VERSIONED, render_text
+
+from teneral.cli import run
+from teneral.handlers.pool.file import read_pool
+from teneral.infra.render.documents import Options
+from teneral.infra.render.render import RENDERERS, render
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "infra" / "examples" / "reference.pool.toml"
+CLOUDFORMATION = ("lambda", "sagemaker", "fargate")
+CHART = ROOT / "infra" / "helm" / "teneral"
+KUBERNETES = ("knative", "kserve", "kubernetes")
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("platform", RENDERERS)
+def test_what_is_committed_is_what_is_rendered(platform, capsys):
+    folder = f"infra/rendered/{platform}"
+    code = run(["pool", "render", platform, str(REFERENCE), "--check", folder, "--project", "my-project"])
+    assert code == 0, (
+        f"teneral pool render {platform} {REFERENCE} -o {folder} --project my-project\n"
+        + capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("platform", KUBERNETES)
+def test_kubernetes_takes_the_reference_pool(platform):
+    documents = [document.body for document in render(read_pool(REFERENCE), platform).documents]
+    if unknown := check_kubernetes(documents):
+        pytest.skip(f"no schemas beside the checkout for {', '.join(sorted(unknown))}")
+
+
+@pytest.mark.parametrize("platform", KUBERNETES)
+def test_kubernetes_takes_several_versions_and_zero(platform):
+    zero = PLAIN.replace("min_warm = 1", "min_warm = 0\nbuffer = 1")
+    for text in (VERSIONED, zero):
+        check_kubernetes([document.body for document in render_text(text, platform).documents])
+
+
+def test_cloud_run_takes_the_reference_pool_as_a_knative_service():
+    documents = render(read_pool(REFERENCE), "cloud-run", options=Options(project="my-project")).documents
+    for document in documents:
+        body = yaml.safe_load(yaml.safe_dump(dict(document.body)))
+        assert body["spec"]["template"]["spec"]["serviceAccountName"].endswith(
+            "@my-project.iam.gserviceaccount.com"
+        )
+        assert body["spec"]["template"]["spec"]["containers"][0]["startupProbe"]["failureThreshold"] <= 240
+
+
+@pytest.mark.parametrize("platform", CLOUDFORMATION)
+def test_cloudformation_takes_the_reference_pool(platform):
+    rendered = render(read_pool(REFERENCE), platform)
+    for name, text in rendered.texts().items():
+        check_cloudformation(text)
+        template = yaml.safe_load(text)
+        check_policies(template)
+        check_requests(template)
+        assert name.endswith(".template.yaml")
+
+
+def test_sagemaker_takes_several_versions_and_zero():
+    for text in (VERSIONED, PLAIN.replace("min_warm = 1", "min_warm = 0")):
+        for template in render_text(text, "sagemaker").texts().values():
+            check_cloudformation(template)
+            check_requests(yaml.safe_load(template))
+
+
+def test_fargate_takes_several_versions():
+    for template in render_text(VERSIONED, "fargate").texts().values():
+        check_cloudformation(template)
+
+
+def test_a_secret_is_a_reference_on_every_platform():
+    text = PLAIN + '[models.m.serve]\napi_key_env = "THE_KEY"\n'
+    for platform in RENDERERS:
+        body = render_text(text, platform).stream()
+        assert "TENERAL_API_KEY" in body
+        assert "THE_KEY" in body or "the-key" in body
+
+
+def test_a_role_reads_its_model_and_nothing_else():
+    def statements(source, serve=""):
+        text = PLAIN.replace("s3://bucket/m", source) + f"[models.m.serve]\n{serve}\n"
+        template = yaml.safe_load(render_text(text, "lambda").stream())
+        found = template["Resources"]["Role"]["Properties"]["Policies"][0]["PolicyDocument"]["Statement"]
+        return [each for each in found if each["Action"][0].startswith("s3:")]
+
+    pinned = statements(f"s3://bucket/models/m@b3:{DIGEST}")
+    arn = "arn:${AWS::Partition}:s3:::bucket/models/m/*"
+    assert pinned == [{"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": [{"Fn::Sub": arn}]}]
+    listed = statements("s3://bucket/models/m")
+    assert [each["Action"] for each in listed] == [["s3:GetObject"], ["s3:ListBucket"]]
+    assert listed[1]["Condition"] == {"StringLike": {"s3:prefix": "models/m/*"}}
+    assert statements("https://example.com/m") == []
+    written = statements(
+        f"s3://bucket/m@b3:{DIGEST}", 'batch_output = "s3://results/out/{bucket}/{key}.jsonl"'
+    )
+    assert written[1]["Condition"] == {"StringLike": {"s3:prefix": "out/*"}}
+    assert written[2]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::results/out/*"}]
+    assert "s3:PutObject" in written[2]["Action"]
+    whole = statements("s3://bucket")
+    assert whole[0]["Resource"] == [{"Fn::Sub": "arn:${AWS::Partition}:s3:::bucket/*"}]
+    assert whole[1]["Condition"] == {"StringLike": {"s3:prefix": "*"}}
+
+
+def test_versions_share_instances_by_their_weights():
+    text = VERSIONED.replace("min_warm = 1", "min_warm = 4\nmax_instances = 10")
+    documents = {document.name: document.body for document in render_text(text, "kubernetes").documents}
+    scaled = [
+        document.body
+        for document in render_text(text, "kubernetes").documents
+        if document.kind == "ScaledObject"
+    ]
+    assert [(each["spec"]["minReplicaCount"], each["spec"]["maxReplicaCount"]) for each in scaled] == [
+        (4, 9),
+        (1, 1),
+    ]
+    assert [each["weight"] for each in documents["m"]["spec"]["rules"][0]["backendRefs"]] == [90, 10]
+
+
+def test_the_time_to_drain_fits_the_platforms_grace():
+    text = PLAIN.replace("min_warm = 1", "min_warm = 1\ndrain_s = 40")
+    documents = [each.body for each in render_text(text, "kubernetes").documents if each.kind == "Deployment"]
+    pod = documents[0]["spec"]["template"]["spec"]
+    environment = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert pod["terminationGracePeriodSeconds"] == 45
+    assert float(environment["TENERAL_DRAIN_TIMEOUT_S"]) == 40
+
+
+def test_names_that_platforms_refuse_are_made_different_names():
+    text = PLAIN.replace("[models.m]", '[models."Qwen2.5/Q"]')
+    text += text[text.index("[models") : text.index("[instance]")].replace("Qwen2.5/Q", "Qwen2-5.Q")
+    names = {each.name for each in render_text(text, "knative").documents if each.kind == "Service"}
+    assert len(names) == 2
+    assert all(name.startswith("qwen2-5-q-") for name in names)
+    text = PLAIN.replace("[models.m]", f"[models.{'x' * 100}]")
+    assert all(len(each.name) <= 40 for each in render_text(text, "knative").documents)

@@ -1,0 +1,238 @@
+"""Outages: a store that is away for a while is waited for by all readers together, and the timeline shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.support.faulty_loads import LAYERS, FaultyStore, faulty_store, first_ranges
+from tests.support.store_faults import Fault
+from tests.support.store_http import Request
+from tests.support.store_server import StoreServer
+
+from teneral.loader.errors import NotFoundError, UnavailableError
+from teneral.loader.sources.base import SourceOptions
+from teneral.loader.sources.budget import Budget
+from teneral.loader.sources.http import HttpSource
+from teneral.loader.sources.http_retry import _Tries
+from teneral.loader.sources.outage import Outage, show_outages
+from teneral.loader.sources.s3 import S3Store
+from teneral.loader.stream.process_load import ProcessLoad
+from teneral.loader.timeline import Timeline
+
+AWAY_S = 1.5
+PATIENT = {"max_attempts": 3, "outage_s": 120.0}  # three attempts alone would end at once
+WAIT_S = 120.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def readers(clock: Clock, number: int, **options: object) -> tuple[Outage, list[_Tries]]:
+    outage = Outage(clock=clock)
+    budget = Budget(at_first=1_000, share=0.1, most=1_000)
+    chosen = SourceOptions(**options)
+    return outage, [_Tries(chosen, outage, budget) for _ in range(number)]
+
+
+def test_thirty_seconds_of_refusals_are_waited_out_by_all_readers(clock: Clock) -> None:
+    _, tries = readers(clock, 8)
+    for _ in range(60):
+        assert [each.failed("refused", is_outage=True) for each in tries] == [""] * 8
+        clock.now_s += 0.5
+    assert clock.now_s == 130.0
+    whys = [each.failed("refused", is_outage=True) for each in tries]
+    assert all("nothing has come for 30 s" in why for why in whys)
+
+
+def test_one_reader_that_begins_late_does_not_begin_the_clock_anew(clock: Clock) -> None:
+    _, (first, late) = readers(clock, 2, max_attempts=3)
+    assert first.failed("refused", is_outage=True) == ""
+    clock.now_s += 40
+    assert [late.failed("refused", is_outage=True) for _ in range(2)] == ["", ""]
+    assert "nothing has come for 40 s" in late.failed("refused", is_outage=True)
+
+
+def test_a_read_that_fails_while_others_succeed_is_counted(clock: Clock) -> None:
+    outage, (one,) = readers(clock, 1)
+    for _ in range(5):
+        assert one.failed("cut", is_outage=True) == ""
+        outage.succeeded()  # another reader's
+    assert one.failed("cut", is_outage=True) == "after 6 attempts"
+
+
+def test_an_answer_that_makes_no_sense_is_no_outage(clock: Clock) -> None:
+    _, (one,) = readers(clock, 1, max_attempts=3)
+    assert [one.failed("other bytes", is_outage=False) for _ in range(2)] == ["", ""]
+    assert one.failed("other bytes", is_outage=False) == "after 3 attempts"
+
+
+def test_without_patience_attempts_are_all(clock: Clock) -> None:
+    _, (one,) = readers(clock, 1, max_attempts=2, outage_s=0.0)
+    assert one.failed("refused", is_outage=True) == ""
+    assert one.failed("refused", is_outage=True) == "after 2 attempts"
+
+
+def test_an_outage_costs_each_reader_one_retry_of_the_budget(clock: Clock) -> None:
+    outage = Outage(clock=clock)
+    budget = Budget(at_first=1, share=0.0, most=1)
+    one, other = (_Tries(SourceOptions(), outage, budget) for _ in range(2))
+    assert [one.failed("refused", is_outage=True) for _ in range(50)] == [""] * 50
+    assert "too many requests" in other.failed("refused", is_outage=True)
+
+
+def test_the_timeline_shows_that_an_outage_lasts_and_its_end(clock: Clock) -> None:
+    seen: list[tuple[float, float | None, str]] = []
+    outage = Outage(clock=clock)
+    outage.watch(lambda *note: seen.append(note))
+    outage.failed("a blip")
+    clock.now_s += 0.1
+    outage.succeeded()
+    assert seen == [], "a short one is a retry like any other"
+    outage.failed("503")
+    clock.now_s += 1
+    outage.failed("503 again")
+    clock.now_s += 1
+    outage.failed("and again")
+    outage.succeeded()
+    assert seen == [(100.1, None, "503 again"), (100.1, 102.1, "503")]
+
+
+@pytest.fixture(scope="module")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyStore]:
+    with faulty_store(tmp_path_factory.mktemp("outage"), LAYERS) as made:
+        yield made
+
+
+@pytest.fixture
+def store(shared_store: FaultyStore) -> Iterator[FaultyStore]:
+    shared_store.set_fault(None)
+    yield shared_store
+    shared_store.set_fault(None)
+
+
+def during(seconds: float, fault: Fault) -> Callable[[Request], Fault | None]:
+    """Every request from now on is treated like that, for so long from the first one on."""
+    ends_s: list[float] = []
+
+    def hook(request: Request) -> Fault | None:
+        if not ends_s:
+            ends_s.append(time.monotonic() + seconds)
+        return fault if time.monotonic() < ends_s[0] else None
+
+    return hook
+
+
+FAULTS = {
+    "503": Fault(status=503, code="SlowDown"),
+    "500": Fault(status=500),
+    "connections that break": Fault(drop=True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_store_that_answers_nothing_from_the_first_request_on_is_waited_for(
+    store: FaultyStore, fault: Fault
+) -> None:
+    store.set_fault(during(AWAY_S, fault))
+    done = store.load(**PATIENT)
+    assert done.web.retries > 1
+
+
+@contextmanager
+def away(server: StoreServer, root: Path, seconds: float) -> Iterator[None]:
+    """Stop the server, so that connections are refused, and serve the folder at its address again."""
+    port = int(server.url.rpartition(":")[2])
+    server.stop()
+    again: list[StoreServer] = []
+
+    def come_back() -> None:
+        time.sleep(seconds)
+        again.append(StoreServer(root, port=port).start())
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        again[0].stop()
+
+
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_refused_connections_are_waited_for(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "blob").write_bytes(b"content")
+    server = StoreServer(tmp_path).start()
+    timeline = Timeline()
+    with away(server, tmp_path, AWAY_S):
+        source = (
+            HttpSource(f"{server.url}/models", SourceOptions(**PATIENT))
+            if scheme == "http"
+            else S3Store("s3://models", SourceOptions(endpoint_url=server.url, region="us-east-1", **PATIENT))
+        )
+        show_outages(source, timeline)
+        assert source.read("blob", max_bytes=100)[0] == b"content"
+        source.close()
+    shown = timeline.first("fetch", "waiting for the store")
+    assert shown is not None
+    assert shown.end_s - shown.start_s > AWAY_S / 2
+    assert "ECONNREFUSED" in str(shown.attributes["reason"])
+
+
+def test_a_final_answer_ends_the_waiting_at_once(store: FaultyStore) -> None:
+    seen = iter(range(1_000))
+
+    def hook(_: Request) -> Fault | None:
+        return Fault(status=503) if next(seen) < 3 else Fault(status=404, code="NoSuchKey")
+
+    store.set_fault(hook)
+    source = HttpSource(store.url, SourceOptions(**PATIENT))
+    with pytest.raises(NotFoundError):
+        source.read("manifest.json", max_bytes=100)
+    source.close()
+
+
+def test_a_store_that_stays_away_ends_the_load_and_says_for_how_long(store: FaultyStore) -> None:
+    store.set_fault(first_ranges(1_000_000, Fault(status=503)))
+    with pytest.raises(UnavailableError, match=r"part \d+ .*nothing has come for \d+ s"):
+        store.load(max_attempts=2, outage_s=0.5)
+
+
+def test_a_load_in_a_process_of_its_own_shows_that_it_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.support.checkpoints import llama_contents, model_store
+
+    from teneral.loader.sources.file import FileStore
+    from teneral.loader.tools.pack import pack
+
+    target = FileStore(tmp_path / "models" / "m")
+    pack(model_store(llama_contents()), target)
+    target.close()
+    with StoreServer(tmp_path, fault=during(AWAY_S, Fault(status=503))) as server:
+        timeline = Timeline()
+        options = SourceOptions(**PATIENT)
+        with ProcessLoad.start(f"{server.url}/models/m", source_options=options, timeline=timeline) as load:
+            assert load.manifest.groups
+            assert load.join(WAIT_S)
+    names = {span.name for span in timeline.spans() if span.lane == "fetch"}
+    assert {"the store does not answer", "waiting for the store"} <= names

@@ -1,0 +1,214 @@
+"""Validators of rendered documents that are not ours: schemas of the API servers, cfn-lint, SAM's translator.
+
+Each takes documents and raises AssertionError with what the validator said. Schemas of custom resources lie beside the
+checkout (they are other projects' data); without them those kinds are named in a skip.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CRDS = Path(__file__).parents[2].parent / "shared" / "crds"
+CRD_FILES = {
+    "Service": "kn-service.yaml",  # Knative's; plain Kubernetes' is told apart by its apiVersion
+    "Configuration": "kn-service.yaml",
+    "Route": "kn-service.yaml",
+    "InferenceService": "kserve-isvc.yaml",
+    "ScaledObject": "keda-scaledobject.yaml",
+    "InterceptorRoute": "keda-ir.yaml",
+    "RayService": "rayservice.yaml",
+}
+KUBERNETES_VERSION = "1.34"
+
+
+def is_custom(document: Mapping[str, Any]) -> bool:
+    return document["kind"] in CRD_FILES and document["apiVersion"] != "v1"
+
+
+def are_schemas_there() -> bool:
+    return CRDS.is_dir()
+
+
+def check_custom(document: Mapping[str, Any]) -> None:
+    """By its CRD's schema, in which keys that the schema does not name are errors."""
+    import jsonschema
+
+    kind = document["kind"]
+    schema = _custom_schema(kind, document["apiVersion"].rpartition("/")[2])
+    validator = jsonschema.Draft202012Validator(schema)
+    errors = [
+        f"{'.'.join(map(str, error.path))}: {error.message[:300]}"
+        for error in validator.iter_errors(document)
+    ]
+    assert not errors, f"{kind} {document['metadata']['name']}: {errors}"
+
+
+@functools.cache
+def _custom_schema(kind: str, version: str) -> dict[str, Any]:
+    with open(CRDS / CRD_FILES[kind], encoding="utf-8") as file:
+        found = [document for document in yaml.load_all(file, Loader=_loader()) if document]
+    versions = {each["name"]: each["schema"]["openAPIV3Schema"] for each in found[0]["spec"]["versions"]}
+    schema = copy.deepcopy(versions[version])
+    for name in ("apiVersion", "kind", "metadata"):
+        schema["properties"][name] = {}
+    if kind in ("Configuration", "Route"):  # a Service's spec is both of theirs
+        spec = schema["properties"]["spec"]
+        names = ("template",) if kind == "Configuration" else ("traffic",)
+        spec["properties"] = {name: spec["properties"][name] for name in names}
+    return _strict(schema)
+
+
+def _loader() -> Any:
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _strict(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict(value) for key, value in schema.items()}
+    if strict.pop("x-kubernetes-int-or-string", None):
+        strict.pop("type", None)
+        strict.pop("pattern", None) if isinstance(strict.get("pattern"), str) else None
+    if isinstance(strict.get("properties"), dict) and not strict.get("x-kubernetes-preserve-unknown-fields"):
+        strict.setdefault("additionalProperties", False)
+    return strict
+
+
+def check_builtin(document: Mapping[str, Any]) -> None:
+    """By Kubernetes' own schema, unknown keys refused."""
+    _kubernetes_validate().validate(dict(document), KUBERNETES_VERSION, strict=True)
+
+
+@functools.cache
+def _kubernetes_validate() -> Any:
+    """Its schemas are read once; left to itself it reads 2 MB for each document."""
+    from kubernetes_validate import utils
+
+    utils.schema_contents = functools.cache(utils.schema_contents)
+    utils.all_versions = functools.cache(utils.all_versions)
+    return utils
+
+
+def check_kubernetes(documents: Iterable[Mapping[str, Any]]) -> set[str]:
+    """All of them; returns the kinds that nothing here knows."""
+    unknown = set()
+    for document in documents:
+        if is_custom(document):
+            if are_schemas_there():
+                check_custom(document)
+            else:
+                unknown.add(document["kind"])
+        elif document["apiVersion"].startswith("gateway.networking"):
+            check_gateway_route(document)
+        else:
+            check_builtin(document)
+        check_admission(document)
+    return unknown
+
+
+def check_gateway_route(document: Mapping[str, Any]) -> None:
+    """Gateway API's schema is not at hand: its bounds on what is rendered here, from its API reference (v1.4)."""
+    assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(document["spec"]) == {"parentRefs", "hostnames", "rules"}
+    for rule in document["spec"]["rules"]:
+        assert set(rule) <= {"backendRefs", "filters", "timeouts"}
+        assert 1 <= len(rule["backendRefs"]) <= 16
+        for backend in rule["backendRefs"]:
+            assert set(backend) == {"name", "port", "weight"}
+            assert 0 <= backend["weight"] <= 1_000_000
+        for each in rule.get("filters", ()):
+            assert each["type"] == "RequestMirror"
+            assert set(each["requestMirror"]) <= {"backendRef", "percent"}
+
+
+def check_admission(document: Mapping[str, Any]) -> None:
+    """Rules of admission webhooks that no schema holds."""
+    kind, spec = document["kind"], document.get("spec", {})
+    assert len(document["metadata"]["name"]) <= 63
+    if kind == "ScaledObject":  # keda #2314: 0 is the only idle count of use, and it is below the least
+        assert spec.get("idleReplicaCount", 0) == 0
+        assert "idleReplicaCount" not in spec or spec["minReplicaCount"] > 0
+        assert spec["minReplicaCount"] <= spec["maxReplicaCount"]
+        window = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        assert 0 <= window["stabilizationWindowSeconds"] <= 3600
+    if is_custom(document) and document["apiVersion"].startswith("serving.knative.dev"):
+        if template := spec.get("template"):
+            annotations = template["metadata"]["annotations"]
+            assert "autoscaling.knative.dev/initial-scale" not in annotations
+            assert template["spec"]["timeoutSeconds"] <= 3600
+        if traffic := spec.get("traffic"):
+            assert sum(each["percent"] for each in traffic) == 100
+
+
+def check_cloudformation(text: str) -> None:
+    """cfn-lint, with SAM templates translated first; warnings count."""
+    from cfnlint import lint
+    from cfnlint.config import ManualArgs
+
+    matches = lint(text, config=ManualArgs(regions=["eu-central-1"], include_checks=["W", "E"]))
+    told = [f"{match.rule.id} {match.message} at {match.linenumber}" for match in matches]
+    assert not told, told
+
+
+def check_policies(template: Mapping[str, Any]) -> None:
+    """No statement of a role allows every action or, but for what AWS knows no narrower name of, every resource."""
+    free = {"ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"}
+    for resource in template["Resources"].values():
+        if resource["Type"] != "AWS::IAM::Role":
+            continue
+        assert "ManagedPolicyArns" not in resource["Properties"]
+        for policy in resource["Properties"].get("Policies", ()):
+            for statement in policy["PolicyDocument"]["Statement"]:
+                assert all("*" not in action for action in statement["Action"]), statement
+                if "*" in statement["Resource"]:
+                    assert set(statement["Action"]) <= free, statement
+
+
+def check_requests(template: Mapping[str, Any]) -> None:
+    """The shapes of AWS's own API, where a resource of the template is one of its requests nearly word for word."""
+    import boto3
+    from botocore.validate import ParamValidator
+
+    operations = {
+        "AWS::ApplicationAutoScaling::ScalingPolicy": ("application-autoscaling", "PutScalingPolicy"),
+        "AWS::ApplicationAutoScaling::ScalableTarget": ("application-autoscaling", "RegisterScalableTarget"),
+        "AWS::CloudWatch::Alarm": ("cloudwatch", "PutMetricAlarm"),
+        "AWS::SageMaker::EndpointConfig": ("sagemaker", "CreateEndpointConfig"),
+        "AWS::SageMaker::InferenceComponent": ("sagemaker", "CreateInferenceComponent"),
+        "AWS::SageMaker::Model": ("sagemaker", "CreateModel"),
+    }
+    for name, resource in template["Resources"].items():
+        if resource["Type"] not in operations:
+            continue
+        service, operation = operations[resource["Type"]]
+        shape = _shapes(boto3, service).operation_model(operation).input_shape
+        given = _plain(resource["Properties"])
+        given.pop("ScalingTargetId", None)
+        required = {key: "x" for key in shape.required_members if key not in given}
+        report = ParamValidator().validate({**required, **given}, shape)
+        assert not report.has_errors(), f"{name}: {report.generate_report()}"
+
+
+@functools.cache
+def _shapes(boto3: Any, service: str) -> Any:
+    return boto3.client(
+        service, region_name="eu-central-1", aws_access_key_id="x", aws_secret_access_key="x"
+    ).meta.service_model
+
+
+def _plain(value: Any) -> Any:
+    """CloudFormation's functions as texts: their results are."""
+    if isinstance(value, dict):
+        if len(value) == 1 and next(iter(value)) in ("Ref", "Fn::Sub", "Fn::GetAtt"):
+            return json.dumps(value)[:60]
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,16 @@ import torch
 from numpy.typing import NDArray
 from tests.support.tiny_models import config_json, tensors_of
 
-from teneral.runtime.backends.native.operations import Pool
-from teneral.runtime.dtypes import DType
+from teneral.loader.tools.quantize import quantize_int4, quantize_int8
+from teneral.runtime.backends.native.pools import Pool
+from teneral.runtime.dtypes import DType, to_float32
 from teneral.runtime.models.config import DecoderConfig
 from teneral.runtime.models.matrices import (
     DecoderLayerWeights,
     DecoderWeights,
     DenseMatrix,
     EmbeddingTable,
+    IntegerMatrix,
     StoredProjection,
     Tensor,
 )
@@ -53,6 +56,13 @@ def tensor_of(tensor: torch.Tensor) -> Tensor:
     plain = tensor.detach().contiguous().clone()
     array = plain.view(torch.int16).numpy().view(np.uint16) if dtype is DType.BF16 else plain.numpy()
     return Tensor(dtype, array)
+
+
+def with_parameters_in(dtype: torch.dtype, of: Any) -> Any:
+    """As `from_pretrained` does: rotary frequencies stay in fp32, which `.to(dtype)` would round."""
+    for parameter in of.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return of
 
 
 def spec_of(model: Any, dtype: DType) -> DecoderSpec:
@@ -98,13 +108,51 @@ def weights_of(model: Any) -> DecoderWeights:
     )
 
 
+def quantized(weights: DecoderWeights, *, bits: int, group_size: int = 32) -> DecoderWeights:
+    """The same model with integers in its layers, as `teneral pack --quantize` makes them."""
+
+    def integers(projection: Any) -> StoredProjection:
+        return StoredProjection(tuple(_integer_matrix(part, bits, group_size) for part in projection.parts))
+
+    return replace(
+        weights,
+        layers=tuple(
+            replace(
+                layer,
+                qkv=integers(layer.qkv),
+                output=integers(layer.output),
+                gate_up=integers(layer.gate_up),
+                down=integers(layer.down),
+            )
+            for layer in weights.layers
+        ),
+    )
+
+
+def _integer_matrix(matrix: DenseMatrix, bits: int, group_size: int) -> IntegerMatrix:
+    floats = to_float32(matrix.weight.array, matrix.weight.dtype)
+    made = quantize_int8(floats, group_size) if bits == 8 else quantize_int4(floats, group_size)
+    kind = DType.I8 if bits == 8 else DType.U8
+    scale = Tensor(DType.BF16 if made.scale.dtype == np.uint16 else DType.F32, made.scale)
+    return IntegerMatrix(Tensor(kind, made.weight.view(kind.numpy)), scale, bias=matrix.bias)
+
+
 def new_pool(spec: DecoderSpec, num_blocks: int, block_size: int, *, int8: bool = False) -> Pool:
-    """Full of NaN, so that whatever is read before it is written is seen."""
-    shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks * block_size, spec.head_dim)
-    nan = np.array(0x7FC0, np.uint16) if spec.dtype is DType.BF16 else np.array(np.nan, np.float32)
+    """For this model, as `pool_of_shape`."""
+    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    return pool_of_shape(shape, num_blocks, block_size, spec.dtype, int8=int8)
+
+
+def pool_of_shape(
+    shape: tuple[int, int, int], num_blocks: int, block_size: int, dtype: DType, *, int8: bool = False
+) -> Pool:
+    """(layers, kv_heads, head_dim). Full of NaN, so that whatever is read before it is written is seen."""
+    num_layers, num_kv_heads, head_dim = shape
+    whole = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
+    nan = np.array(0x7FC0, np.uint16) if dtype is DType.BF16 else np.array(np.nan, np.float32)
     if not int8:
-        return Pool(np.full(shape, nan), None, block_size)
-    return Pool(np.zeros(shape, np.int8), np.full((*shape[:-1], 1), nan), block_size)
+        return Pool(np.full(whole, nan), None, block_size)
+    return Pool(np.zeros(whole, np.int8), np.full((*whole[:-1], 1), nan), block_size)
 
 
 class NativeStepper:

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...dtypes import DType, from_float32, to_float32
+from ...dtypes import DType
 from ...models.executor import Accepts, Floats, any_value, one_of, refusal_of
 from ...models.matrices import DecoderWeights
-from ...models.rotary import Rotary
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, Pool, Spans, check_ids
+from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations
+from .pools import Pool, Spans, check_ids
 from .products import Products
+from .turns import TurnTable
 from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 NAME = "native"
-_SMALLEST_TABLE = 512  # positions
 
 IMPLEMENTED: Mapping[str, Accepts] = {
     **dict.fromkeys(
@@ -119,7 +119,7 @@ class NativeDecoder:
 
     def begin(self, batch: StepBatch, kv: Any) -> Step:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
-        pool = pool_of(kv)
+        pool = Pool.of(kv)
         spec, num_rows = self._spec, len(batch.tokens)
         shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
         if (pool.num_layers, pool.num_kv_heads, pool.head_dim) != shape or not pool.takes(self._record.dtype):
@@ -211,31 +211,3 @@ class NativeDecoder:
         projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
         if not all(projection.is_settled for projection in projections):
             del self._parts[index]
-
-
-class TurnTable:
-    """Cosines and sines of all positions so far, (positions, rotary_dim) fp32: cosines, then sines, rounded to what the
-    model computes in. Replaced, not changed, when it grows."""
-
-    def __init__(self, rotary: Rotary, dtype: DType) -> None:
-        self._rotary = rotary
-        self._dtype = dtype
-        self._table: Floats = np.empty((0, rotary.dim), np.float32)
-
-    def up_to(self, end: int) -> Floats:
-        """The table with at least `end` positions."""
-        if end > len(self._table):
-            length = 1 << (max(end, _SMALLEST_TABLE) - 1).bit_length()
-            more = np.concatenate(self._rotary.tables(len(self._table), length), axis=1)
-            rounded = to_float32(from_float32(more, self._dtype), self._dtype)
-            self._table = np.concatenate((self._table, rounded))
-        return self._table
-
-
-def pool_of(kv: Any) -> Pool:
-    """The arrays of a `KVStorage` or an `Int8KVStorage`."""
-    if isinstance(kv, Pool):
-        return kv
-    if hasattr(kv, "codes"):
-        return Pool(kv.codes, kv.scales, kv.block_size)
-    return Pool(kv.data, None, kv.block_size)

@@ -16,7 +16,8 @@ from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of, re
 from ...models.matrices import EncoderWeights, Tensor
 from ...models.spec import EncoderSpec, Pooling
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, TANH, Operations, check_ids, check_starts
+from .operations import ACTIVATIONS, MAX_HEAD_DIM, TANH, Operations, check_starts
+from .pools import check_ids
 from .products import Products
 from .weights import Parts, refusal_of_tensors, vector_of
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.native import each_isa, loaded, threads
-from tests.support.native_decoder import NativeStepper, new_pool, spec_of, weights_of
+from tests.support.native_decoder import NativeStepper, new_pool, spec_of, weights_of, with_parameters_in
 from tests.support.tiny_models import DECODERS, tiny_model
 
 from teneral.runtime.backends.native.decoder import NativeDecoder, refusal
@@ -61,13 +61,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def model(family: str, dtype: DType, variant: str = "", seed: int = 0) -> Any:
     overrides = VARIANTS[variant][1] if variant else {}
     return with_parameters_in(TORCH[dtype], tiny_model(family, seed=seed, **overrides))
-
-
-def with_parameters_in(dtype: torch.dtype, of: Any) -> Any:
-    """As `from_pretrained` does: rotary frequencies stay in fp32, which `.to(dtype)` would round."""
-    for parameter in of.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return of
 
 
 def executor(isa: str, of: Any, dtype: DType) -> NativeDecoder:

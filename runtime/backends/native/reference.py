@@ -1,0 +1,173 @@
+"""The core's operations in numpy: what the tests compare with, and what computes where there is no library.
+
+Rows are fp32 arrays of numbers that the model's dtype holds: each function rounds where the core does. Sums are
+numpy's, so that last bits differ from the core's; but each row is still computed by itself, whatever is beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...dtypes import DType, from_float32, to_float32
+from ...models.matrices import DenseMatrix, Matrix, Tensor
+from ...models.spec import Activation
+from ...step.batch import Int64s
+
+Floats = npt.NDArray[np.float32]
+
+CHUNK = 256  # keys, at absolute positions
+MAX_CODE = 127
+_MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own
+_RUN = 64  # elements whose nibbles lie in the same 32 bytes
+
+
+def rounded(x: Floats, dtype: DType) -> Floats:
+    """What a model that computes in `dtype` keeps of x."""
+    return to_float32(from_float32(x, dtype), dtype)
+
+
+def vector(tensor: Tensor, dtype: DType) -> Floats:
+    """A norm's weights, rounded to what the model computes in."""
+    return rounded(to_float32(tensor.array, tensor.dtype), dtype)
+
+
+# ---- products ----
+
+
+def floats_of(matrix: Matrix) -> Floats:
+    """What a matrix means, (N, K)."""
+    if isinstance(matrix, DenseMatrix):
+        return to_float32(matrix.weight.array, matrix.weight.dtype)
+    levels = matrix.weight.array
+    if matrix.bits == 4:
+        runs = levels.reshape(len(levels), -1, _RUN // 2)
+        levels = np.stack([runs & 15, runs >> 4], axis=2).reshape(len(levels), -1)
+    scale = to_float32(matrix.scale.array, matrix.scale.dtype)
+    grouped: Floats = levels.reshape(*scale.shape, -1).astype(np.float32)
+    if matrix.zero is not None:
+        grouped -= matrix.zero.array[:, :, None]
+    elif matrix.bits == 4:
+        grouped -= _MIDDLE_4
+    grouped *= scale[:, :, None]
+    return grouped.reshape(levels.shape)
+
+
+def product(x: Floats, matrix: Matrix, dtype: DType) -> Floats:
+    """x @ w.T + bias, rounded once: (T, K) → (T, N)."""
+    weights = floats_of(matrix)
+    columns = None if isinstance(matrix, DenseMatrix) else matrix.columns
+    inputs = x if columns is None else x[:, columns]
+    out = np.empty((len(x), len(weights)), np.float32)
+    for number, row in enumerate(inputs):  # by itself: BLAS sums in another order where there are more
+        out[number] = weights @ row
+    if matrix.bias is not None:
+        out += to_float32(matrix.bias.array, matrix.bias.dtype)
+    return rounded(out, dtype)
+
+
+# ---- rows ----
+
+
+def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> Floats:
+    """(T, columns)"""
+    rows = table.array[tokens]
+    if scale is None:
+        return rounded(to_float32(rows, table.dtype), dtype)
+    scales = to_float32(scale.array.reshape(-1, 1)[tokens], scale.dtype)
+    return rounded(rows.astype(np.float32) * scales, dtype)
+
+
+def rms_norm(x: Floats, weight: Floats, eps: float, dtype: DType) -> Floats:
+    mean_square = (x * x).sum(-1, keepdims=True) / np.float32(x.shape[-1])
+    unit = rounded(x * (np.float32(1.0) / np.sqrt(mean_square + np.float32(eps))), dtype)
+    return rounded(unit * weight, dtype)
+
+
+def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, dtype: DType) -> Floats:
+    centred = x - x.sum(-1, keepdims=True) / np.float32(x.shape[-1])
+    variance = (centred * centred).sum(-1, keepdims=True) / np.float32(x.shape[-1])
+    return rounded(centred / np.sqrt(variance + np.float32(eps)) * weight + bias, dtype)
+
+
+def activate(gate: Floats, up: Floats | None, activation: Activation | None, dtype: DType) -> Floats:
+    """activation(gate) · up, or without `up` the former; None is tanh."""
+    with np.errstate(over="ignore"):
+        active = rounded(_activation(gate, activation), dtype)
+    return active if up is None else rounded(active * up, dtype)
+
+
+def _activation(x: Floats, activation: Activation | None) -> Floats:
+    one = np.float32(1.0)
+    match activation:
+        case None:
+            result: Any = np.tanh(x)
+        case Activation.SILU:
+            result = x / (one + np.exp(-x))
+        case Activation.GELU:
+            result = x * np.float32(0.5) * (one + _erf(x * np.float32(math.sqrt(0.5))))
+        case Activation.GELU_TANH:
+            inner = (x + np.float32(0.044715) * (x * x * x)) * np.float32(math.sqrt(2.0 / math.pi))
+            result = x / (one + np.exp(-2.0 * inner))
+        case Activation.RELU:
+            result = np.maximum(x, np.float32(0.0))
+    return np.asarray(result, np.float32)
+
+
+def _erf(x: Floats) -> Floats:
+    return np.fromiter(map(math.erf, x.ravel().tolist()), np.float32, x.size).reshape(x.shape)
+
+
+# ---- keys and values ----
+
+
+def turn(heads: Floats, turns: Floats, dtype: DType) -> Floats:
+    """heads (T, heads, head_dim) by turns (T, rotary_dim), cosines and then sines."""
+    half = turns.shape[1] // 2
+    cos, sin = turns[:, None, :half], turns[:, None, half:]
+    low, high = heads[..., :half], heads[..., half : 2 * half]
+    turned = heads.copy()
+    turned[..., :half] = rounded(rounded(low * cos, dtype) - rounded(high * sin, dtype), dtype)
+    turned[..., half : 2 * half] = rounded(rounded(high * cos, dtype) + rounded(low * sin, dtype), dtype)
+    return turned
+
+
+def to_codes(heads: Floats, dtype: DType) -> tuple[npt.NDArray[np.int8], Floats]:
+    """(…, head_dim) → codes, and scales (…, 1) that `dtype` holds. The codes of what is not finite are 0."""
+    scales = rounded(np.abs(heads).max(-1, keepdims=True) / np.float32(MAX_CODE), dtype)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.nan_to_num(heads / scales, nan=0.0, posinf=0.0, neginf=0.0)
+    return np.clip(np.rint(exact), -MAX_CODE, MAX_CODE).astype(np.int8), scales
+
+
+def of_codes(codes: npt.NDArray[np.int8], scales: Floats, dtype: DType) -> Floats:
+    with np.errstate(invalid="ignore"):
+        return rounded(codes.astype(np.float32) * scales, dtype)
+
+
+def attention(
+    queries: Floats, keys: Floats, values: Floats, seen: tuple[int, int], scale: float, dtype: DType
+) -> Floats:
+    """One row's queries (heads, head_dim) over keys and values (kv_heads, num_keys, head_dim) of which it sees the
+    range `seen`: (heads, head_dim), chunk by chunk.
+    """
+    num_kv_heads, _, head_dim = keys.shape
+    grouped = queries.reshape(num_kv_heads, -1, head_dim)
+    largest = np.full((*grouped.shape[:2], 1), -1e30, np.float32)
+    total = np.zeros_like(largest)
+    out = np.zeros_like(grouped)
+    begin, end = seen
+    for chunk in range(begin // CHUNK * CHUNK, end, CHUNK):
+        part = slice(max(chunk, begin), min(chunk + CHUNK, end))
+        scores = np.einsum("hgd,hkd->hgk", grouped, keys[:, part]) * np.float32(scale)
+        of_chunk = scores.max(-1, keepdims=True)
+        powers = np.exp(scores - of_chunk)
+        most = np.maximum(largest, of_chunk)
+        before, now = np.exp(largest - most), np.exp(of_chunk - most)
+        total = total * before + powers.sum(-1, keepdims=True) * now
+        out = out * before + np.einsum("hgk,hkd->hgd", powers, values[:, part]) * now
+        largest = most
+    return rounded((out / total).reshape(queries.shape), dtype)

@@ -1,0 +1,356 @@
+"""The core's operations one by one, against numpy's and against fp64."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.native import each_isa, loaded, threads
+from tests.support.native_decoder import pool_of_shape
+
+from teneral.runtime.backends.native import arrays, records, reference
+from teneral.runtime.backends.native.operations import ACTIVATIONS, TANH, Operations
+from teneral.runtime.backends.native.pools import Pool, Spans
+from teneral.runtime.backends.native.weights import vector_of
+from teneral.runtime.dtypes import DType, from_float32, to_float32
+from teneral.runtime.models.matrices import Tensor
+from teneral.runtime.models.spec import Activation
+from teneral.runtime.step.batch import SequenceSpan
+
+each_dtype = pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
+some_cases = settings(max_examples=12, deadline=None)
+ULP = 2.0**-23  # of numbers from 1 to 2
+
+
+@functools.cache
+def operations(isa: str) -> Operations:
+    return Operations(loaded(isa))
+
+
+def normals(seed: int, *shape: int, dtype: DType = DType.F32, scale: float = 1.0) -> Any:
+    """Numbers that `dtype` holds, in fp32."""
+    made = (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+    return reference.rounded(made, dtype)
+
+
+def fresh(dtype: DType, *shape: int) -> Any:
+    """Memory that was poisoned before."""
+    return np.full(shape, -1, np.int16 if dtype is DType.BF16 else np.int32).view(dtype.numpy)
+
+
+def close(ours: Any, expected: Any, dtype: DType) -> None:
+    """Equal but for last bits: in bf16 for numbers between two, of which hardly any is rounded elsewhere."""
+    if dtype is DType.F32:
+        np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-5)
+        return
+    wide = to_float32(ours, dtype)
+    np.testing.assert_allclose(wide, expected, rtol=2.0**-7, atol=2.0**-14)
+    assert (wide != expected).mean() <= 0.02 or (wide != expected).sum() <= 2
+
+
+@each_isa
+def test_tanh_is_at_most_2_ulp_off(isa):
+    x = np.concatenate([np.linspace(-10, 10, 400_001), np.geomspace(1e-30, 1, 40_001)]).astype(np.float32)
+    out = operations(isa).activate(x[None], None, np.empty_like(x[None]), TANH)[0]
+
+    exact = np.tanh(x.astype(np.float64))
+    assert (np.abs(out - exact) / np.spacing(np.abs(exact).astype(np.float32))).max() <= 2.0
+
+
+@each_isa
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activations_are_exact_to_some_ulp_of_what_they_are_made_of(isa, activation):
+    x = np.linspace(-20, 20, 400_001).astype(np.float32)
+    out = operations(isa).activate(x[None], None, np.empty_like(x[None]), ACTIVATIONS[activation])[0]
+
+    wide = x.astype(np.float64)
+    exact = {
+        Activation.SILU: lambda: wide / (1 + np.exp(-wide)),
+        Activation.GELU: lambda: wide * [0.5 * math.erfc(-each * math.sqrt(0.5)) for each in wide],
+        Activation.GELU_TANH: lambda: (
+            wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        ),
+        Activation.RELU: lambda: np.maximum(wide, 0),
+    }[activation]()
+    assert (np.abs(out - exact) <= 1.5 * ULP * np.abs(wide)).all()
+
+
+@each_isa
+def test_nan_and_infinities_pass_activations(isa):
+    x = np.array([[np.nan, np.inf, -np.inf, 0.0] * 9], np.float32)
+    for activation, number in (*ACTIVATIONS.items(), (None, TANH)):
+        out = operations(isa).activate(x, None, np.empty_like(x), number)[0]
+        assert np.isnan(out[::4]).all(), activation
+        assert (out[1::4] == (1.0 if activation is None else np.inf)).all(), activation
+        assert (out[3::4] == 0.0).all(), activation
+
+
+@each_isa
+@each_dtype
+@some_cases
+@given(rows=st.integers(1, 40), columns=st.integers(1, 1100), seed=st.integers(0, 99), data=st.data())
+def test_rows_are_activated_normalised_and_added_as_numpy_does(isa, dtype, rows, columns, seed, data):
+    run = operations(isa)
+    x, more = (normals(seed + each, rows, columns, dtype=dtype, scale=3.0) for each in range(2))
+    held, held_more = from_float32(x, dtype), from_float32(more, dtype)
+    activation = data.draw(st.sampled_from(list(Activation)))
+    weights = [Tensor(DType.F32, normals(seed + 2 + each, columns)) for each in range(2)]
+    weight, bias = (reference.vector(each, dtype) for each in weights)
+
+    with threads(isa, data.draw(st.integers(1, 5))):
+        activated = run.activate(held, held_more, fresh(dtype, rows, columns), ACTIVATIONS[activation])
+        rms = run.norm(held, fresh(dtype, rows, columns), weights[0], None, 1e-5)
+        layer = run.norm(held, fresh(dtype, rows, columns), weights[0], weights[1], 1e-5)
+        added = run.add(held.copy(), held_more)
+        added_one = run.add(held.copy(), held_more[:1])
+
+    close(activated, reference.activate(x, more, activation, dtype), dtype)
+    close(rms, reference.rms_norm(x, weight, 1e-5, dtype), dtype)
+    if columns > 2:  # of fewer numbers the variance may be next to nothing
+        close(layer, reference.layer_norm(x, weight, bias, 1e-5, dtype), dtype)
+    assert (to_float32(added, dtype) == reference.rounded(x + more, dtype)).all()
+    assert (to_float32(added_one, dtype) == reference.rounded(x + more[:1], dtype)).all()
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("stored", [DType.F32, DType.BF16, DType.F16, DType.I8])
+@pytest.mark.parametrize("scale_dtype", [DType.F32, DType.BF16])
+def test_embeddings_are_rounded_once(isa, dtype, stored, scale_dtype):
+    tokens = np.array([3, 0, 6, 3], np.int64)
+    scale = None
+    if stored is DType.I8:
+        table = np.random.default_rng(0).integers(-127, 128, (7, 45)).astype(np.int8)
+        scale = from_float32(np.abs(normals(1, 7, 1)), scale_dtype)
+    else:
+        table = from_float32(normals(0, 7, 45), stored)
+
+    out = operations(isa).embed(table, scale, tokens, fresh(dtype, 4, 45))
+
+    scales = None if scale is None else Tensor(scale_dtype, scale)
+    assert (to_float32(out, dtype) == reference.embed(Tensor(stored, table), scales, tokens, dtype)).all()
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("int8", [False, True])
+@some_cases
+@given(
+    rows=st.integers(1, 30),
+    group=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    half=st.integers(2, 64),
+    extra=st.integers(0, 20),
+    normed=st.booleans(),
+)
+def test_heads_are_normalised_turned_and_written(
+    isa, dtype, int8, rows, group, num_kv_heads, half, extra, normed
+):
+    head_dim, num_heads = 2 * half + extra, group * num_kv_heads
+    heads = normals(0, rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    heads[0, num_heads] = 0.0
+    turns, positions = normals(1, 64, 2 * half, dtype=dtype), np.arange(rows, dtype=np.int64) + 5
+    slots = np.random.default_rng(2).permutation(32)[:rows].astype(np.int64)
+    norms = [Tensor(DType.F32, normals(3 + each, head_dim)) if normed else None for each in range(2)]
+    pool = pool_of_shape((2, num_kv_heads, head_dim), 4, 8, dtype, int8=int8)
+    held = from_float32(heads.copy(), dtype)
+    args = records.HeadsArgs(
+        kv=ctypes.pointer(pool.record),
+        heads=arrays.address(held),
+        turns=arrays.address(turns),
+        turn=arrays.address(positions),
+        slots=arrays.address(slots),
+        query_norm=vector_of(norms[0]),
+        key_norm=vector_of(norms[1]),
+        layer=1,
+        num_rows=rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=2 * half,
+        norm_eps=1e-6,
+        dtype=arrays.dtype_of(held),
+    )
+    with threads(isa, 3):
+        operations(isa).call("tn_write_heads", args)
+
+    queries, keys, values = np.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
+    if norms[0] is not None and norms[1] is not None:
+        queries = reference.rms_norm(queries, reference.vector(norms[0], dtype), 1e-6, dtype)
+        keys = reference.rms_norm(keys, reference.vector(norms[1], dtype), 1e-6, dtype)
+    queries, keys = (reference.turn(each, turns[positions], dtype) for each in (queries, keys))
+    close(held[:, :num_heads], queries, dtype)
+    written = pool.data[1][:, :, slots]
+    expected = np.stack((keys, values)).transpose(0, 2, 1, 3)
+    if not int8:
+        close(np.ascontiguousarray(written), expected, dtype)
+        return
+    assert pool.scales is not None
+    codes, scales = reference.to_codes(expected, dtype)
+    close(np.ascontiguousarray(pool.scales[1][:, :, slots]), scales, dtype)
+    if not normed:
+        assert (written == codes).all()
+
+
+@each_isa
+def test_what_is_not_finite_comes_back_from_8_bits_as_nan(isa):
+    head = np.zeros((3, 3, 8), np.float32)
+    head[0, 1, 3], head[1, 2, 0], head[2, 1, 7] = np.nan, np.inf, -np.inf
+    turns = np.ones((3, 4), np.float32)
+    pool = pool_of_shape((1, 1, 8), 1, 4, DType.F32, int8=True)
+    numbers = np.arange(3, dtype=np.int64)
+    args = records.HeadsArgs(
+        kv=ctypes.pointer(pool.record),
+        heads=arrays.address(head),
+        turns=arrays.address(turns),
+        turn=arrays.address(numbers),
+        slots=arrays.address(numbers),
+        num_rows=3,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        rotary_dim=4,
+    )
+    operations(isa).call("tn_write_heads", args)
+
+    assert pool.scales is not None
+    back = reference.of_codes(pool.data, pool.scales, DType.F32)[0, :, 0, :3]
+    assert [np.isnan(each).all() for each in (back[0, 0], back[1, 1], back[0, 2])] == [True] * 3
+    assert (back[1, 0] == 0.0).all()
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("int8", [False, True])
+@some_cases
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 600)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 3, 7, 40]),
+    num_kv_heads=st.integers(1, 2),
+    head_dim=st.sampled_from([20, 32, 48, 64, 80, 96, 128, 200, 256]),
+    block_size=st.sampled_from([1, 8, 16, 32]),
+    window=st.sampled_from([0, 1, 5, 256, 300]),
+)
+def test_attention_is_that_of_fp64(
+    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window
+):
+    num_rows, num_heads = sum(length for length, _ in lengths), group * num_kv_heads
+    num_blocks = sum(-(-(length + past) // block_size) for length, past in lengths)
+    pool = pool_of_shape((1, num_kv_heads, head_dim), num_blocks, block_size, dtype, int8=int8)
+    order = np.random.default_rng(0).permutation(num_blocks).tolist()
+    queries = normals(1, num_rows, num_heads, head_dim, dtype=dtype)
+    expected = np.empty(queries.shape)
+    spans, start = [], 0
+    for length, past in lengths:
+        blocks = [order.pop() for _ in range(-(-(length + past) // block_size))]
+        span = SequenceSpan(start, length, length + past, tuple(blocks))
+        keys_values = fill(pool, span, dtype)
+        for row in range(length):
+            seen = slice(max(0, past + row + 1 - window) if window else 0, past + row + 1)
+            expected[start + row] = softmax_attention(queries[start + row], keys_values[:, :, seen], 0.1)
+        spans.append(span)
+        start += length
+    held, out = from_float32(queries, dtype), fresh(dtype, *queries.shape)
+    spans_record = Spans(spans, num_rows, pool)
+    args = records.AttentionArgs(
+        kv=ctypes.pointer(pool.record),
+        spans=spans_record.address,
+        queries=arrays.address(held),
+        out=arrays.address(out),
+        num_spans=len(spans),
+        query_stride=num_heads * head_dim,
+        out_stride=num_heads * head_dim,
+        layer=0,
+        window=window,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scale=0.1,
+        dtype=arrays.dtype_of(out),
+    )
+    with threads(isa, 2):
+        operations(isa).call("tn_attention", args)
+
+    close(out, reference.rounded(expected.astype(np.float32), dtype), dtype)
+
+
+def fill(pool: Pool, span: SequenceSpan, dtype: DType) -> Any:
+    """Random keys and values for a span's tokens, as the pool holds them: (2, kv_heads, context_len, head_dim)."""
+    tokens = np.arange(span.context_len)
+    slots = np.array(span.blocks)[tokens // pool.block_size] * pool.block_size + tokens % pool.block_size
+    made = normals(span.start, 2, pool.num_kv_heads, span.context_len, pool.head_dim, dtype=dtype)
+    if pool.scales is None:
+        pool.data[0][:, :, slots] = from_float32(made, dtype)
+        return made
+    codes, scales = reference.to_codes(made, dtype)
+    pool.data[0][:, :, slots] = codes
+    pool.scales[0][:, :, slots] = from_float32(scales, dtype)
+    return reference.of_codes(codes, scales, dtype)
+
+
+def softmax_attention(queries: Any, keys_values: Any, scale: float) -> Any:
+    keys, values = keys_values.astype(np.float64)
+    grouped = queries.astype(np.float64).reshape(len(keys), -1, queries.shape[-1])
+    scores = grouped @ keys.transpose(0, 2, 1) * scale
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return (powers @ values / powers.sum(-1, keepdims=True)).reshape(queries.shape)
+
+
+@each_isa
+@each_dtype
+@some_cases
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    num_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([4, 12, 32, 64, 96, 256]),
+)
+def test_texts_attend_to_themselves_and_are_averaged(isa, dtype, lengths, num_heads, head_dim):
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    qkv = normals(0, int(starts[-1]), 3, num_heads, head_dim, dtype=dtype)
+    expected = np.empty(qkv[:, 0].shape)
+    for begin, end in itertools.pairwise(starts):
+        keys_values = qkv[begin:end, 1:].transpose(1, 2, 0, 3)
+        for row in range(begin, end):
+            expected[row] = softmax_attention(qkv[row, 0], keys_values, 0.3)
+    held = from_float32(qkv, dtype)
+
+    with threads(isa, 3):
+        out = operations(isa).text_attention(held, starts, fresh(dtype, *expected.shape), 0.3)
+        means = operations(isa).mean(held.reshape(len(held), -1), starts)
+
+    close(out, reference.rounded(expected.astype(np.float32), dtype), dtype)
+    right = [qkv[begin:end].astype(np.float64).mean(0).ravel() for begin, end in itertools.pairwise(starts)]
+    np.testing.assert_allclose(means, right, rtol=1e-5, atol=1e-5)
+
+
+@each_isa
+def test_functions_refuse_structs_of_another_size_and_dtypes_that_they_lack(isa):
+    functions = loaded(isa).functions
+    for name, struct in {
+        "tn_embed": records.EmbedArgs,
+        "tn_add": records.AddArgs,
+        "tn_norm": records.NormArgs,
+        "tn_activate": records.ActivateArgs,
+        "tn_write_heads": records.HeadsArgs,
+        "tn_attention": records.AttentionArgs,
+        "tn_text_attention": records.TextAttentionArgs,
+        "tn_decoder_step": records.DecoderStepArgs,
+        "tn_encoder_step": records.EncoderStepArgs,
+        "tn_mean": records.MeanArgs,
+    }.items():
+        model = (records.Encoder if "encoder" in name else records.Decoder)(dtype=2)
+        args = struct(size=ctypes.sizeof(struct) + 8)
+        if hasattr(args, "model"):
+            args.model = ctypes.cast(ctypes.pointer(model), type(args.model))
+        assert getattr(functions, name)(ctypes.byref(args)) == 1, name
+        args.size -= 8
+        if hasattr(args, "dtype"):
+            args.dtype = 2
+        assert getattr(functions, name)(ctypes.byref(args)) == 1, name

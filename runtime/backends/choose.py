@@ -63,11 +63,10 @@ class BackendChoice:
 
             yield CudaModelBackend()
             return
-        if self.asked == NATIVE:
+        if self.asked != TORCH:
             from .native.backend import NativeBackend
 
             yield NativeBackend(self.compute_dtype, self.threads)
-            return
         if self.asked == TORCH or (self.asked == AUTO and has_torch()):
             self.import_torch()
             from .torch.backend import TorchBackend

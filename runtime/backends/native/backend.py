@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
 from ...dtypes import DType
-from ...errors import ModelError
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU
-from .decoder import NAME, NativeDecoder, refusal
+from . import decoder, encoder
+from .decoder import NAME, NativeDecoder
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -48,17 +48,18 @@ class NativeBackend:
         )
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        return self._lacks(weights.device) or refusal(spec, weights)
+        return self._lacks(weights.device) or decoder.refusal(spec, weights)
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
-        return self._lacks(weights.device) or f"{NAME} computes no encoders yet"
+        return self._lacks(weights.device) or encoder.refusal(spec, weights)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
         assert self._library is not None
         return _Decoder(spec, weights, self._library)
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
-        raise ModelError(f"{NAME} computes no encoders yet")
+        assert self._library is not None
+        return encoder.NativeEncoder(spec, weights, self._library)
 
     def _lacks(self, device: str) -> str | None:
         if device != CPU:

@@ -73,6 +73,10 @@ class BackendChoice:
             from .torch.compute_dtype import ComputePolicy
 
             yield TorchBackend(ComputePolicy.of_this_machine(self.compute_dtype))
+        if self.asked != TORCH:
+            from .native.backend import ReferenceBackend
+
+            yield ReferenceBackend(self.compute_dtype)
 
     def import_torch(self) -> bool:
         """The longest import by far. Whether it was trimmed; the environment decides how its threads wait."""

@@ -1,7 +1,8 @@
-"""What the native core is to a model that is being built."""
+"""What the native core is to a model that is being built, and numpy in its place where there is no library."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
@@ -23,6 +24,8 @@ _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
     KVKind.INT8: Int8KVStorage,
 }
 _COMPUTED_IN = {DType.BF16: DType.BF16, DType.F16: DType.F32, DType.F32: DType.F32}
+
+logger = logging.getLogger(__name__)
 
 
 class NativeBackend:
@@ -63,20 +66,48 @@ class NativeBackend:
 
     def _lacks(self, device: str) -> str | None:
         if device != CPU:
-            return f"{NAME} computes on the CPU, and the weights are on {device}"
-        return None if self._library is not None else f"{NAME} has no library for this processor"
+            return f"{self.name} computes on the CPU, and the weights are on {device}"
+        return None if self._library is not None else f"{self.name} has no library for this processor"
 
 
-class _Decoder(NativeDecoder):
-    """With the pools that it computes over."""
+class ReferenceBackend(NativeBackend):
+    """The same operations in numpy: a hundred times slower, and needing nothing else. It says so when it is used."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
-        super().__init__(spec, weights, library)
-        self._isa = library.isa
+    name = "numpy"
 
-    @property
-    def numerics(self) -> str:
-        return f"{NAME}/{VERSION}/{self._isa}"
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
+        from .reference_models import ReferenceDecoder  # few have no library
+
+        class OverPools(_Pools, ReferenceDecoder):
+            name = self.name
+            numerics = f"{self.name}/{VERSION}"
+
+        self._say()
+        return OverPools(spec, weights)
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
+        from .reference_models import ReferenceEncoder  # few have no library
+
+        class Named(ReferenceEncoder):
+            name = self.name
+
+        self._say()
+        return Named(spec, weights)
+
+    def _lacks(self, device: str) -> str | None:
+        return None if device == CPU else f"{self.name} computes on the CPU, and the weights are on {device}"
+
+    def _say(self) -> None:
+        logger.warning(
+            "numpy computes, very slowly: the native core was not compiled for this processor, and torch is not "
+            "installed (docs/native.md says how to build it)"
+        )
+
+
+class _Pools:
+    """Makes the pools that an executor computes over."""
+
+    _spec: DecoderSpec
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
         spec = self._spec
@@ -94,3 +125,13 @@ class _Decoder(NativeDecoder):
         return _STORAGES[kind].block_bytes(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype
         )
+
+
+class _Decoder(_Pools, NativeDecoder):
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
+        super().__init__(spec, weights, library)
+        self._isa = library.isa
+
+    @property
+    def numerics(self) -> str:
+        return f"{NAME}/{VERSION}/{self._isa}"

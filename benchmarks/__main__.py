@@ -28,6 +28,7 @@ BENCHMARKS = {
     "hot": "tokens/s of prompts and answers, alone and in batches, beside llama.cpp and transformers",
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "goodput": "answers in time at up to 10 times the load that saturates the server",
+    "products": "the native core's products beside torch's, by dtype and number of rows",
     "overhead": "a step and an invocation without a model",
     "invocation": "an invocation of a function that does nothing: HTTP and AWS Lambda, beside AWS's own runtime",
     "batch": "10,000 prompts as a batch job, killed 20 times and undisturbed: equality and time",

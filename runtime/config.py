@@ -33,7 +33,7 @@ PLATFORM_VARIABLES = (
 )
 MODEL_FOLDER = "/opt/ml/model"  # where SageMaker lays a model's files before it starts the container
 MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
-READY_S = 1.5  # from a process's start until it can compute, most of which is importing torch
+READY_S = 0.5  # from a process's start until it can compute
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -11,6 +11,7 @@ An instance knows no HTTP and no platform; handlers translate for it.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -319,6 +320,8 @@ class Instance:
         from ..loader.device.detect import choose_device
         from .backends.choose import BackendChoice
 
+        # OpenMP's threads sleep between regions, whoever brings it, as a handler's torch does (docs/decisions/0007).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         config = self.config
         choice = BackendChoice(
             config.backend,

@@ -47,6 +47,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def next_told(process: subprocess.Popen[str]) -> str:
+    """The next line that is none of the log's."""
+    assert process.stderr is not None
+    while re.match(r"\d{4}-\d\d-\d\d ", line := process.stderr.readline()):
+        pass
+    return line
+
+
 @contextmanager
 def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process, and what it says until its ports are open."""
@@ -58,7 +66,7 @@ def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.P
     )
     assert process.stderr is not None
     try:
-        yield process, process.stderr.readline()
+        yield process, next_told(process)
     finally:
         process.kill()
         process.wait()
@@ -150,7 +158,7 @@ def test_runpods_load_balancer_asks_another_port_how_it_is(artifact: Path) -> No
         RUNPOD_ENDPOINT_ID="endpoint",
     ) as (process, _):
         assert process.stderr is not None
-        assert re.search(rf"\b{health_port}$", process.stderr.readline().strip())
+        assert re.search(rf"\b{health_port}$", next_told(process).strip())
         assert ask(health_port, "GET", "/ping")[0] in (200, 204)
         assert ask(port, "GET", "/ping")[0] in (200, 204)
         assert ask(health_port, "GET", "/metrics")[0] == 401

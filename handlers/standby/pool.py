@@ -115,9 +115,12 @@ def import_everything() -> None:
     """All that a server needs, and nothing that starts a thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # docs/decisions/0007
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would not survive the fork
-    import torch
+    from ...loader.device.detect import CPU, choose_device
 
-    torch.set_num_threads(1)
+    if choose_device("auto") != CPU:  # with torch, which takes longest of all
+        import torch
+
+        torch.set_num_threads(1)
     import ssl  # noqa: F401
 
     import tokenizers  # noqa: F401
@@ -127,6 +130,8 @@ def import_everything() -> None:
     from ...loader.sources import file, http, s3  # noqa: F401
     from ...loader.stream import arena, child, load, process_load  # noqa: F401
     from ...runtime import files, instance, weights  # noqa: F401
+    from ...runtime.backends import choose, host  # noqa: F401
+    from ...runtime.backends.native import backend  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401

@@ -63,17 +63,20 @@ class BackendChoice:
 
             yield CudaModelBackend()
             return
-        if self.asked == NATIVE:
+        if self.asked != TORCH:
             from .native.backend import NativeBackend
 
             yield NativeBackend(self.compute_dtype, self.threads)
-            return
         if self.asked == TORCH or (self.asked == AUTO and has_torch()):
             self.import_torch()
             from .torch.backend import TorchBackend
             from .torch.compute_dtype import ComputePolicy
 
             yield TorchBackend(ComputePolicy.of_this_machine(self.compute_dtype))
+        if self.asked != TORCH:
+            from .native.backend import ReferenceBackend
+
+            yield ReferenceBackend(self.compute_dtype)
 
     def import_torch(self) -> bool:
         """The longest import by far. Whether it was trimmed; the environment decides how its threads wait."""

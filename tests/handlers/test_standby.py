@@ -236,7 +236,7 @@ def test_idle_standbys_end_with_their_pool(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_that_meets_the_pools_imports_is_not_swallowed_by_them(tmp_path: Path, number: int) -> None:
-    (tmp_path / "torch.py").write_text(
+    (tmp_path / "tokenizers.py").write_text(
         "import sys, time\n"
         "print('importing', file=sys.stderr, flush=True)\n"
         "for _ in range(600):\n"

@@ -7,8 +7,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "core.h"
+#include "team.h"
 
 static uint64_t state = 88172645463325252u;
 
@@ -23,7 +25,7 @@ static int random_below(int limit) { return (int)(random_bits() % (uint32_t)limi
 static float random_float(void) { return (float)((int)(random_bits() & 0xffff) - 32768) / 16384.0f; }
 
 static void fail(const char *what) {
-    fprintf(stderr, "%s: %s differs\n", tn_describe(), what);
+    fprintf(stderr, "%s differs\n", what);
     exit(1);
 }
 
@@ -253,6 +255,38 @@ static void check_callers_at_once(void) {
     for (int i = 0; i < 3; i++) pthread_join(callers[i], NULL);
 }
 
+static void wait_for_one(void *arg, tn_region *region, int id) {
+    (void)arg;
+    const struct timespec pause = {.tv_nsec = 50 * 1000 * 1000};
+    if (id == 1) nanosleep(&pause, NULL);
+    tn_barrier(region);
+}
+
+static void count_chunks(void *arg, tn_region *region, int id) {
+    (void)id;
+    _Atomic int64_t *sums = arg;
+    for (int stage = 0; stage < 4; stage++) {
+        for (int64_t chunk; (chunk = tn_next_chunk(region)) < 10;) atomic_fetch_add(&sums[stage], 1 << chunk);
+        tn_barrier(region);
+    }
+}
+
+/* A thread that others wait for is left out for some regions, and each chunk of each stage is handed out once. */
+static void check_team(void) {
+    tn_set_threads(3);
+    while (tn_num_threads() < 3) tn_run(count_chunks, (_Atomic int64_t[4]){0});
+    /* More than once, since where others use the cores all threads may come late. */
+    for (int turn = 0; turn < 10 && tn_num_threads() == 3; turn++) tn_run(wait_for_one, NULL);
+    if (tn_num_threads() == 3) fail("the number of threads after waiting");
+    for (int region = 0; region < 100000 && tn_num_threads() < 3; region++) {
+        _Atomic int64_t sums[4] = {0};
+        tn_run(count_chunks, sums);
+        for (int stage = 0; stage < 4; stage++)
+            if (atomic_load(&sums[stage]) != (1 << 10) - 1) fail("the chunks of a stage");
+    }
+    if (tn_num_threads() < 3) fail("the number of threads in the end");
+}
+
 int main(int argc, char **argv) {
     check_products(argc > 1 ? atoi(argv[1]) : 200);
     check_merges();
@@ -263,6 +297,6 @@ int main(int argc, char **argv) {
     }
     check_exp();
     check_callers_at_once();
-    printf("%s", tn_describe());
+    check_team();
     return 0;
 }

@@ -1,19 +1,20 @@
-"""What the native core is to a model that is being built."""
+"""What the native core is to a model that is being built, and numpy in its place where there is no library."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ....loader.native.library import VERSION, library
 from ...dtypes import DType
-from ...errors import ModelError
 from ...kv.kinds import KVKind
 from ...kv.storage import Int8KVStorage, KVStorage
 from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU
-from .decoder import NAME, NativeDecoder, refusal
+from . import decoder, encoder
+from .decoder import NAME, NativeDecoder
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
@@ -23,6 +24,8 @@ _STORAGES: dict[KVKind, type[KVStorage] | type[Int8KVStorage]] = {
     KVKind.INT8: Int8KVStorage,
 }
 _COMPUTED_IN = {DType.BF16: DType.BF16, DType.F16: DType.F32, DType.F32: DType.F32}
+
+logger = logging.getLogger(__name__)
 
 
 class NativeBackend:
@@ -48,34 +51,63 @@ class NativeBackend:
         )
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        return self._lacks(weights.device) or refusal(spec, weights)
+        return self._lacks(weights.device) or decoder.refusal(spec, weights)
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
-        return self._lacks(weights.device) or f"{NAME} computes no encoders yet"
+        return self._lacks(weights.device) or encoder.refusal(spec, weights)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
         assert self._library is not None
         return _Decoder(spec, weights, self._library)
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
-        raise ModelError(f"{NAME} computes no encoders yet")
+        assert self._library is not None
+        return encoder.NativeEncoder(spec, weights, self._library)
 
     def _lacks(self, device: str) -> str | None:
         if device != CPU:
-            return f"{NAME} computes on the CPU, and the weights are on {device}"
-        return None if self._library is not None else f"{NAME} has no library for this processor"
+            return f"{self.name} computes on the CPU, and the weights are on {device}"
+        return None if self._library is not None else f"{self.name} has no library for this processor"
 
 
-class _Decoder(NativeDecoder):
-    """With the pools that it computes over."""
+class ReferenceBackend(NativeBackend):
+    """The same operations in numpy: a hundred times slower, and needing nothing else. It says so when it is used."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
-        super().__init__(spec, weights, library)
-        self._isa = library.isa
+    name = "numpy"
 
-    @property
-    def numerics(self) -> str:
-        return f"{NAME}/{VERSION}/{self._isa}"
+    def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
+        from .reference_models import ReferenceDecoder  # few have no library
+
+        class OverPools(_Pools, ReferenceDecoder):
+            name = self.name
+            numerics = f"{self.name}/{VERSION}"
+
+        self._say()
+        return OverPools(spec, weights)
+
+    def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
+        from .reference_models import ReferenceEncoder  # few have no library
+
+        class Named(ReferenceEncoder):
+            name = self.name
+
+        self._say()
+        return Named(spec, weights)
+
+    def _lacks(self, device: str) -> str | None:
+        return None if device == CPU else f"{self.name} computes on the CPU, and the weights are on {device}"
+
+    def _say(self) -> None:
+        logger.warning(
+            "numpy computes, very slowly: the native core was not compiled for this processor, and torch is not "
+            "installed (docs/native.md says how to build it)"
+        )
+
+
+class _Pools:
+    """Makes the pools that an executor computes over."""
+
+    _spec: DecoderSpec
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
         spec = self._spec
@@ -93,3 +125,13 @@ class _Decoder(NativeDecoder):
         return _STORAGES[kind].block_bytes(
             spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, spec.dtype
         )
+
+
+class _Decoder(_Pools, NativeDecoder):
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
+        super().__init__(spec, weights, library)
+        self._isa = library.isa
+
+    @property
+    def numerics(self) -> str:
+        return f"{NAME}/{VERSION}/{self._isa}"

@@ -10,26 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.support.models import DictWeights, build_model, embed
-from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of, tiny_config, transformers
+from tests.support.tiny_classifiers import save_classifier, tiny_classifier
+from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of
 
 from teneral.handlers.context import Context
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ContextLengthError, ModelError
 from teneral.runtime.instance import Instance
-
-LABELS = {0: "routine", 1: "urgent", 2: "spam"}
-
-
-def tiny_classifier(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    config = tiny_config(family, id2label=LABELS, label2id={name: index for index, name in LABELS.items()})
-    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            is_scale = "norm" in name.lower() and name.endswith("weight")
-            parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.15 * noise)
-    return model.to(dtype).eval()
 
 
 @torch.no_grad()
@@ -85,9 +72,7 @@ def test_the_head_waits_at_a_gate_of_its_own():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_tiny("bert", tmp_path_factory.mktemp("classifier"))
-    tiny_classifier("bert").save_pretrained(folder)
-    return folder
+    return save_classifier(tmp_path_factory.mktemp("classifier"))
 
 
 def test_a_handler_classifies_with_a_model_that_streams_in(folder):

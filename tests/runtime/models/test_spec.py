@@ -6,8 +6,14 @@ from dataclasses import dataclass, fields, make_dataclass, replace
 
 import numpy as np
 import pytest
-from tests.support.tiny_models import config_json, tiny_model
+from tests.support.models import DictWeights, build_model
+from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
+from teneral.loader.native.library import library
+from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
+from teneral.runtime.cuda.decoder import IMPLEMENTED as DEVICE_KERNELS
+from teneral.runtime.cuda.executor import CudaModelBackend
 from teneral.runtime.dtypes import DType
 from teneral.runtime.models.config import DecoderConfig, EncoderConfig
 from teneral.runtime.models.executor import any_value, one_of, refusal_of
@@ -41,19 +47,6 @@ def test_a_field_that_is_not_listed_is_refused_by_name(spec):
         assert refusal_of(spec, listed, "it") == f"it does not know {missing}"
 
 
-def test_a_new_field_is_refused_even_with_a_harmless_value():
-    @dataclass(frozen=True, slots=True)
-    class Softcapped(DecoderSpec):
-        softcap: float = 0.0
-
-    spec = decoder_spec()
-    newer = Softcapped(**{field.name: getattr(spec, field.name) for field in fields(spec)})
-
-    assert (
-        refusal_of(newer, dict.fromkeys(FIELDS[DecoderSpec], any_value), "it") == "it does not know softcap"
-    )
-
-
 def test_a_new_field_of_the_rotary_embedding_is_refused():
     spec = decoder_spec()
     interleaved = make_dataclass("Interleaved", [("interleaved", bool, False)], bases=(Rotary,), frozen=True)
@@ -80,3 +73,52 @@ def test_a_rotary_table_in_pieces_is_the_table():
     for begin, end in [(0, 1), (4_095, 4_097), (8_000, 9_000)]:
         for piece, table in zip(rotary.tables(begin, end), whole, strict=True):
             np.testing.assert_array_equal(piece, table[begin:end])
+
+
+# -- every way to compute
+
+
+@dataclass(frozen=True, slots=True)
+class NewerDecoder(DecoderSpec):
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewerEncoder(EncoderSpec):
+    turns: bool = False
+
+
+def newer(spec: DecoderSpec | EncoderSpec) -> NewerDecoder | NewerEncoder:
+    kind = NewerDecoder if isinstance(spec, DecoderSpec) else NewerEncoder
+    return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+
+BACKENDS = [TorchBackend(), CudaModelBackend(), ReferenceBackend()]
+if library() is not None:
+    BACKENDS.append(NativeBackend())
+
+
+def built(family: str):
+    oracle = tiny_model(family)
+    return build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: type(backend).__name__)
+def test_every_backend_refuses_what_it_does_not_know(backend):
+    decoder, encoder = built("qwen3"), built("bert")
+    assert backend.refuses_decoder(decoder.spec, decoder.weights) is None
+    assert backend.refuses_encoder(encoder.spec, encoder.weights) is None
+
+    assert "does not know softcap" in backend.refuses_decoder(newer(decoder.spec), decoder.weights)
+    assert "does not know turns" in backend.refuses_encoder(newer(encoder.spec), encoder.weights)
+    for spec, weights, refuses in (
+        (decoder.spec, decoder.weights, backend.refuses_decoder),
+        (encoder.spec, encoder.weights, backend.refuses_encoder),
+    ):
+        assert "activation = cubic" in refuses(replace(spec, activation="cubic"), weights)
+        assert "dtype = I8" in refuses(replace(spec, dtype=DType.I8), weights)
+
+
+def test_a_devices_kernels_refuse_what_they_do_not_know():
+    assert refusal_of(decoder_spec(), DEVICE_KERNELS, "kernels") is None
+    assert refusal_of(newer(decoder_spec()), DEVICE_KERNELS, "kernels") == "kernels does not know softcap"

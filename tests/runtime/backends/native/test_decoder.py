@@ -13,11 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.native import each_isa, loaded, threads
-from tests.support.native_decoder import NativeStepper, new_pool, spec_of, weights_of, with_parameters_in
+from tests.support.native_decoder import (
+    NativeStepper,
+    new_pool,
+    quantized,
+    spec_of,
+    weights_of,
+    with_parameters_in,
+)
 from tests.support.tiny_models import DECODERS, tiny_model
 
 from teneral.runtime.backends.native.decoder import NativeDecoder, refusal
 from teneral.runtime.dtypes import DType
+from teneral.runtime.models.matrices import DecoderLayerWeights, IntegerMatrix, StoredProjection, Tensor
 from teneral.runtime.step.batch import SequenceSpan
 
 TORCH = {DType.BF16: torch.bfloat16, DType.F32: torch.float32}
@@ -254,3 +262,56 @@ def test_joined_and_selected_rows_are_the_rows():
 
     assert (decoder.join([rows[:1], rows[1:]]) == rows).all()
     assert (decoder.select(rows, np.array([1, 3])) == rows[[1, 3]]).all()
+
+
+@each_isa
+@each_dtype
+def test_matrices_whose_columns_have_an_order_of_their_own(isa, dtype):
+    of = model("llama", dtype)
+    spec = spec_of(of, dtype)
+    plain = quantized(weights_of(of), bits=8)
+    ordered = replace(plain, layers=tuple(in_other_orders(layer) for layer in plain.layers))
+    tokens = some_tokens(20)
+    steppers = [
+        NativeStepper(NativeDecoder(spec, weights, loaded(isa)), new_pool(spec, 16, 8))
+        for weights in (plain, ordered)
+    ]
+
+    expected, ours = (steps.step({"a": tokens})["a"] for steps in steppers)
+    singles = NativeStepper(steppers[1].executor, new_pool(spec, 16, 8))
+    one_by_one = np.concatenate([singles.step({"a": [token]})["a"] for token in tokens])
+
+    # Sums over another order of the same products.
+    assert np.abs(ours - expected).mean() <= (1e-5 if dtype is DType.F32 else 0.02)
+    assert same_bits(one_by_one, ours)
+
+
+def in_other_orders(layer: DecoderLayerWeights) -> DecoderLayerWeights:
+    """The same layer with whole groups of columns in other places, for most of its matrices."""
+
+    def shuffled(projection: Any) -> StoredProjection:
+        return StoredProjection(
+            tuple(
+                part if number == 1 else in_other_order(part, number)
+                for number, part in enumerate(projection.parts)
+            )
+        )
+
+    return replace(
+        layer,
+        qkv=shuffled(layer.qkv),
+        output=shuffled(layer.output),
+        gate_up=shuffled(layer.gate_up),
+        down=shuffled(layer.down),
+    )
+
+
+def in_other_order(matrix: IntegerMatrix, seed: int) -> IntegerMatrix:
+    groups = np.random.default_rng(seed).permutation(matrix.scale.shape[1])
+    columns = (groups[:, None] * matrix.group_size + np.arange(matrix.group_size)).ravel()
+    return replace(
+        matrix,
+        weight=Tensor(matrix.weight.dtype, np.ascontiguousarray(matrix.weight.array[:, columns])),
+        scale=Tensor(matrix.scale.dtype, np.ascontiguousarray(matrix.scale.array[:, groups])),
+        columns=columns.astype(np.int64),
+    )

@@ -13,6 +13,7 @@ TeneralError
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
 ├── TuningError            a file of measured times is damaged or hostile (a FormatError)
+├── DeviceLostError        the device computes no more: the process must be started again
 ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
 │   └── ResultError        … or gave a value that cannot be sent
 └── PortInUseError
@@ -28,6 +29,10 @@ WEIGHTS_LOST = (SourceError, FormatError, LoadError)
 
 class ModelError(TeneralError):
     """The model cannot be run: unknown architecture, missing tensor, wrong shape, unsupported option."""
+
+
+class DeviceLostError(TeneralError):
+    """The device that computes has failed, and nothing that this process asks of it can succeed."""
 
 
 class RequestError(TeneralError):

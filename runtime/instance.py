@@ -404,6 +404,7 @@ class Instance:
             eos_token_ids=tokenizer.eos_token_ids,
             arrival=LoadArrival(self._load),
             prefix_seed=_prefix_seed(manifest, model),
+            on_device_lost=self._fail,
         )
         if self._snapshots is not None:  # for those who wait for the engine already
             self._snapshots.attach(engine.prefix_pool, model=manifest.digest)

@@ -26,6 +26,7 @@ from ..errors import ModelError
 from .budget import activation_bytes
 from .decoder import DeviceKernels
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
+from .guarded import GuardedBackend
 from .launch import Launcher
 from .packing import StepPacker
 from .products import projections_of
@@ -205,11 +206,12 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         )
         if timeline is not None:
             timeline.mark("process", "no kernels on the device", why=str(error)[:200])
-        return TorchBackend(model, kv, options)
+        return GuardedBackend(TorchBackend(model, kv, options), model.device)
     if timeline is not None:
         timeline.mark("process", "kernels on the device", kernels=told)
     recorder = CudaRecorder(model.device)
-    return CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
+    backend = CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
+    return GuardedBackend(backend, model.device)
 
 
 def _kernels(model: Decoder, options: BackendOptions, launch: Launcher) -> DeviceKernels:

@@ -53,7 +53,7 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         make_backend=backend_module.cuda_backend,
         timeline=timeline,
     )
-    assert isinstance(engine._backend, TorchBackend)
+    assert isinstance(engine._backend.backend, TorchBackend)
     engine.start()
     generations = [
         engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))

@@ -28,7 +28,6 @@ MIN_TAKEN_BYTES = 16 << 10  # by a client for which something waits, in the time
 # Beyond it writers wait; behind it there is room for one more piece.
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
 SLOW_BODY_S = 5.0  # a body that is longer on its way may have to give way to a new connection
-RESERVED_FILES = 128  # descriptors for all else: the store, the loader, libraries, the listening socket
 
 
 class Connections:
@@ -47,7 +46,7 @@ class Connections:
         self.head_timeout_s = head_timeout_s
         self.write_stall_s = write_stall_s
         self.retry_after_s = retry_after_s
-        self._max_connections = min(max_connections, _max_files() - RESERVED_FILES)
+        self._max_connections = max_connections
         self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, which requests know
         self._idle: dict[_Connection, None] = {}  # the one that has been idle the longest stands first
         self._receiving: dict[_Connection, float] = {}  # whose bodies are on their way, and since when
@@ -243,11 +242,3 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         self._head_bytes, self._tail, self._head_is_whole = 0, b"", False
-
-
-def _max_files() -> int:
-    """Descriptors that this process may have open."""
-    import resource  # not on every platform that may import this module
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

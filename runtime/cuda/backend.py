@@ -29,11 +29,10 @@ from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
 from .guarded import GuardedBackend
 from .launch import Launcher
 from .packing import StepPacker
-from .products import projections_of
 from .sampling import DeviceSampler
 from .storage import DeviceKVStorage
 from .torch_backend import TorchBackend
-from .warm_up import open_launcher, span
+from .warm_up import open_launcher, span, use_flash_attention
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
@@ -123,25 +122,12 @@ class CudaBackend:
         assert size is not None
         assert self._graphs is not None
         start_s = time.monotonic()
-        if size == 1 and self._device.type == "cuda":
-            self._measure_products()
         outcome = "recorded" if self._graphs.record(size) else "failed"
         if self._timeline is not None:
             origin_s, end_s = self._timeline.started_at, time.monotonic()
             self._timeline.add(
                 "device", f"CUDA graph, {size} rows", start_s - origin_s, end_s - origin_s, outcome=outcome
             )
-
-    def _measure_products(self) -> None:
-        """Before steps of one row are recorded, and so for good."""
-        try:
-            found = self._kernels.products.measure(projections_of(self._decoder))
-        except Exception as error:  # noqa: BLE001 - of a driver or memory: torch can do it all
-            logger.warning("products with one row stay torch's: %s", error)
-            return
-        told = {f"{shape}": f"{ours:.3f} ms, torch {theirs:.3f}" for shape, (ours, theirs) in found.items()}
-        if self._timeline is not None:
-            self._timeline.mark("device", "products with one row", **told)
 
     def _size_to_record(self, *, has_running: bool) -> int | None:
         graphs = self._graphs
@@ -196,6 +182,7 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
     try:
         if not isinstance(kv, DeviceKVStorage):
             raise NotImplementedError("there are kernels only for keys and values in the model's own dtype")
+        use_flash_attention()
         with span(timeline, "kernels' modules"):
             folder = Path(options.kernels_dir) if options.kernels_dir else None
             launch, told = open_launcher(model.device, folder)
@@ -216,7 +203,14 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
 
 def _kernels(model: Decoder, options: BackendOptions, launch: Launcher) -> DeviceKernels:
     """Raises what makes them impossible for this model, before anything is computed with them."""
-    processors = torch.cuda.get_device_properties(model.device).multi_processor_count
-    kernels = DeviceKernels(model, launch, block_size=options.block_size, num_processors=processors)
+    properties = torch.cuda.get_device_properties(model.device)
+    kernels = DeviceKernels(
+        model,
+        launch,
+        block_size=options.block_size,
+        max_context=options.max_context,
+        num_processors=properties.multi_processor_count,
+        architecture=10 * properties.major + properties.minor,
+    )
     launch.prepare(kernels.variants)
     return kernels

@@ -25,8 +25,7 @@ from ..models.decoder import Decoder
 from .decoder import DeviceKernels
 from .packing import NUM_PARTS, StepPacker
 from .storage import DeviceKVStorage
-from .tables import StepTables, num_splits
-from .variants import decode_keys
+from .tables import StepTables
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +166,11 @@ class DecodeGraphs:
         batch = self._packer.decode_batch([], size, buffer)  # rows that do nothing
         # Tables as long as any context, so that no longer ones take their place.
         decoder.rope.rows(batch.positions, self._max_context)
-        splits = num_splits(
-            size, kv.num_kv_heads, kernels.num_processors, self._max_context, decode_keys(kernels.shape)
-        )
         assert isinstance(batch.tables, StepTables)
 
         def work() -> torch.Tensor:
             cos, sin = decoder.rope.rows(batch.positions, self._max_context)
-            step = kernels.begin(batch, kv, cos, sin, num_splits=splits)
+            step = kernels.begin(batch, kv, cos, sin, is_recorded=True)
             x = decoder.embeddings(batch.tokens)
             for index in range(decoder.num_layers):
                 x = step.layer(index, x)

@@ -1,45 +1,84 @@
 # syntax=docker/dockerfile:1
-# What serving needs and nothing else: a virtual environment made in one stage, copied into a slim image in the next.
+# What serving needs and nothing else, in layers from the one that changes least to the one that changes with each
+# release: the system, dependencies, code, a GPU's kernels. A release pushes the last two.
 #
-#   docker build -t teneral .                                        CPU, without torch
+#   docker build -t teneral .                                        CPU, without torch: as `pip install teneral`
 #   docker build -t teneral --build-arg EXTRAS=cuda13 .              CUDA 13 (torch then comes with its CUDA libraries)
+#   docker build -t teneral --target lambda .                        for AWS Lambda
+#   docker build -t teneral --target runpod --build-arg EXTRAS=runpod .    a worker of RunPod's queue
 #
-# TORCH_INDEX may name an index with CPU builds of torch, which are a tenth of the size: PIP_EXTRA_INDEX_URL takes it.
+# TORCH_INDEX is the index that torch comes from: one with its CPU builds, a tenth of the size, unless CUDA is wanted.
+# Dependencies come as infra/image/lock/<extras>.txt pins them, with hashes; for other extras, as pyproject.toml allows.
 ARG PYTHON=3.12
-FROM python:${PYTHON}-slim-bookworm AS build
-ARG EXTRAS=""
-ARG TORCH_INDEX=""
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_EXTRA_INDEX_URL=${TORCH_INDEX}
-RUN python -m venv /opt/teneral
-WORKDIR /src
-COPY pyproject.toml setup.py build_native.py README.md LICENSE ./
-COPY native native
-COPY src src
-COPY loader loader
-COPY runtime runtime
-COPY handlers handlers
-COPY infra infra
-# Bytecode is compiled here, once: without it every cold start would compile torch again, which takes three times as long as importing it.
-# What torch ships for compiling against it and for testing it is left out: more than a quarter of its size.
-RUN /opt/teneral/bin/pip install --no-compile ".${EXTRAS:+[${EXTRAS}]}" \
- && torch="$(echo /opt/teneral/lib/python*/site-packages/torch)" \
- && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc* \
- && { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; }
-# Those of a GPU, for the architectures that data centres have; this needs no GPU.
-RUN mkdir /opt/teneral/gpu && case ",${EXTRAS}," in *cuda*) cd / \
- && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral/gpu 80 90 100 \
- && /opt/teneral/bin/python -m teneral.runtime.cuda.compile /opt/teneral/gpu ;; esac
-
-FROM python:${PYTHON}-slim-bookworm
-# The base image comes without the standard library's bytecode, and who runs this may not write any: half a second a cold start.
+FROM python:${PYTHON}-slim-bookworm AS system
+# tini is process 1: the kernel drops a SIGTERM for a process 1 that has no handler yet, which Python has only after its
+# imports.
+RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf /var/lib/apt/lists/*
+# The base image comes without the standard library's bytecode, and the container's user may not write any: half a second
+# of each cold start.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin teneral \
  && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash "$(python -c 'import os; print(os.path.dirname(os.__file__))')" || true; }
-COPY --from=build /opt/teneral /opt/teneral
-ENV PATH=/opt/teneral/bin:$PATH TENERAL_KERNEL_DIR=/opt/teneral/gpu PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+
+FROM system AS dependencies
+ARG EXTRAS=""
+ARG TORCH_INDEX=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/teneral && ls -d /opt/teneral/lib/python*/site-packages | while read -r site; do \
+      echo /opt/teneral-code/lib >"$site/teneral-code.pth"; done
+WORKDIR /lock
+COPY pyproject.toml infra/image/dependencies.py ./
+COPY infra/image/lock ./lock
+# What torch ships for compiling against it and for testing it is left out: more than a quarter of its size.
+RUN python dependencies.py pyproject.toml "${EXTRAS}" --torch >torch.txt \
+ && if [ -s torch.txt ]; then \
+      /opt/teneral/bin/pip install --no-compile ${TORCH_INDEX:+--index-url "${TORCH_INDEX}"} -r torch.txt \
+      && torch="$(echo /opt/teneral/lib/python*/site-packages/torch)" \
+      && rm -rf "$torch/include" "$torch/share" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc*; fi
+RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
+      /opt/teneral/bin/pip install --no-compile --no-deps --require-hashes -r "$locked"; \
+    else python dependencies.py pyproject.toml "${EXTRAS}" >wanted.txt \
+      && /opt/teneral/bin/pip install --no-compile -r wanted.txt; fi
+# Bytecode is compiled here, once: without it every cold start would compile its imports again.
+RUN { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; } \
+ && /opt/teneral/bin/pip check
+
+FROM dependencies AS code
+WORKDIR /src
+COPY . .
+RUN /opt/teneral/bin/pip install --no-compile --no-deps --target /opt/teneral-code/lib . \
+ && mv /opt/teneral-code/lib/bin /opt/teneral-code/bin \
+ && { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral-code/lib || true; } \
+ && install -m 0644 infra/image/healthcheck.py /opt/teneral-code/healthcheck.py
+
+FROM code AS kernels
+ARG EXTRAS=""
+# Those of a GPU, for the architectures that data centres have; this needs no GPU.
+RUN mkdir -p /opt/teneral-kernels/gpu && case ",${EXTRAS}," in *cuda*) cd / \
+ && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral-kernels/gpu 80 90 100 \
+ && /opt/teneral/bin/python -m teneral.runtime.cuda.compile /opt/teneral-kernels/gpu ;; esac
+
+FROM system AS serving
+COPY --from=dependencies /opt/teneral /opt/teneral
+COPY --from=code /opt/teneral-code /opt/teneral-code
+COPY --from=kernels /opt/teneral-kernels /opt/teneral-kernels
+ENV PATH=/opt/teneral-code/bin:/opt/teneral/bin:$PATH TENERAL_KERNEL_DIR=/opt/teneral-kernels/gpu PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # SageMaker names a port only to images that say so.
 LABEL com.amazonaws.sagemaker.capabilities.accept-bind-to-port=true
 USER 10001:10001
-EXPOSE 8080
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["teneral"]
+ENTRYPOINT ["tini", "--", "teneral"]
 CMD ["serve"]
+
+# Lambda asks nothing of a container: it has neither ports nor health checks, and its own process 1.
+FROM serving AS lambda
+HEALTHCHECK NONE
+ENTRYPOINT ["teneral"]
+
+# A worker takes jobs from a queue, and has no server.
+FROM serving AS runpod
+HEALTHCHECK NONE
+ENV TENERAL_PLATFORM=runpod-queue
+
+FROM serving AS server
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["/opt/teneral/bin/python", "-IS", "/opt/teneral-code/healthcheck.py"]

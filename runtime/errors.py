@@ -12,6 +12,7 @@ TeneralError
 ├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
+├── DeviceLostError        the device computes no more: the process must be started again
 ├── HandlerError           the user's handler is missing, of the wrong shape, or raised
 │   └── ResultError        … or gave a value that cannot be sent
 └── PortInUseError
@@ -27,6 +28,10 @@ WEIGHTS_LOST = (SourceError, FormatError, LoadError)
 
 class ModelError(TeneralError):
     """The model cannot be run: unknown architecture, missing tensor, wrong shape, unsupported option."""
+
+
+class DeviceLostError(TeneralError):
+    """The device that computes has failed, and nothing that this process asks of it can succeed."""
 
 
 class RequestError(TeneralError):

@@ -406,6 +406,7 @@ class Instance:
             arrival=LoadArrival(self._load),
             prefix_seed=_prefix_seed(manifest, model),
             make_backend=step_backend,
+            on_device_lost=self._fail,
         )
         if self._snapshots is not None:  # for those who wait for the engine already
             self._snapshots.attach(engine.prefix_pool, model=manifest.digest)

@@ -26,11 +26,17 @@ class Admission:
     """
 
     def __init__(
-        self, limits: Limits, num_in_engine: Callable[[], int], retry_after_s: Callable[[], float]
+        self,
+        limits: Limits,
+        num_in_engine: Callable[[], int],
+        retry_after_s: Callable[[], float],
+        body_is_there: Callable[[web.Request], None] = lambda _: None,
     ) -> None:
+        """`body_is_there` is called when a request's body has come; it may raise."""
         self._limits = limits
         self._num_in_engine = num_in_engine
         self._retry_after_s = retry_after_s
+        self._body_is_there = body_is_there
         self._waiting = 0
         self._body_bytes = 0
         self._answer_bytes = 0
@@ -113,6 +119,7 @@ class Admission:
                 charged_bytes += self._charge(len(chunk))
                 data += chunk
             charged_bytes += self._charge(memory_bytes(data) - len(data))
+            self._body_is_there(request)
             yield data
         finally:
             self._body_bytes -= charged_bytes

@@ -23,7 +23,7 @@ from .embeddings import EmbeddingRoute
 from .errors import ApiError
 from .health import HealthRoutes
 from .keys import ApiKeys, parse_keys
-from .limits import Limits
+from .limits import Limits, max_files
 from .models import ModelRoutes
 from .server import serve
 from .service import SERVICE, Service
@@ -48,7 +48,8 @@ def create_app(
     and handler. `make_instance` gives another one, not started, for who has the model unloaded and loaded again.
     """
     make_instance = make_instance or partial(_another, instance.config)
-    service = Service(instance, limits or Limits(), Metrics(), make_instance=make_instance)
+    limits = (limits or Limits()).within_files(max_files())
+    service = Service(instance, limits, Metrics(), make_instance=make_instance)
     api_key = instance.config.api_key
     keys = None if api_key is None else ApiKeys(parse_keys(api_key))
     origins = Origins(parse_origins(instance.config.cors_origin))

@@ -24,6 +24,7 @@ from ...runtime.config import ServeConfig
 from ...runtime.errors import PortInUseError
 from ...runtime.start import SentFor, send_for
 from ..platforms import TRAITS, Platform, platform_of
+from .limits import max_files, require_files
 
 if TYPE_CHECKING:
     from ...loader.stream.prepare import Prepared
@@ -59,6 +60,7 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
 def _run(config: ServeConfig, prepared: Prepared | None) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
+    require_files(max_files())
     with listen(config.host, config.port) as sock:
         timeline.mark("process", "port open")
         if config.standby_socket is not None:
@@ -113,6 +115,13 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
             print(
                 f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
             )
+            most = limits.within_files(max_files()).max_connections
+            if most < limits.max_connections:
+                print(
+                    f"teneral: {most} connections at a time, because ulimit -n is {max_files()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if probe_sock is not None:
                 print(f"teneral: probes at port {probe_sock.getsockname()[1]}", file=sys.stderr, flush=True)
             try:

@@ -2,8 +2,9 @@
 here that a client does not take. (What a request may cost once its head is there, `limits` and `admission` say.)
 
 A connection that nobody uses costs a file descriptor, and a client that sends its headers byte by byte holds
-one for as long as it likes. So when there are too many, the one that has been idle the longest gives way; only
-when all of them are at work is a new one refused. A client that reads slowly holds what it has not read: of a stream
+one for as long as it likes, and so does one that sends its body byte by byte. So when there are too many, the one that
+has been idle the longest gives way, then the one whose body has been on its way the longest; only when all of them are
+at work is a new one refused. A client that reads slowly holds what it has not read: of a stream
 that is bounded here, since more is written only when there is room; of a whole answer it is the answer, until the
 client has taken next to nothing for too long. It knows no routes.
 """
@@ -11,6 +12,8 @@ client has taken next to nothing for too long. It knows no routes.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -24,21 +27,29 @@ HEAD_END = b"\r\n\r\n"
 MIN_TAKEN_BYTES = 16 << 10  # by a client for which something waits, in the time that it has to take anything
 # Beyond it writers wait; behind it there is room for one more piece.
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
-RESERVED_FILES = 128  # descriptors for all else: the store, the loader, libraries, the listening socket
+SLOW_BODY_S = 5.0  # a body that is longer on its way may have to give way to a new connection
 
 
 class Connections:
     """All connections of one server. Lives in the event loop's thread only."""
 
     def __init__(
-        self, *, max_connections: int, max_head_bytes: int, head_timeout_s: float, write_stall_s: float
+        self,
+        *,
+        max_connections: int,
+        max_head_bytes: int,
+        head_timeout_s: float,
+        write_stall_s: float,
+        retry_after_s: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.max_head_bytes = max_head_bytes
         self.head_timeout_s = head_timeout_s
         self.write_stall_s = write_stall_s
-        self._max_connections = min(max_connections, _max_files() - RESERVED_FILES)
+        self.retry_after_s = retry_after_s
+        self._max_connections = max_connections
         self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, which requests know
         self._idle: dict[_Connection, None] = {}  # the one that has been idle the longest stands first
+        self._receiving: dict[_Connection, float] = {}  # whose bodies are on their way, and since when
 
     def __len__(self) -> int:
         return len(self._open)
@@ -51,24 +62,37 @@ class Connections:
         """A protocol factory that puts each protocol of `make` behind these bounds."""
         return lambda: _Connection(self, make)
 
-    def request_begins(self, protocol: object) -> None:
+    def request_begins(self, protocol: object, *, body_is_to_come: bool = False) -> None:
         """A request's head is there; until `request_ends` its connection is at work."""
         if (connection := self._open.get(protocol)) is not None:
             connection.begin()
             self._idle.pop(connection, None)
+            if body_is_to_come:
+                self._receiving[connection] = time.monotonic()
+
+    def body_is_there(self, protocol: object) -> None:
+        """The whole body of the request has come."""
+        if (connection := self._open.get(protocol)) is not None:
+            self._receiving.pop(connection, None)
 
     def request_ends(self, protocol: object, body: StreamReader) -> None:
         """Its handler is done; what is still to come of its `body` is no head."""
         if (connection := self._open.get(protocol)) is not None:
             connection.is_working = False
             connection.body = body
+            self._receiving.pop(connection, None)
             self._idle[connection] = None
 
     def make_room(self) -> bool:
-        """Whether there is room for one more, where need be by closing the one that has been idle the longest."""
+        """Whether there is room for one more, where need be by closing the one that has been idle the longest, or whose
+        body has been on its way the longest.
+        """
         if len(self._open) < self._max_connections:
             return True
         longest = next(iter(self._idle), None)
+        if longest is None and self._receiving:
+            slowest, since_s = next(iter(self._receiving.items()))
+            longest = slowest if time.monotonic() - since_s >= SLOW_BODY_S else None
         if longest is None:
             return False
         self.closed(longest)
@@ -83,6 +107,7 @@ class Connections:
         """Forget a connection. Idempotent."""
         self._open.pop(connection.protocol, None)
         self._idle.pop(connection, None)
+        self._receiving.pop(connection, None)
 
 
 class _Connection(asyncio.Protocol):
@@ -206,7 +231,7 @@ class _Connection(asyncio.Protocol):
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
             "Connection: close",
-            *(["Retry-After: 1"] if status == 503 else []),
+            *([f"Retry-After: {math.ceil(self._owner.retry_after_s())}"] if status == 503 else []),
         ]
         assert self._transport is not None
         self._transport.write("\r\n".join(lines).encode() + HEAD_END + body)
@@ -217,11 +242,3 @@ class _Connection(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
         self._head_bytes, self._tail, self._head_is_whole = 0, b"", False
-
-
-def _max_files() -> int:
-    """Descriptors that this process may have open."""
-    import resource  # not on every platform that may import this module
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

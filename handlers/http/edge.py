@@ -57,7 +57,7 @@ def edge(
         call = Call(request_id_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
-        service.connections.request_begins(request.protocol)
+        service.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
         try:
             response = await _guarded(service, guards, request, handler, call)
             status = call.error_status or response.status
@@ -86,6 +86,10 @@ def stamp(origins: Origins) -> Callable[[web.Request, web.StreamResponse], Await
             response.headers["openai-processing-ms"] = str(round(call.age_s() * 1000))
 
     return add
+
+
+def _body_is_to_come(request: web.Request) -> bool:
+    return request.method == "POST" and request.can_read_body and not request.content.is_eof()
 
 
 def _size_bytes(response: web.StreamResponse) -> int:

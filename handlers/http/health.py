@@ -92,6 +92,7 @@ class HealthRoutes:
                 "connections": len(service.connections),
                 "unsent_bytes": sum(service.connections.unsent_bytes()),
                 "in_flight": len(service.in_flight),
+                "places_taken": service.in_flight.num_places_taken,
                 "waiting_sequences": service.admission.num_waiting,
                 "body_bytes": service.admission.body_bytes,
                 "answer_bytes": service.admission.answer_bytes,

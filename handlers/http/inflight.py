@@ -1,5 +1,5 @@
 """The requests that are being worked on, so that a shutdown can wait for them, and end them when it can wait
-no longer.
+no longer. A request has one of the places once its body is there: one whose body is still to come keeps nobody out.
 
 Ending a request is a timeout that comes early: inside it, the code sees `asyncio.CancelledError` at its next
 await, exactly as when its client goes away, and `Work.ended_by` tells the two apart.
@@ -23,6 +23,7 @@ class Work:
 
     def __init__(self, scope: asyncio.Timeout) -> None:
         self.ended = asyncio.Event()
+        self.has_place = False  # its body is there
         self._scope = scope
         self._reason: TeneralError | None = None
 
@@ -72,10 +73,23 @@ class InFlight:
         self._max_works = max_works
         self._retry_after_s = retry_after_s
         self._works: set[Work] = set()
+        self._num_places_taken = 0
         self.draining = False
 
     def __len__(self) -> int:
+        """All requests, those whose bodies are still to come as well."""
         return len(self._works)
+
+    @property
+    def num_places_taken(self) -> int:
+        return self._num_places_taken
+
+    def take_place(self, work: Work) -> None:
+        """The work's body is there. Raises `CapacityError` when there is no place. Idempotent."""
+        if not work.has_place:
+            self._require_place()
+            work.has_place = True
+            self._num_places_taken += 1
 
     @property
     def works(self) -> frozenset[Work]:
@@ -83,16 +97,12 @@ class InFlight:
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[Work]:
-        """Do one request's work in here. Raises `DrainingError` or `CapacityError` before anything was begun,
-        and whatever ended the work.
+        """Do one request's work in here, once it has taken a place. Raises `DrainingError` or `CapacityError` before
+        anything was begun, and whatever ended the work.
         """
         if self.draining:
             raise DrainingError("this instance is shutting down")
-        if len(self._works) >= self._max_works:
-            raise CapacityError(
-                f"{self._max_works} requests are being worked on, which is as many as are allowed",
-                retry_after_s=self._retry_after_s(),
-            )
+        self._require_place()
         work: Work | None = None
         try:
             async with asyncio.timeout(None) as scope:
@@ -106,7 +116,15 @@ class InFlight:
         finally:
             if work is not None:
                 self._works.discard(work)
+                self._num_places_taken -= work.has_place
                 work.ended.set()
+
+    def _require_place(self) -> None:
+        if self._num_places_taken >= self._max_works:
+            raise CapacityError(
+                f"{self._max_works} requests are being worked on, which is as many as are allowed",
+                retry_after_s=self._retry_after_s(),
+            )
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; end what still runs after `timeout_s`. True when nothing

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from ...loader.errors import UsageError
 
 if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
@@ -23,11 +25,16 @@ PIECE_BYTES = 16 << 10
 IDLE_CONNECTION_S = 620.0
 
 
+# Descriptors for all else: a server that works has 15 open, and a KV snapshot is read over connections of its own.
+RESERVED_FILES = 40
+MIN_CONNECTIONS = 24  # with fewer, probes and a platform's own connections would leave none for work
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Sizes in bytes, times in seconds. The defaults are those of `ServeConfig`."""
 
-    max_connections: int = 1024  # open at the same time; fewer where the process may have fewer files open
+    max_connections: int = 1024  # open at the same time
     head_timeout_s: float = 30.0  # for the head of a request to arrive, from its first byte
     max_body_bytes: int = 8 << 20
     max_body_bytes_in_flight: int = 64 << 20  # of all requests together: what bodies may cost in memory
@@ -61,3 +68,27 @@ class Limits:
             max_sequences=min(128, taken),
             request_timeout_s=config.request_timeout_s,
         )
+
+    def within_files(self, num_files: int) -> Limits:
+        """With no more connections than a process has room for that may have so many files open (`ulimit -n`)."""
+        most = max(MIN_CONNECTIONS, num_files - RESERVED_FILES)
+        return replace(self, max_connections=min(self.max_connections, most))
+
+
+def require_files(num_files: int) -> None:
+    """Raises `UsageError` where a process may have too few files open to serve at all."""
+    least = RESERVED_FILES + MIN_CONNECTIONS
+    if num_files < least:
+        raise UsageError(
+            f"this process may have {num_files} files open, too few to serve: {least} are the least",
+            key="ulimit -n",
+            hint="Raise the limit with `ulimit -n 1024`, or as nofile in the container's settings.",
+        )
+
+
+def max_files() -> int:
+    """Files that this process may have open."""
+    import resource  # not on every platform that may import this module
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

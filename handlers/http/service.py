@@ -104,7 +104,7 @@ class Service:
         """`make_instance` gives another of the same configuration, for when this one is unloaded and loaded again."""
         self.limits = limits
         self.metrics = metrics
-        self.admission = Admission(limits, self._num_in_engine, self._retry_after_s)
+        self.admission = Admission(limits, self._num_in_engine, self._retry_after_s, self._body_is_there)
         self.in_flight = InFlight(limits.max_in_flight, self._retry_after_s)
         self.slot = ModelSlot(instance, make_instance, self.in_flight, started=partial(count_start, metrics))
         self.connections = Connections(
@@ -112,6 +112,7 @@ class Service:
             max_head_bytes=MAX_HEAD_BYTES,
             head_timeout_s=limits.head_timeout_s,
             write_stall_s=limits.write_stall_s,
+            retry_after_s=self._retry_after_s,
         )
         self.bridge = Bridge()
         self.text_threads = TextThreads()
@@ -178,6 +179,13 @@ class Service:
         progress = self.instance.progress()
         fraction = progress.get("fraction", 1.0)
         return f"loading {100 * fraction:.0f} %" if fraction < 1 else "working"
+
+    def _body_is_there(self, request: web.Request) -> None:
+        """Only now does the request take a place, which may be gone: `CapacityError`."""
+        self.connections.body_is_there(request.protocol)
+        call = CALL.get(None)
+        if call is not None and call.work is not None:
+            self.in_flight.take_place(call.work)
 
     def _num_in_engine(self) -> int:
         statistics = self._engine_statistics()

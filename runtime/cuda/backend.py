@@ -26,13 +26,13 @@ from .budget import activation_bytes
 from .decoder import DeviceKernels
 from .executor import CudaExecutor
 from .graphs import CudaRecorder, DecodeGraphs, Recorder, next_to_record
+from .guarded import GuardedBackend
 from .launch import Launcher
 from .packing import StepPacker
-from .products import projections_of
 from .sampling import DeviceSampler
 from .storage import DeviceKVStorage
 from .torch_backend import TorchDeviceBackend
-from .warm_up import open_launcher, span
+from .warm_up import open_launcher, span, use_flash_attention
 
 if TYPE_CHECKING:
     from ..models.decoder import Decoder
@@ -126,25 +126,12 @@ class CudaBackend:
         assert size is not None
         assert self._graphs is not None
         start_s = time.monotonic()
-        if size == 1 and self._device.type == "cuda":
-            self._measure_products()
         outcome = "recorded" if self._graphs.record(size) else "failed"
         if self._timeline is not None:
             origin_s, end_s = self._timeline.started_at, time.monotonic()
             self._timeline.add(
                 "device", f"CUDA graph, {size} rows", start_s - origin_s, end_s - origin_s, outcome=outcome
             )
-
-    def _measure_products(self) -> None:
-        """Before steps of one row are recorded, and so for good."""
-        try:
-            found = self._kernels.products.measure(projections_of(self._kernels.executor))
-        except Exception as error:  # noqa: BLE001 - of a driver or memory: torch can do it all
-            logger.warning("products with one row stay torch's: %s", error)
-            return
-        told = {f"{shape}": f"{ours:.3f} ms, torch {theirs:.3f}" for shape, (ours, theirs) in found.items()}
-        if self._timeline is not None:
-            self._timeline.mark("device", "products with one row", **told)
 
     def _size_to_record(self, *, has_running: bool) -> int | None:
         graphs = self._graphs
@@ -199,6 +186,7 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         if not isinstance(kv, DeviceKVStorage):
             raise NotImplementedError("there are kernels only for keys and values in the model's own dtype")
         device = torch.device(model.device)
+        use_flash_attention()
         with span(timeline, "kernels' modules"):
             folder = Path(options.kernels_dir) if options.kernels_dir else None
             launch, told = open_launcher(device, folder)
@@ -209,16 +197,24 @@ def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
         )
         if timeline is not None:
             timeline.mark("process", "no kernels on the device", why=str(error)[:200])
-        return TorchDeviceBackend(model, kv, options.block_size)
+        return GuardedBackend(TorchDeviceBackend(model, kv, options.block_size), torch.device(model.device))
     if timeline is not None:
         timeline.mark("process", "kernels on the device", kernels=told)
     recorder = CudaRecorder(torch.device(model.device))
-    return CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
+    backend = CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
+    return GuardedBackend(backend, torch.device(model.device))
 
 
 def _kernels(model: Any, options: BackendOptions, launch: Launcher) -> DeviceKernels:
     """Raises what makes them impossible for this model, before anything is computed with them."""
-    processors = torch.cuda.get_device_properties(torch.device(model.device)).multi_processor_count
-    kernels = DeviceKernels(model.executor, launch, block_size=options.block_size, num_processors=processors)
+    properties = torch.cuda.get_device_properties(torch.device(model.device))
+    kernels = DeviceKernels(
+        model.executor,
+        launch,
+        block_size=options.block_size,
+        max_context=options.max_context,
+        num_processors=properties.multi_processor_count,
+        architecture=10 * properties.major + properties.minor,
+    )
     launch.prepare(kernels.variants)
     return kernels

@@ -25,7 +25,7 @@ from .launch import Launcher
 from .products import RowProducts
 from .shape import shape_of, short_name
 from .storage import DeviceKVStorage
-from .tables import StepTables, num_splits, tell_device
+from .tables import StepTables, split_keys, tell_device
 
 SEES_ALL = 1 << 30  # a window that no context reaches
 MIN_SDPA_ROWS = 64  # of a prompt of its own, from which torch's attention is worth its preparations
@@ -60,9 +60,18 @@ class DeviceKernels:
     """For one decoder and one pool's block size."""
 
     def __init__(
-        self, executor: TorchExecutor, launch: Launcher, *, block_size: int, num_processors: int = 1
+        self,
+        executor: TorchExecutor,
+        launch: Launcher,
+        *,
+        block_size: int,
+        max_context: int,
+        num_processors: int = 1,
+        architecture: int = 80,
     ) -> None:
-        """`num_processors` of the device share the work. NotImplementedError where there are no kernels for a model."""
+        """For contexts up to `max_context`. `num_processors` of the device share the work; its `architecture` is
+        10 · major + minor of its compute capability. NotImplementedError where there are no kernels for a model.
+        """
         spec = executor.spec
         self.shape = shape_of(executor, block_size)
         reason = (
@@ -77,6 +86,7 @@ class DeviceKernels:
         self.spec = spec
         self.group = spec.num_heads // spec.num_kv_heads
         self.num_processors = num_processors
+        self.max_context = max_context
         self.scale = spec.attention_scale * math.log2(math.e)
         shape = self.shape
         self.products = RowProducts(launch, shape.dtype)
@@ -84,14 +94,22 @@ class DeviceKernels:
         self.add_norm = v.norm_variant(shape, adds=True)
         self.place = v.place_variant(shape)
         self.gate = v.gate_variant(shape)
-        self.whole, self.split = (v.decode_variant(shape, is_split=is_split) for is_split in (False, True))
+        stages = v.decode_stages(architecture)
+        self.whole, self.split = (
+            v.decode_variant(shape, is_split=is_split, num_stages=stages) for is_split in (False, True)
+        )
         self.merge = v.merge_variant(shape)
         self.chunk = v.chunk_variant(shape)
 
     @property
     def variants(self) -> tuple[v.Variant, ...]:
         """All that it may launch."""
-        return v.variants_of(self.shape)
+        stages = self.whole.num_stages
+        return tuple(
+            variant
+            for variant in v.variants_of(self.shape)
+            if variant.kernel != "decode_attention" or variant.num_stages == stages
+        )
 
     def takes(self, batch: StepBatch, kv: KVPool) -> bool:
         """Whether a step over this batch is to be computed here."""
@@ -106,13 +124,13 @@ class DeviceKernels:
         cos: torch.Tensor,
         sin: torch.Tensor,
         *,
-        num_splits: int | None = None,
+        is_recorded: bool = False,
     ) -> DeviceStep:
-        """The step over this batch; `cos` and `sin` are `RopeTable.rows`. With `num_splits` keys are cut into so many
-        parts whatever the contexts are, as a step needs that is to be recorded.
+        """The step over this batch; `cos` and `sin` are `RopeTable.rows`. A recorded one has as many splits as the
+        longest context takes, whatever the contexts are.
         """
         assert isinstance(kv, DeviceKVStorage)
-        return DeviceStep(self, batch, kv, cos, sin, num_splits)
+        return DeviceStep(self, batch, kv, cos, sin, is_recorded=is_recorded)
 
     def normed(self, norm: RMSNorm, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
         """norm(x), or with `added` norm(x += added). (T, hidden_size) each."""
@@ -139,7 +157,8 @@ class DeviceStep:
         kv: DeviceKVStorage,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        fixed_splits: int | None,
+        *,
+        is_recorded: bool,
     ) -> None:
         spans = batch.spans
         self._kernels = kernels
@@ -159,9 +178,12 @@ class DeviceStep:
         self._length = longest
         num_decoding = len(self._tables.decoding)
         num_kv_heads = kv.num_kv_heads
-        self._num_splits = fixed_splits or num_splits(
-            num_decoding, num_kv_heads, kernels.num_processors, longest, v.decode_keys(kernels.shape)
+        keys = v.decode_keys(kernels.shape)
+        self._split_keys = split_keys(
+            num_decoding, num_kv_heads, kernels.num_processors, kernels.max_context, keys
         )
+        most = kernels.max_context if is_recorded else max(longest, 1)
+        self._num_splits = -(-most // self._split_keys)
         num_heads = kernels.spec.num_heads
         size = num_decoding * num_heads * self._num_splits if self._num_splits > 1 else 0
         # Written and read within each layer's attention, so one room serves all of them.
@@ -221,14 +243,14 @@ class DeviceStep:
         out: torch.Tensor,
         numbers: tuple[int, ...],
     ) -> None:
-        kernels, tables, num = self._kernels, self._tables, self._num_splits
+        kernels, tables, num, keys_of_split = self._kernels, self._tables, self._num_splits, self._split_keys
         num_spans, num_heads, num_kv_heads = len(tables.decoding), numbers[1], numbers[2]
         kernels.launch(
             kernels.split if num > 1 else kernels.whole,
             (num_spans, num_kv_heads, num),
             *(heads, keys, values, out, self._split_out, self._split_scale),
             *(tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding),
-            *(kernels.scale, *numbers, num),
+            *(kernels.scale, *numbers, num, keys_of_split),
         )
         if num > 1:
             kernels.launch(

@@ -24,8 +24,7 @@ from ..step.rows import Rows
 from .decoder import DeviceKernels
 from .packing import NUM_PARTS, StepPacker
 from .storage import DeviceKVStorage
-from .tables import DeviceBatch, num_splits
-from .variants import decode_keys
+from .tables import DeviceBatch
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +166,11 @@ class DecodeGraphs:
         told = batch.on_device
         assert isinstance(told, DeviceBatch)
         executor.rope.rows(told.positions, self._max_context)
-        splits = num_splits(
-            size, kv.num_kv_heads, kernels.num_processors, self._max_context, decode_keys(kernels.shape)
-        )
 
         @torch.inference_mode()
         def work() -> torch.Tensor:
             cos, sin = executor.rope.rows(told.positions, self._max_context)
-            step = kernels.begin(batch, kv, cos, sin, num_splits=splits)
+            step = kernels.begin(batch, kv, cos, sin, is_recorded=True)
             x = executor.embeddings(told.tokens)
             for index in range(executor.spec.num_layers):
                 x = step.layer(index, x)

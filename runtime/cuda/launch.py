@@ -25,8 +25,15 @@ _ALIGNMENT_MASK = 15
 _C_TYPES: dict[str, Callable[..., Any]] = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 
 
+OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+
+
 class LaunchError(RuntimeError):
-    """The driver refused a binary or a launch."""
+    """The driver refused a binary or a launch. `result` is what it returned; 0: it was not asked."""
+
+    def __init__(self, message: str, *, result: int = 0) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class Launcher(Protocol):
@@ -58,10 +65,8 @@ class Driver:
         self.launch = launch
 
     def load(self, content: bytes, binary: Binary) -> ctypes.c_void_p:
-        """The function, which stays loaded on the device for as long as the process lives."""
-        # A thread has no context of the driver's before torch has asked the runtime for something.
-        torch.cuda.set_device(self._device)
-        torch.cuda.synchronize(self._device)
+        """The function, which stays loaded on the device for as long as the process lives. Waits for no stream."""
+        self._make_current()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         cuda = self._cuda
         self.check(cuda.cuModuleLoadData(ctypes.byref(module), content), f"loading {binary.key}")
@@ -74,11 +79,25 @@ class Driver:
             self.check(allowed, f"{binary.shared_bytes} bytes of shared memory for {binary.key}")
         return function
 
+    def _make_current(self) -> None:
+        """A thread has no context of the driver's before the runtime was asked for something in it. The one that torch
+        uses becomes this thread's, without a wait for what its streams do, such as a load's.
+        """
+        cuda, context, number = self._cuda, ctypes.c_void_p(), ctypes.c_int()
+        what = f"making {self._device} current"
+        self.check(cuda.cuInit(0), what)
+        self.check(cuda.cuCtxGetCurrent(ctypes.byref(context)), what)
+        if not context.value:
+            self.check(cuda.cuDeviceGet(ctypes.byref(number), self._device.index or 0), what)
+            self.check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), number), what)
+            self.check(cuda.cuCtxSetCurrent(context), what)
+
     def check(self, result: int, what: str) -> None:
         if result:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(result, ctypes.byref(text))
-            raise LaunchError(f"{what}: {text.value.decode() if text.value else 'error'} ({result})")
+            said = text.value.decode() if text.value else "error"
+            raise LaunchError(f"{what}: {said} ({result})", result=result)
 
 
 class BinaryLauncher:

@@ -1,12 +1,13 @@
-"""Products with one row: by torch, or by a kernel of ours where that has been found to be faster.
+"""Products with one row: by torch, or by a kernel of ours for the shapes in a table.
 
-Which it is depends on the device and the matrix's shape, so it is measured, once, when a step of one row is about to be
-recorded; until then torch computes all of them. Only plain matrices without a bias are meant.
+The table, not a measurement, decides: which sum a product takes depends on it, so two servers with the same model and
+device say the same, and so does a server before and after it recorded its steps. `python -m benchmarks.gpu.products`
+prints the times of both on a device, by which shapes enter the table. Only plain matrices without a bias are meant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -18,9 +19,10 @@ from .variants import PRODUCT_ROWS, Variant, product_variant
 if TYPE_CHECKING:
     from ..backends.torch.decoder import TorchExecutor
 
-NUM_TRIALS = 12
-MAX_MATRICES = 8  # of a shape, in turns: so many do not fit into a device's cache
 ALIGNMENT_BYTES = 16
+
+# (out, in) of the matrices that the kernel multiplies. Empty until a device has shown one that it is faster for.
+KERNEL_SHAPES: frozenset[tuple[int, int]] = frozenset()
 
 
 class RowProducts:
@@ -31,7 +33,7 @@ class RowProducts:
         self._launch = launch
         self._dtype = dtype
         self._variants: dict[tuple[int, bool], Variant] = {}
-        self.shapes: set[tuple[int, int]] = set()  # (out, in) of the matrices for which the kernel is used
+        self.shapes = KERNEL_SHAPES
 
     def __call__(self, projection: Any, x: torch.Tensor) -> torch.Tensor:
         """projection(x)."""
@@ -52,36 +54,19 @@ class RowProducts:
         return x.add_(projection(inner))
 
     def use_for(self, shapes: Iterable[tuple[int, int]]) -> None:
-        self.shapes.update(shapes)
+        """Another table. For tests and measurements."""
+        self.shapes = frozenset(shapes)
 
-    def measure(self, projections: Sequence[Any]) -> dict[tuple[int, int], tuple[float, float]]:
-        """By shape: milliseconds of (the kernel, torch). What is faster is used from now on. On a device only."""
-        found: dict[tuple[int, int], tuple[float, float]] = {}
-        by_shape: dict[tuple[int, int], list[Linear]] = {}
-        for projection in projections:
-            if is_plain(projection) and _is_aligned(projection.weight):
-                by_shape.setdefault(_shape(projection.weight), []).append(projection)
-        for shape, alike in by_shape.items():
-            some = alike[:MAX_MATRICES]
-            row = torch.ones((1, shape[1]), dtype=some[0].weight.dtype, device=some[0].weight.device)
-            out = row.new_empty((1, shape[0]))
-
-            def ours(number: int, some: Any = some, row: Any = row, out: Any = out) -> None:
-                self._run(some[number].weight, row, out, out, adds=False)
-
-            def theirs(number: int, some: Any = some, row: Any = row) -> None:
-                some[number](row)
-
-            found[shape] = (_least_ms(ours, len(some)), _least_ms(theirs, len(some)))
-        self.use_for(shape for shape, (ours_ms, theirs_ms) in found.items() if ours_ms < theirs_ms)
-        return found
+    def run(self, matrix: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
+        """out (1, out) = row (1, in) times the matrix, by the kernel."""
+        self._run(matrix, row, out, out, adds=False)
 
     def _takes(self, projection: Any) -> bool:
         return (
             bool(self.shapes)
             and is_plain(projection)
             and _shape(projection.weight) in self.shapes
-            and _is_aligned(projection.weight)
+            and is_aligned(projection.weight)
         )
 
     def _run(
@@ -111,22 +96,7 @@ def _shape(matrix: torch.Tensor) -> tuple[int, int]:
     return matrix.shape[0], matrix.shape[1]
 
 
-def _is_aligned(matrix: torch.Tensor) -> bool:
+def is_aligned(matrix: torch.Tensor) -> bool:
     """Whether all of its rows begin where the kernel wants them to: matrices lie where the loader has put them."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     return not (matrix.data_ptr() % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES) and matrix.is_contiguous()
-
-
-def _least_ms(work: Any, num: int) -> float:
-    """For one call, of several: each trial calls it `num` times, with another number each."""
-    least_ms = float("inf")
-    for trial in range(NUM_TRIALS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for number in range(num):
-            work(number)
-        end.record()
-        end.synchronize()
-        if trial > 1:
-            least_ms = min(least_ms, begin.elapsed_time(end) / num)
-    return least_ms

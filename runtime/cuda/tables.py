@@ -19,6 +19,8 @@ import torch
 from ..step.batch import SequenceSpan, StepBatch
 from .variants import MAX_SPLITS, TILE_ROWS
 
+PROGRAMS_A_PROCESSOR = 16  # of attention, those included that find nothing to do
+
 Numbers = npt.NDArray[np.int64]
 
 
@@ -101,10 +103,13 @@ def tell_device(batch: StepBatch, group: int, device: torch.device) -> DeviceBat
     return DeviceBatch(sent[0], sent[1], sent[2], sent[3], tables_of(batch.spans, group, device))
 
 
-def num_splits(num_spans: int, num_kv_heads: int, num_processors: int, max_context: int, keys: int) -> int:
-    """Into how many parts the keys of each sequence are cut: enough for two programs a processor, and none of less than
-    4 times the keys that a program reads at a time.
+def split_keys(num_spans: int, num_kv_heads: int, num_processors: int, max_context: int, keys: int) -> int:
+    """How many keys of a sequence a program computes, where sequences have up to `max_context` tokens.
+
+    As few as 4 times the keys that a program reads at a time, so that a few sequences keep the device busy; more where
+    there would be more than `MAX_SPLITS`, or more programs than the device soon has done. By the power of 2 above
+    `num_spans`, and by no length: so a step has the same splits launched, and recorded for more rows.
     """
-    wanted = -(-2 * num_processors // max(1, num_spans * num_kv_heads))
-    useful = max(1, max_context // (4 * keys))
-    return max(1, min(wanted, useful, MAX_SPLITS))
+    num_rows = 1 << max(0, num_spans - 1).bit_length()
+    most = max(1, min(MAX_SPLITS, PROGRAMS_A_PROCESSOR * num_processors // (num_rows * num_kv_heads)))
+    return max(4 * keys, -(-max_context // (most * keys)) * keys)

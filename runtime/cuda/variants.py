@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 MAX_SPLITS = 64  # of a sequence's keys in one step
+DECODE_STAGES = (3, 5)  # of loading keys and values while earlier ones are computed with
 PIECE = 1024  # elements that a program of `gate` and `race` has
 PRODUCT_ROWS = 4  # of the matrix, that a program of `row_product` has
 PLACED_HEADS = 8  # of a row, that a program of `place_heads` has
@@ -62,7 +63,7 @@ KERNELS = {
             "attention",
             "decode_attention",
             "queries keys values out split_out split_scale starts contexts table_starts blocks spans",
-            "scale row_heads num_heads num_kv_heads window num_splits",
+            "scale row_heads num_heads num_kv_heads window num_splits split_keys",
         ),
         _kernel(
             "attention", "merge_splits", "split_out split_scale out starts spans", "num_heads num_splits"
@@ -143,7 +144,7 @@ def why_not(shape: Shape) -> str | None:
     return None
 
 
-def decode_variant(shape: Shape, *, is_split: bool) -> Variant:
+def decode_variant(shape: Shape, *, is_split: bool, num_stages: int = 3) -> Variant:
     padded = power_of_2(shape.head_dim)
     constants = {
         "HEAD_DIM": shape.head_dim,
@@ -153,7 +154,16 @@ def decode_variant(shape: Shape, *, is_split: bool) -> Variant:
         "KEYS": decode_keys(shape),
         "IS_SPLIT": int(is_split),
     }
-    return Variant("decode_attention", shape.dtype, tuple(constants.items()), num_warps=4, num_stages=3)
+    return Variant(
+        "decode_attention", shape.dtype, tuple(constants.items()), num_warps=4, num_stages=num_stages
+    )
+
+
+def decode_stages(architecture: int) -> int:
+    """Of `DECODE_STAGES`, for 10 · major + minor of a device: from Hopper on keys and values are loaded ahead, which
+    Triton 3.6 does from 5 stages on; earlier devices have less memory for it.
+    """
+    return max(DECODE_STAGES) if architecture >= 90 else min(DECODE_STAGES)
 
 
 def decode_keys(shape: Shape) -> int:
@@ -223,8 +233,11 @@ def variants_of(shape: Shape) -> tuple[Variant, ...]:
         for adds in (False, True)
     )
     return (
-        decode_variant(shape, is_split=False),
-        decode_variant(shape, is_split=True),
+        *(
+            decode_variant(shape, is_split=is_split, num_stages=num_stages)
+            for num_stages in DECODE_STAGES
+            for is_split in (False, True)
+        ),
         merge_variant(shape),
         chunk_variant(shape),
         norm_variant(shape, adds=False),

@@ -19,6 +19,10 @@ from .launch import BinaryLauncher, Driver, Launcher, Source
 from .library import open_library
 
 WARM_UP_SIZE = 256
+# Of a prompt that torch's attention computes: 64 rows are the least that it is used for (`decoder.py`). Its kernels are
+# made for a number of heads' numbers, of which most models have one of two.
+PROMPT_ROWS = 64
+PROMPT_HEAD_DIMS = (64, 128)
 
 
 def open_launcher(device: torch.device, folder: Path | None) -> tuple[Launcher, str]:
@@ -42,10 +46,18 @@ def open_launcher(device: torch.device, folder: Path | None) -> tuple[Launcher, 
 
 def warm_up(device: torch.device, dtype: torch.dtype, *, timeline: Timeline | None = None) -> None:
     """Blocks until all of it is done. Raises what the driver raises."""
+    use_flash_attention()
     with span(timeline, "CUDA context"):
         _context(device)
     with span(timeline, "cuBLAS"):
         _products(device, dtype)
+    with span(timeline, "a prompt's attention"):
+        _prompt(device, dtype)
+
+
+def use_flash_attention() -> None:
+    """cuDNN's attention makes a plan for each new length of a prompt, 23 to 37 ms each: torch's own needs none."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def start_warm_up(
@@ -72,11 +84,23 @@ def _context(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> None:
-    """One of many rows, and one of a single one, for which libraries use other code."""
+    """Of many rows, of a short prompt's and of a single one, for which libraries use other code."""
     with torch.inference_mode():
         weight = torch.zeros((WARM_UP_SIZE, WARM_UP_SIZE), dtype=dtype, device=device)
-        for num_rows in (WARM_UP_SIZE, 1):
+        for num_rows in (WARM_UP_SIZE, PROMPT_ROWS, 1):
             torch.nn.functional.linear(weight[:num_rows], weight)
+        torch.cuda.synchronize(device)
+
+
+def _prompt(device: torch.device, dtype: torch.dtype) -> None:
+    """As `DeviceStep` computes a whole prompt."""
+    with torch.inference_mode():
+        for head_dim in PROMPT_HEAD_DIMS:
+            heads = torch.zeros((1, 6, PROMPT_ROWS, head_dim), dtype=dtype, device=device)
+            queries, keys, values = heads.split_with_sizes([4, 1, 1], dim=1)
+            torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
         torch.cuda.synchronize(device)
 
 

@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from ...loader.errors import TeneralError, UsageError
@@ -27,6 +27,7 @@ from ..errors import (
     WEIGHTS_LOST,
     CapacityError,
     ContextLengthError,
+    DeviceLostError,
     DrainingError,
     ModelError,
     RequestError,
@@ -73,8 +74,11 @@ class Engine:
         arrival: Arrival | None = None,
         prefix_seed: bytes | None = None,
         make_backend: MakeBackend,
+        on_device_lost: Callable[[DeviceLostError], None] | None = None,
     ) -> None:
         """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
+
+        `on_device_lost` is told, on the engine's thread, that no step can be computed any more.
 
         With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is made use of (`early.py`).
         `prefix_seed` says which model's keys and values the pool holds; by default they are this engine's own.
@@ -83,6 +87,7 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._on_device_lost = on_device_lost
         self._timeline = EngineTimeline(timeline)
         self._limits = options.scheduler_limits()
         block_size = options.block_size
@@ -431,7 +436,7 @@ class Engine:
 
     def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
         """Ends the sequences of a step that failed; all sequences, now and later, if weights are lost."""
-        if isinstance(failure, WEIGHTS_LOST):
+        if isinstance(failure, (*WEIGHTS_LOST, DeviceLostError)):
             self._fail_all(failure)
             return
         logger.error("a step failed: %s", failure.message, exc_info=failure)
@@ -442,6 +447,8 @@ class Engine:
             sequence.generation.emit(error_event(failure))
 
     def _fail_all(self, failure: TeneralError) -> None:
+        if isinstance(failure, DeviceLostError) and self._on_device_lost is not None:
+            self._on_device_lost(failure)
         with self._roster.changed:
             self._roster.refuse(failure)
             sequences = self._roster.forget_all()

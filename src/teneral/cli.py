@@ -50,6 +50,7 @@ EXIT_CODES_BY_NAME = {  # classes of the runtime, by name so that `teneral pack`
     "JobRetryError": 75,
     "ModelError": 12,
     "PortInUseError": 13,
+    "DeviceLostError": 18,
     "HandlerError": 14,
     "CancelledError": 14,  # the handler's time was up
     "RequestError": 15,

@@ -69,7 +69,11 @@ class DeviceRig:
         options = {"block_size": BLOCK_SIZE, "max_context": 96, **options}
         self.launch = launch
         kernels = DeviceKernels(
-            decoder.executor, launch, block_size=options["block_size"], num_processors=num_processors
+            decoder.executor,
+            launch,
+            block_size=options["block_size"],
+            max_context=options["max_context"],
+            num_processors=num_processors,
         )
         self.backend: Any = None
 

@@ -83,13 +83,17 @@ def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, k
     out = torch.full((len(heads), num_heads * own.head_dim), float("nan"), dtype=heads.dtype)
     numbers = (own.head_dim**-0.5 * 1.4426950408889634, heads.shape[1], num_heads, kv_heads, window)
     if len(tables.decoding):
+        # So many splits, of whole pieces each, as hold the longest of the contexts
+        seen = min(window, int(tables.contexts.max()))
+        piece = v.decode_keys(own)
+        split_keys = max(1, -(-seen // (splits * piece))) * piece
         size = len(tables.decoding) * num_heads * splits
         parts = torch.full((size, own.head_dim), float("nan")), torch.full((size,), float("nan"))
         told = (tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding)
         launch(
             v.decode_variant(own, is_split=splits > 1),
             (len(tables.decoding), kv_heads, splits),
-            *(heads, keys, values, out, *parts, *told, *numbers, splits),
+            *(heads, keys, values, out, *parts, *told, *numbers, splits, split_keys),
         )
         if splits > 1:
             launch(

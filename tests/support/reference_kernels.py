@@ -115,14 +115,16 @@ def _attend(c, rows, position, at, keys, values, table, scale, window):
 
 def _decode_attention(
     c, grid, queries, keys, values, out, split_out, split_scale, starts, contexts, table_starts, blocks,
-    spans, scale, row_heads, num_heads, num_kv_heads, window, num_splits,
+    spans, scale, row_heads, num_heads, num_kv_heads, window, num_splits, split_keys,
 ):  # fmt: skip
     assert grid == (len(spans), num_kv_heads, num_splits)
     assert bool(c["IS_SPLIT"]) == (num_splits > 1)
+    assert split_keys % c["KEYS"] == 0
     queries = queries.view(-1, row_heads, c["HEAD_DIM"])
     for number, span in enumerate(spans.tolist()):
         start, context = int(starts[span]), int(contexts[span])
         result = torch.zeros(1, num_heads, c["HEAD_DIM"])
+        assert num_splits * split_keys >= min(context, window), "keys that no split reads"
         if context:
             at = torch.arange(context)
             rows, table = queries[start : start + 1, :num_heads], blocks[table_starts[span] :]

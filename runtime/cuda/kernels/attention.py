@@ -7,8 +7,9 @@ appears (Dao et al., FlashAttention, 2022, and its second version, 2023). `scale
 what the hardware has.
 
 With few sequences one program a key head would leave most of the device idle, so the keys of a sequence are cut into
-splits, which `merge_splits` joins (Dao et al., Flash-Decoding, 2023). How many programs there are never depends on a
-length, which is read on the device: so a step can be recorded once and replayed.
+splits of one size, which `merge_splits` joins (Dao et al., Flash-Decoding, 2023); those behind a sequence's end have
+nothing to do. How many programs there are, and what each reads, depends on no length that is read on the device: so a
+step can be recorded once and replayed, and computes what it computes when it is launched.
 
 No `from __future__ import annotations` here: Triton looks at the annotations.
 """
@@ -34,6 +35,7 @@ def decode_attention(
     num_kv_heads,
     window,  # tokens that a token sees, itself included
     num_splits,
+    split_keys,  # tokens of each split; so many splits of them hold what a token sees
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -50,10 +52,8 @@ def decode_attention(
     table = blocks + tl.load(table_starts + span)
 
     first = tl.maximum(context - window, 0)
-    per_split = (context - first + num_splits - 1) // num_splits
-    per_split = (per_split + KEYS - 1) // KEYS * KEYS
-    begin = first + split * per_split
-    end = tl.minimum(begin + per_split, context)
+    begin = first + split * split_keys
+    end = tl.minimum(begin + split_keys, context)
 
     group = num_heads // num_kv_heads
     member = tl.arange(0, ROWS)

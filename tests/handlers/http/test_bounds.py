@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
+from teneral.handlers.http import connections
 from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
 from teneral.handlers.http.respond import LOGPROB_BYTES
 
@@ -160,3 +165,49 @@ async def test_log_probabilities_of_all_answers_together_are_bounded(start: Any)
         refused = await server.post("/v1/completions", {**BODY, "max_tokens": 51, "logprobs": 0})
         assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
         assert (await server.post("/v1/completions", {**BODY, "max_tokens": 50, "logprobs": 0})).status == 200
+
+
+def unfinished(server: Any) -> socket.socket:
+    """A connection whose request's body does not come to its end."""
+    client = socket.create_connection(server.address, timeout=60)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    client.sendall(head.encode())
+    return client
+
+
+async def test_requests_whose_bodies_do_not_come_take_no_places(start: Any) -> None:
+    async with start(limits=Limits(max_in_flight=2)) as server:
+        clients = [unfinished(server) for _ in range(8)]
+        await server.eventually(lambda: len(server.service.in_flight) == 8)
+        answers = await asyncio.gather(*(server.post("/v1/completions", BODY) for _ in range(2)))
+        assert [answer.status for answer in answers] == [200, 200]
+        server.instance.model.hold()
+        taken = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(2)]
+        await server.eventually(lambda: server.service.in_flight.num_places_taken == 2)
+        rest = b'"prompt": "x"}' + b" " * 85
+        clients[0].sendall(rest)  # there is no place when its body has come
+        answer = await asyncio.to_thread(clients[0].recv, 64)
+        assert b" 429 " in answer
+        server.instance.model.release()
+        assert {(await task).status for task in taken} == {200}
+        clients[1].sendall(rest)
+        assert b" 200 " in await asyncio.to_thread(clients[1].recv, 64)
+        for client in clients:
+            client.close()
+        await server.eventually(lambda: len(server.service.in_flight) == 0)
+        assert server.service.in_flight.num_places_taken == 0
+
+
+async def test_connections_whose_bodies_do_not_come_give_way(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start(limits=Limits(max_connections=3)) as server:
+        clients = [unfinished(server) for _ in range(3)]
+        await server.eventually(lambda: len(server.service.in_flight) == 3)
+        assert (await server.get("/livez")).status == 503  # they may yet come
+        monkeypatch.setattr(connections, "SLOW_BODY_S", 0.0)
+        assert (await server.get("/livez")).status == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.to_thread(clients[0].recv, 1) == b""  # the first of them
+        for client in clients:
+            client.close()

@@ -96,9 +96,14 @@ async def test_a_timeout_of_the_works_own_stays_what_it_is() -> None:
 
 async def test_more_than_allowed_is_refused() -> None:
     works = InFlight(1)
-    async with works.work():
+    async with works.work() as first, works.work() as second:  # neither body is there yet
+        works.take_place(first)
+        works.take_place(first)
+        with pytest.raises(CapacityError):
+            works.take_place(second)
         with pytest.raises(CapacityError):
             async with works.work():
                 pass
+    assert works.num_places_taken == 0
     async with works.work():
         assert len(works) == 1

@@ -17,6 +17,7 @@ from teneral.runtime.cuda.launch import BinaryLauncher, LaunchError, parameters_
 from teneral.runtime.cuda.library import INDEX, Binary, open_library
 from teneral.runtime.cuda.variants import (
     Shape,
+    decode_stages,
     gate_variant,
     norm_variant,
     usual_variants,
@@ -77,6 +78,12 @@ def test_kernels_of_other_shapes_compile(name):
     for variant in variants_of(OTHERS[name]):
         binary, _ = compile_variant(variant, 90)
         assert binary.shared_bytes <= SHARED_BYTES_OF_THE_SMALLEST, variant.key
+
+
+def test_attention_of_one_token_comes_with_three_stages_and_with_five():
+    stages = {each.num_stages for each in variants_of(LLAMA_8B) if each.kernel == "decode_attention"}
+    assert stages == {3, 5}
+    assert [decode_stages(architecture) for architecture in (80, 89, 90, 100)] == [3, 3, 5, 5]
 
 
 def test_keys_tell_variants_apart():

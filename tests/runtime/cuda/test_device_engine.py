@@ -104,7 +104,7 @@ def test_products_with_one_row_change_no_token(model):
 
 
 def use_row_products(decoder):
-    """As if they had been found to be the faster ones."""
+    """As if all were in the table."""
     matrices = [each.weight for each in projections_of(decoder.executor) if is_plain(each)]
     decoder.executor.kernels.products.use_for(tuple(matrix.shape) for matrix in matrices)
 

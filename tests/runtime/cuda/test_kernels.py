@@ -14,7 +14,7 @@ from tests.support.interpreted import Interpreter
 
 from teneral.runtime.cuda import variants as v
 from teneral.runtime.cuda.compile import compile_variant
-from teneral.runtime.cuda.tables import StepTables, num_splits
+from teneral.runtime.cuda.tables import StepTables, split_keys
 
 
 def decode(
@@ -203,16 +203,28 @@ def test_the_numbers_of_a_race_are_exponential():
 @pytest.mark.parametrize(
     ("spans", "processors", "context", "expected"),
     [
-        (1, 132, 100_000, 33),
-        (1, 132, 300, 1),
-        (1, 132, 600, 2),
-        (8, 132, 100_000, 5),
-        (128, 132, 100_000, 1),
-        (1, 4_000, 10**6, 64),
+        (1, 132, 8_192, 256),  # as few as are worth a program
+        (1, 132, 131_072, 2_048),  # as few as the splits that there may be
+        (8, 132, 8_192, 256),
+        (128, 132, 8_192, 4_096),  # two programs a sequence and key head, however long it is
+        (1_024, 132, 8_192, 8_192),
+        (1, 1, 300, 256),
     ],
 )
-def test_keys_are_split_to_keep_a_device_busy_and_no_further(spans, processors, context, expected):
-    assert num_splits(spans, 8, processors, context, 64) == expected
+def test_splits_keep_a_device_busy_and_no_longer(spans, processors, context, expected):
+    assert split_keys(spans, 8, processors, context, 64) == expected
+    assert -(-context // expected) <= v.MAX_SPLITS
+
+
+def test_splits_depend_on_no_length_and_not_on_whether_a_step_is_recorded():
+    """A fixed number of splits cut a short context into slivers, and others than a launched step has."""
+    for num in (3, 5, 6, 7, 8):
+        recorded_size = 1 << (num - 1).bit_length()
+        assert split_keys(num, 8, 132, 8_192, 64) == split_keys(recorded_size, 8, 132, 8_192, 64)
+
+
+def test_splits_of_one_size_give_what_all_keys_give_where_most_find_nothing():
+    decode([1, 20, 700], splits=11, kv_heads=1)
 
 
 def test_kernels_compile_in_a_process_that_has_interpreted_some():

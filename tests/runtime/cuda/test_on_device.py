@@ -255,7 +255,6 @@ def test_tokens_are_those_of_transformers_launched_and_recorded(family, override
         assert device.graph_steps_total > NUM_TOKENS
         assert device.graph_bytes > 0
         products = decoder.executor.kernels.products
-        assert products.measure(projections_of(decoder.executor))  # whichever are faster
         products.use_for(
             tuple(each.weight.shape) for each in projections_of(decoder.executor) if is_plain(each)
         )
@@ -275,7 +274,9 @@ def test_a_prompt_alone_is_computed_by_torch_as_by_our_kernel(dtype, monkeypatch
     for min_rows in (decoder_module.MIN_SDPA_ROWS, 1 << 20):
         monkeypatch.setattr(decoder_module, "MIN_SDPA_ROWS", min_rows)
         with Rig(decoder) as rig:
-            batch = rig.engine._backend._packer.batch([Rows(lane_of(200), list(range(200)), 0, 200, 200)])
+            batch = rig.engine._backend.backend._packer.batch(
+                [Rows(lane_of(200), list(range(200)), 0, 200, 200)]
+            )
             logits.append(decoder.forward(batch, rig.engine._kv).cpu())
     torch.testing.assert_close(*logits, atol=0.1, rtol=0.05)
 

@@ -50,7 +50,7 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         make_backend=backend_module.cuda_backend,
         timeline=timeline,
     )
-    assert isinstance(engine._backend, TorchDeviceBackend)
+    assert isinstance(engine._backend.backend, TorchDeviceBackend)
     engine.start()
     generations = [
         engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))
@@ -62,3 +62,24 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         assert said == [tuple(oracle_greedy(oracle, prompt, 12)) for prompt in PROMPTS]
     assert "no kernels on the device" in names(timeline)
     assert sum(str(error) in record.getMessage() for record in caplog.records) == 1
+
+
+def test_prompts_are_never_planned_by_cudnn_and_a_short_one_is_warm(monkeypatch):
+    """What torch is asked for, on the CPU."""
+    shapes = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(queries, keys, values, **options):
+        shapes.append((tuple(queries.shape), tuple(keys.shape)))
+        return attend(queries, keys, values, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for name in ("set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    timeline = Timeline()
+    warm_up.warm_up(torch.device("cpu"), torch.bfloat16, timeline=timeline)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert names(timeline) == ["CUDA context", "cuBLAS", "a prompt's attention"]
+    assert [queries[2] for queries, _ in shapes] == [64, 64]
+    assert {queries[3] for queries, _ in shapes} == {64, 128}

@@ -1,0 +1,230 @@
+"""The image: what its Dockerfile installs, and the built one as a platform starts it (`scripts/conformance-image`)."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+IMAGE = ROOT / "infra" / "image"
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+BUILT = os.environ.get("TENERAL_TEST_IMAGE", "")
+CONFIG = os.environ.get("TENERAL_TEST_IMAGE_CONFIG", "")
+needs_image = pytest.mark.skipif(not BUILT, reason="needs a built image: scripts/conformance-image")
+
+
+def dependencies(extras: str, *flags: str) -> list[str]:
+    program = [sys.executable, IMAGE / "dependencies.py", ROOT / "pyproject.toml", extras, *flags]
+    return subprocess.run(program, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+
+def test_an_image_installs_what_the_project_asks_for_and_the_extras():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    assert sorted([*dependencies(""), *dependencies("", "--torch")]) == sorted(project["dependencies"])
+    assert set(project["optional-dependencies"]["runpod"]) <= set(dependencies("runpod"))
+    assert not [line for line in dependencies("runpod") if line.startswith("torch")]
+
+
+def test_an_extra_that_is_unknown_ends_the_build():
+    with pytest.raises(subprocess.CalledProcessError):
+        dependencies("cuda99")
+
+
+@pytest.mark.parametrize("extras", ["base", "cpu", "runpod"])
+def test_the_lock_pins_each_requirement_within_its_range_and_by_its_hash(extras):
+    """After a change of dependencies: scripts/lock."""
+    text = (IMAGE / "lock" / f"{extras}.txt").read_text()
+    pins = dict(re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", text, re.MULTILINE))
+    for line in dependencies("" if extras == "base" else extras):
+        requirement = Requirement(line)
+        name = requirement.name.lower().replace("_", "-")
+        assert requirement.specifier.contains(pins[name]), f"{line}: {pins.get(name)} is locked"
+    assert text.count("==") <= text.count("--hash=sha256:")
+    assert "torch==" not in text
+
+
+def test_the_image_has_no_root_a_probe_and_a_process_1_that_obeys():
+    assert "USER 10001:10001" in DOCKERFILE
+    assert 'ENTRYPOINT ["tini", "--", "teneral"]' in DOCKERFILE
+    assert "HEALTHCHECK --interval" in DOCKERFILE
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE)
+    assert stages == ["system", "dependencies", "code", "kernels", "serving", "lambda", "runpod", "server"]
+    dependencies_stage = DOCKERFILE.partition(" AS dependencies")[2].partition("\nFROM ")[0]
+    assert "COPY . ." not in dependencies_stage  # a change of code must not change this layer
+
+
+class Answering(http.server.BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self):
+        self.send_response(self.status if self.path == "/livez" else 404)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_is_what_livez_says(status, code, monkeypatch):
+    monkeypatch.setattr(Answering, "status", status)
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answering)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        assert health(server.server_port) == code
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert health(server.server_port) == 1
+
+
+def health(port: int) -> int:
+    program = [sys.executable, "-IS", IMAGE / "healthcheck.py"]
+    return subprocess.run(program, env={"PORT": str(port)}, capture_output=True, timeout=30).returncode
+
+
+def test_the_health_check_needs_no_packages():
+    spec = importlib.util.spec_from_file_location("healthcheck", IMAGE / "healthcheck.py")
+    assert spec is not None
+    assert (
+        set(re.findall(r"^import (\w+)", (IMAGE / "healthcheck.py").read_text(), re.MULTILINE))
+        <= sys.stdlib_module_names
+    )
+
+
+# The built image
+
+
+def start(*arguments: str, port: int) -> subprocess.Popen[bytes]:
+    """As a platform does: read-only but for /tmp, as user 10001, as process 1."""
+    config = json.loads(Path(CONFIG, "server.json").read_text())["OCIv1"]["config"]
+    variables = [*config["Env"], f"PORT={port}", "OMP_NUM_THREADS=1"]
+    command = [*config["Entrypoint"], *arguments]
+    script = f"""
+set -e
+mount --make-rprivate /
+mount --bind {BUILT} {BUILT}
+mount -t proc proc {BUILT}/proc
+mount -t tmpfs tmpfs {BUILT}/tmp
+mount --bind {ROOT}/demo/model {BUILT}/mnt
+[ -e {BUILT}/dev/null ] || mount --bind /dev {BUILT}/dev
+mount -o remount,ro,bind {BUILT}
+exec chroot --userspec={config["User"]} {BUILT} env -i "$@"
+"""
+    return subprocess.Popen(
+        [
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            *variables,
+            *command,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def process_1(outer: subprocess.Popen[bytes]) -> int:
+    """The pid, out here, of process 1 in there, once it is the image's entry point."""
+    for _ in range(2000):
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        if children and Path(f"/proc/{children[0]}/comm").read_text().strip() == "tini":
+            return int(children[0])
+        time.sleep(0.005)
+    raise AssertionError("the entry point did not start")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@needs_image
+@pytest.mark.timeout(300)
+def test_the_built_image_answers_is_healthy_and_ends_when_it_is_told_to():
+    port = free_port()
+    outer = start("serve", "/mnt", "--name", "demo", port=port)
+    try:
+        first = process_1(outer)
+        body = json.dumps({"model": "demo", "prompt": "def f", "max_tokens": 4}).encode()
+        answer = None
+        for _ in range(600):
+            try:
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=100) as response:
+                    answer = json.load(response)
+                break
+            except OSError:
+                assert outer.poll() is None, outer.stdout.read().decode()[-2000:]
+                time.sleep(0.1)
+        assert answer["choices"][0]["text"]
+        check = json.loads(Path(CONFIG, "server.json").read_text())["Docker"]["config"].get("Healthcheck")
+        assert check is None or check["Test"][0] == "CMD"  # OCI's format has none; Docker's has
+        assert health(port) == 0
+        status = Path(f"/proc/{first}/status").read_text()
+        assert re.search(r"^Uid:\s+10001\s+10001", status, re.MULTILINE)
+        os.kill(first, signal.SIGTERM)
+        assert outer.wait(60) in (0, 143)
+        assert health(port) == 1
+    finally:
+        outer.kill()
+        outer.wait()
+        outer.stdout.close()
+
+
+@needs_image
+@pytest.mark.parametrize("delay_s", [0, 0.02, 0.2])
+def test_sigterm_is_obeyed_from_the_first_millisecond(delay_s):
+    outer = start("serve", "/mnt", port=free_port())
+    try:
+        first = process_1(outer)
+        time.sleep(delay_s)
+        os.kill(first, signal.SIGTERM)
+        assert outer.wait(30) in (0, 143)
+    finally:
+        outer.kill()
+        outer.wait()
+        outer.stdout.close()
+
+
+@needs_image
+def test_a_release_changes_small_layers_only():
+    def size(folder: str) -> int:
+        return sum(path.stat().st_size for path in Path(BUILT, folder).rglob("*") if path.is_file())
+
+    assert size("opt/teneral-code") < 32 << 20
+    assert not list(Path(BUILT, "opt/teneral/lib").glob("python*/site-packages/teneral/"))
+
+
+@needs_image
+def test_lambdas_variant_has_neither_init_nor_port():
+    config = json.loads(Path(CONFIG, "lambda.json").read_text())["OCIv1"]["config"]
+    assert config["Entrypoint"] == ["teneral"]
+    assert config["Cmd"] == ["serve"]
+    assert "ExposedPorts" not in config

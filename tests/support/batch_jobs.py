@@ -20,7 +20,6 @@ from typing import Any
 WAIT_S = 60.0
 SETTINGS = {
     "loader": "thread",
-    "kernels": False,
     "threads": 1,
     "max_running": 8,
     "kv_bytes": 4 << 20,

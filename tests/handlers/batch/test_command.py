@@ -17,7 +17,7 @@ from teneral.handlers.batch.meter import JobProgress, Meter
 from teneral.handlers.batch.progress import LINE_S, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
 
-FLAGS = ["--loader", "thread", "--no-kernels", "--threads", "1", "--log-level", "error"]
+FLAGS = ["--loader", "thread", "--threads", "1", "--log-level", "error"]
 
 
 @pytest.fixture(scope="module")

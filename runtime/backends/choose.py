@@ -104,8 +104,8 @@ def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
 
 
 def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
-    """The KV pool's size unless somebody says it. The weights have their memory by now, though on a CPU much of it is not
-    touched yet.
+    """The KV pool's size unless somebody says it. The weights have their memory by now; on a CPU, much of that is
+    untouched yet.
     """
     if model.device == CPU:
         from ...loader.memory import available_bytes

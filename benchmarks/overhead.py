@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from benchmarks.report import begin, finish, note, table, title
 from benchmarks.server import HOST, Program, Server
 from benchmarks.tasks import random_prompt
@@ -95,7 +95,8 @@ class NoModel:
 
     def __init__(self, vocab_size: int) -> None:
         self.config = NoLimits(vocab_size)
-        self._logits = torch.randn((max(BATCHES), vocab_size), generator=torch.Generator().manual_seed(0))
+        generator = np.random.default_rng(0)
+        self._logits = generator.standard_normal((max(BATCHES), vocab_size), dtype=np.float32)
         self._logits[:, max(VOCABULARIES["without choosing"], 1) :] -= (
             10.0  # so that there is text for what is chosen
         )
@@ -106,13 +107,12 @@ class NoModel:
     def new_kv(self, num_blocks: int, block_size: int) -> NoPool:
         return NoPool()
 
-    def forward(self, batch: StepBatch, kv: Any, *, on_layer: Any = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, kv: Any, *, on_layer: Any = None) -> np.ndarray:
         return self._logits[: len(batch.logit_rows)]
 
 
 def measure_steps(rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
     """Milliseconds of a step beside its forward pass, by vocabulary and batch: medians over the rounds."""
-    torch.set_num_threads(1)
     tokenizer = TextTokenizer.from_files(
         lambda name: path.read_bytes() if (path := MODEL / name).exists() else None
     )

@@ -365,11 +365,10 @@ class Instance:
             start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
     def _start_engine(self, model: Decoder, manifest: Manifest) -> None:
-        from .backends.choose import step_backend
+        from .backends.choose import pool_bytes, step_backend
         from .engine.arrival import LoadArrival
         from .engine.engine import Engine, EngineOptions
         from .kv.kinds import KVKind
-        from .kv.sizing import pool_bytes
 
         refuse = ModelError(
             f"{self.model_name} generates text and makes no embeddings",

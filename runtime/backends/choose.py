@@ -103,6 +103,20 @@ def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
     return host_backend(model, kv, options, timeline)
 
 
+def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
+    """The KV pool's size unless somebody says it. The weights have their memory by now; on a CPU, much of that is
+    untouched yet.
+    """
+    if model.device == CPU:
+        from ...loader.memory import available_bytes
+        from ..kv.sizing import default_kv_bytes
+
+        return default_kv_bytes(weight_bytes, available_bytes())
+    from ..cuda.budget import pool_bytes_on  # nobody else has a device
+
+    return pool_bytes_on(model.device, model.spec, max_rows=max_running)
+
+
 def has_torch() -> bool:
     """Whether torch is installed. Does not import it."""
     return find_spec("torch") is not None

@@ -22,7 +22,6 @@ from tests.support.load import patience_s
 WAIT_S = patience_s(60)
 SETTINGS = {
     "loader": "thread",
-    "kernels": False,
     "threads": 1,
     "max_running": 8,
     "kv_bytes": 4 << 20,

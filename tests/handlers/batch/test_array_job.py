@@ -13,7 +13,7 @@ from teneral.handlers.batch.array_job import share_of
 from teneral.handlers.batch.spec import Share
 from teneral.loader.errors import UsageError
 
-FLAGS = ["--loader", "thread", "--no-kernels", "--threads", "1", "--log-level", "error", "--part-lines", "2"]
+FLAGS = ["--loader", "thread", "--threads", "1", "--log-level", "error", "--part-lines", "2"]
 
 
 def child(index: object, size: object) -> dict[str, str]:

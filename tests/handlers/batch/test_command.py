@@ -20,7 +20,7 @@ from teneral.handlers.batch.progress import LINE_S, ProgressLines, render
 from teneral.handlers.batch.spec import JobReport, Status
 from teneral.loader.errors import LoadError, NoSpaceError, TeneralError, UnavailableError
 
-FLAGS = ["--loader", "thread", "--no-kernels", "--threads", "1", "--log-level", "error"]
+FLAGS = ["--loader", "thread", "--threads", "1", "--log-level", "error"]
 
 
 @pytest.fixture(scope="module")

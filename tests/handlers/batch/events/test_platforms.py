@@ -94,7 +94,7 @@ def test_on_the_command_line(
     event.write_text(json.dumps(s3_event("uploads", "cli.jsonl", etag=etag)))
     command = ["invoke", HANDLER, "--model", str(decoder_dir), "--event", str(event)]
     flags = ["--endpoint-url", cloud.url, "--batch-output", "s3://results/cli/{key}"]
-    flags += ["--loader", "thread", "--no-kernels", "--threads", "1", "--log-level", "error"]
+    flags += ["--loader", "thread", "--threads", "1", "--log-level", "error"]
     assert teneral([*command, *flags]) == 0
     (report,) = json.loads(capsys.readouterr().out)["results"]
     assert (report["status"], report["output"]) == ("complete", "s3://results/cli/cli.jsonl")

@@ -1,7 +1,7 @@
 """The requirements that an image installs before the code: those of pyproject.toml, and of the chosen extras.
 
-    python dependencies.py pyproject.toml cpu,runpod               all but torch, one a line
-    python dependencies.py pyproject.toml cpu,runpod --torch       torch's alone, if any asks for it
+    python dependencies.py pyproject.toml torch,runpod               all but torch, one a line
+    python dependencies.py pyproject.toml torch,runpod --torch       torch's alone, if any asks for it
 
 torch is apart because its builds come from different indexes; everything else is locked in `lock/`. Runs on the image's
 bare Python: standard library only.
@@ -17,7 +17,7 @@ APART = ("torch",)
 
 
 def requirements(pyproject: str, extras: str) -> list[str]:
-    """In the file's order. An extra may name extras of this project: `teneral[cpu]`."""
+    """In the file's order. An extra may name extras of this project: `teneral[torch]`."""
     with open(pyproject, "rb") as file:
         project = tomllib.load(file)["project"]
     found, known = list(project["dependencies"]), project.get("optional-dependencies", {})

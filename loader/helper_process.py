@@ -27,17 +27,71 @@ if TYPE_CHECKING:
 OWNER_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a helper's reads and writes raise then
 
 
+class ProcessLimits(NamedTuple):
+    """The umask, resource limits, niceness and cores that a process hands down to those that it starts."""
+
+    umask: int
+    resources: dict[str, tuple[int, int]]  # name without RLIMIT_ → soft and hard
+    niceness: int
+    cores: tuple[int, ...]
+
+    @classmethod
+    def current(cls) -> ProcessLimits:
+        """This process's. For a process with one thread: it changes the umask for a moment."""
+        import resource  # few hand anything down
+
+        umask = os.umask(0o077)
+        os.umask(umask)
+        resources = {
+            name.removeprefix("RLIMIT_"): resource.getrlimit(getattr(resource, name))
+            for name in dir(resource)
+            if name.startswith("RLIMIT_")
+        }
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        return cls(umask, resources, niceness, tuple(sorted(os.sched_getaffinity(0))))
+
+    def take(self) -> None:
+        """Have these be the process's own, as far as the system lets it: a hard limit is not raised, nor a niceness
+        lowered, without the privilege.
+        """
+        import resource
+
+        os.umask(self.umask)
+        for name, (soft, hard) in self.resources.items():
+            number = getattr(resource, f"RLIMIT_{name}", None)
+            if number is None:
+                continue
+            try:
+                resource.setrlimit(number, (soft, hard))
+            except (OSError, ValueError):
+                _, own = resource.getrlimit(number)
+                with suppress(OSError, ValueError):
+                    resource.setrlimit(number, (_lower(soft, own), own))
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
+        with suppress(OSError):
+            os.sched_setaffinity(0, self.cores)
+
+
+def _lower(first: int, second: int) -> int:
+    """The lower one of two limits, of which -1 is none."""
+    return max(first, second) if -1 in (first, second) else min(first, second)
+
+
 class Surroundings(NamedTuple):
     """What a helper that was started ahead, by another process than the one that it is for, takes from that one."""
 
     environment: dict[str, str]  # has secrets
     folder: str
+    limits: ProcessLimits | None = None  # None: the process keeps its own
 
     def __repr__(self) -> str:
         return f"Surroundings({len(self.environment)} variables, {self.folder!r})"
 
     def take(self) -> None:
-        """Have this process's environment and folder be these. Raises `OSError` where the folder is gone."""
+        """Have this process's environment, folder and limits be these. Raises `OSError` where the folder is gone."""
+        if self.limits is not None:
+            self.limits.take()
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ...loader.helper_process import Surroundings
+from ...loader.helper_process import ProcessLimits, Surroundings
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from .handover import Channel, HandoverError, Order, check_path
@@ -37,7 +37,7 @@ def hand_over(
     channel = _connect(check_path(config.standby_socket))
     if channel is None:
         return None
-    surroundings = Surroundings(dict(os.environ), os.getcwd())
+    surroundings = Surroundings(dict(os.environ), os.getcwd(), ProcessLimits.current())
     order = Order(config, surroundings, timeline.started_at, (0, 1, 2), listener.fileno())
     try:
         channel.settimeout(ANSWER_TIMEOUT_S)

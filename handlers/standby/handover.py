@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.helper_process import Surroundings
+from ...loader.helper_process import ProcessLimits, Surroundings
 from ...runtime.config import ServeConfig
 
 MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it
@@ -53,6 +53,7 @@ class Order:
             "config": self.config.as_dict(),
             "environment": self.surroundings.environment,
             "folder": self.surroundings.folder,
+            "limits": self.surroundings.limits,
             "started_at": self.started_at,
         }
         return _line(message), [*self.streams, self.listener]
@@ -62,7 +63,8 @@ class Order:
         """Raises `HandoverError` when it is none."""
         try:
             config = ServeConfig(**message["config"])
-            surroundings = Surroundings(dict(message["environment"]), str(message["folder"]))
+            limits = _limits(message["limits"])
+            surroundings = Surroundings(dict(message["environment"]), str(message["folder"]), limits)
             stdin, stdout, stderr, listener = files
             return cls(config, surroundings, float(message["started_at"]), (stdin, stdout, stderr), listener)
         except (KeyError, TypeError, ValueError) as error:
@@ -141,6 +143,19 @@ class Channel:
         if not isinstance(message, dict):
             raise HandoverError("a message that is no object")
         return message
+
+
+def _limits(message: Any) -> ProcessLimits | None:
+    """Raises `TypeError` or `ValueError` when they are none."""
+    if message is None:
+        return None
+    umask, resources, niceness, cores = message
+    return ProcessLimits(
+        int(umask),
+        {str(name): (int(soft), int(hard)) for name, (soft, hard) in resources.items()},
+        int(niceness),
+        tuple(map(int, cores)),
+    )
 
 
 def check_path(path: str) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 from tests.support.standby_processes import (
     WAIT_S,
     Pool,
@@ -29,7 +31,7 @@ from tests.support.tiny_models import save_tiny
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
 from teneral.handlers.standby.pool import listen_locally
 from teneral.loader.errors import UsageError
-from teneral.loader.helper_process import Surroundings
+from teneral.loader.helper_process import ProcessLimits, Surroundings
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.stream.launch import Task
 from teneral.loader.stream.options import LoadOptions
@@ -363,6 +365,53 @@ def test_files_that_came_with_a_bad_order_are_closed() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
     channel.close()
     ours.close()
+
+
+def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
+    """As they are in another process, which takes them over as a standby does."""
+    client = """if True:
+        import os, resource, socket, sys
+        from teneral.handlers.standby.handover import Channel, Order
+        from teneral.loader.helper_process import ProcessLimits, Surroundings
+        from teneral.runtime.config import ServeConfig
+
+        os.umask(0o027)
+        os.nice(5)
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (77, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        surroundings = Surroundings({}, "/", ProcessLimits.current())
+        ours, theirs = socket.socketpair()
+        if os.fork():
+            Channel(ours).send_order(Order(ServeConfig(model="m"), surroundings, 0.0, (0, 1, 2), 0))
+            sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+        os.umask(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (99, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        Channel(theirs).receive_order().surroundings.take()
+        assert os.umask(0) == 0o027
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 77
+        assert len(os.sched_getaffinity(0)) == 1
+        assert os.getpriority(os.PRIO_PROCESS, 0) == os.getpriority(os.PRIO_PROCESS, os.getppid())
+        assert surroundings.limits == ProcessLimits.current()._replace(umask=0o027)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", client], capture_output=True, text=True, timeout=patience_s(60)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_hard_limit_that_cannot_be_raised_stays_and_the_soft_one_keeps_below_it() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    limits = ProcessLimits.current()
+    limits._replace(
+        resources={"CORE": (before[1] + 1 if before[1] >= 0 else 5, -1), "UNKNOWN": (1, 1)}
+    ).take()
+    try:
+        soft, own = resource.getrlimit(resource.RLIMIT_CORE)
+        assert own == -1 or 0 <= soft <= own
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (before[0], resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
 
 
 def test_an_orders_secrets_are_not_shown() -> None:

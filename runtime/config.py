@@ -309,7 +309,7 @@ class ServeConfig:
     compute_dtype: str = _setting(
         "auto",
         _choice("auto", "bfloat16", "float16", "float32"),
-        "what to compute in (auto: that of the weights where the CPU is fast in it, or what it is fast in)",
+        "what to compute in (auto: bf16 weights in bf16 and others in fp32; torch: what the CPU is fast in)",
         metavar="DTYPE",
     )
     device: str = _setting(

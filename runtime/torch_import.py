@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from types import ModuleType
+
+from ..loader.errors import UsageError
 
 LEFT_OUT = "torch._meta_registrations"
 TRIMMABLE = frozenset({"2.13"})  # by tests/runtime/test_torch_import.py; the module is torch's own affair
@@ -33,6 +36,12 @@ def import_torch(*, trim: bool = False) -> bool:
         if sys.modules.get(LEFT_OUT) is placeholder:
             del sys.modules[LEFT_OUT]
     return True
+
+
+def require_torch(what: str) -> None:
+    """Raises `UsageError` with how to install torch, which `what` needs, where it is not there. Does not import it."""
+    if find_spec("torch") is None:
+        raise UsageError(f"{what} needs torch, which is not installed", hint="pip install 'teneral[torch]'")
 
 
 def torch_version() -> str:

@@ -19,4 +19,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from .runtime.torch_import import require_torch
+
+    require_torch(f"teneral.{name}")
     return getattr(import_module(f"{__name__}.runtime.into.{_HOMES[name]}"), name)

@@ -232,6 +232,9 @@ def _eval_draft(options: argparse.Namespace) -> int:
     from .runtime.quality.text import read_text
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.torch_import import require_torch
+
+    require_torch("teneral eval-draft")
     from .runtime.quality.evaluate import evaluate_draft
 
     text = read_text(options.text)
@@ -257,6 +260,9 @@ def _eval(options: argparse.Namespace) -> int:
     from .runtime.quality.text import read_text
 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.torch_import import require_torch
+
+    require_torch("teneral eval")
     from .runtime.kv.kinds import KVKind
     from .runtime.quality.against import Candidate, evaluate_against
 

@@ -11,7 +11,10 @@ from tests.support.decoding import Stepper, oracle_greedy, prompt_of
 from tests.support.models import DictWeights, arrays_of
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
+import teneral
+from teneral import cli
 from teneral.loader.errors import UsageError
+from teneral.runtime import torch_import
 from teneral.runtime.backends import choose
 from teneral.runtime.backends.choose import BackendChoice
 from teneral.runtime.backends.native import backend as native
@@ -79,6 +82,17 @@ def test_torch_that_is_not_installed_is_missed_at_once(choice: BackendChoice) ->
         choice.check()
     assert caught.value.key == "backend"
     assert "teneral[torch]" in caught.value.hint
+
+
+@pytest.mark.parametrize("command", [["eval", ".", "--against", "."], ["eval-draft", "."]])
+def test_commands_that_need_torch_say_so(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_import, "find_spec", lambda name: None)
+    assert cli.run(command) == 2
+    assert f"teneral {command[0]} needs torch, which is not installed" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"teneral\.load_into needs torch"):
+        _ = teneral.load_into
 
 
 def test_the_native_core_computes_on_no_gpu() -> None:

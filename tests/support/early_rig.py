@@ -44,10 +44,15 @@ SHAPE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3}
 
 
 def packed_tiny(
-    folder: Path, family: str = "llama", *, tiers: TierOptions | None = None, **overrides: Any
+    folder: Path,
+    family: str = "llama",
+    *,
+    tiers: TierOptions | None = None,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> Path:
-    """A tiny fp32 model, packed; the folder of the artifact."""
-    plain = save_tiny(family, folder / "plain", dtype=torch.float32, **{**SHAPE, **overrides})
+    """A tiny model, packed; the folder of the artifact."""
+    plain = save_tiny(family, folder / "plain", dtype=dtype, **{**SHAPE, **overrides})
     pack(open_source(str(plain)), open_store(str(folder / "packed")), tiers=tiers)
     return folder / "packed"
 

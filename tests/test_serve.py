@@ -229,7 +229,10 @@ def test_who_came_before_the_load_failed_is_told_so_and_not_cut_off(tmp_path: Pa
         with early:
             body = json.dumps(COMPLETION)
             early.sendall(
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+                (
+                    "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n{body}"
+                ).encode()
             )
             answer = http.client.HTTPResponse(early)
             answer.begin()

@@ -48,7 +48,9 @@ def launch():
     kernels = Faulty()
 
     def make_backend(model, kv, options, timeline):
-        own = DeviceKernels(model.executor, kernels, block_size=options.block_size)
+        own = DeviceKernels(
+            model.executor, kernels, block_size=options.block_size, max_context=options.max_context
+        )
         return CudaBackend(model, kv, options, own, recorder=Repeater(), timeline=timeline)
 
     kernels.rig = {"make_backend": make_backend, "backends": [CudaModelBackend()]}

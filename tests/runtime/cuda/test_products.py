@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from teneral.runtime.models.linear import Linear
 from tests.support.device_engine import DeviceRig, Repeater, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
+from teneral.runtime.backends.torch.linear import Linear
 from teneral.runtime.cuda import products as products_module
 from teneral.runtime.cuda.products import RowProducts
 
@@ -40,8 +40,8 @@ def test_no_product_changes_its_kernel_while_a_server_runs(monkeypatch, has_even
     with DeviceRig(decoder, launch, recorder=Repeater(), max_running=1) as rig:
         rig.engine.start()
         before = rig.say([PROMPT], 12)
-        shapes = decoder.device_kernels.products.shapes
+        shapes = decoder.executor.kernels.products.shapes
         rig.backend.work_when_idle()
         assert rig.backend.statistics().num_graphs == 1
-        assert decoder.device_kernels.products.shapes is shapes
+        assert decoder.executor.kernels.products.shapes is shapes
         assert rig.say([PROMPT], 12) == before

@@ -83,7 +83,7 @@ def test_a_matrix_of_another_dtype_than_the_embeddings_is_refused():
     assert name in caught.value.message
 
 
-def test_a_head_of_its_own_is_used_unless_the_config_ties_it():
+def test_a_head_of_its_own_is_used_also_where_the_config_says_tied():
     model = tiny_model("llama", tie_word_embeddings=True)
     tensors = tensors_of(model)
     other_head = {**tensors, "lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}
@@ -92,7 +92,8 @@ def test_a_head_of_its_own_is_used_unless_the_config_ties_it():
     tied = build_model(config, DictWeights(other_head))
     untied = build_model({**config, "tie_word_embeddings": False}, DictWeights(other_head))
 
-    assert Stepper(tied).step({"a": prompt_of(4)})["a"].abs().max() > 0
+    assert Stepper(build_model(config, DictWeights(tensors))).step({"a": prompt_of(4)})["a"].abs().max() > 0
+    assert Stepper(tied).step({"a": prompt_of(4)})["a"].abs().max() == 0, "as transformers has it"
     assert Stepper(untied).step({"a": prompt_of(4)})["a"].abs().max() == 0
 
 

@@ -285,6 +285,9 @@ class ServeConfig:
     kv_snapshot_save: bool = _setting(
         True, _flag, "at the end, leave there what several requests began with; --no-… only reads"
     )
+    kv_snapshot_sessions: bool = _setting(
+        False, _flag, "leave there what sessions keep as well, for when they go on elsewhere"
+    )
     session_kv_bytes: int | None = _setting(
         None,
         parse_bytes,

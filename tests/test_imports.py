@@ -74,6 +74,11 @@ def test_a_function_on_lambda_that_no_http_request_reaches_needs_no_web_server()
     assert not loaded & {"aiohttp", "boto3", "torch", "http.client"}
 
 
+def test_a_pools_front_needs_no_torch() -> None:
+    loaded = loaded_by("import teneral.handlers.pool.run, teneral.handlers.pool.measure")
+    assert not loaded & {"torch", "transformers", "tokenizers", "jinja2", "boto3"}
+
+
 def test_serving_never_needs_transformers() -> None:
     loaded = loaded_by(
         "import teneral.handlers.http.app, teneral.runtime.engine.engine, teneral.runtime.models.build"

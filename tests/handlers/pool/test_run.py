@@ -293,12 +293,12 @@ def test_a_model_that_never_fits_is_refused_with_the_numbers(models: Path, tmp_p
 def test_sleep_keeps_what_was_computed(models: Path, tmp_path: Path) -> None:
     file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n')
     prompt = "a b c d e f g h " * 6
+    session = {"teneral": {"session": "one"}}
     with PoolRun(tmp_path, file, "--model-control") as pool:
-        for _ in range(3):
-            before = pool.complete("m", prompt)
+        before = pool.complete("m", prompt, **session)  # a single turn of a conversation
         assert pool.ask("POST", "/v1/pool/m/sleep").status == 200
         until(lambda: not pool.instances("m"), "the model sleeps")
-        after = pool.complete("m", prompt)
+        after = pool.complete("m", prompt, **session)
         assert after.headers["x-teneral-start"] != "warm"
         assert after.text == before.text
         assert after.json["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

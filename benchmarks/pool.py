@@ -5,8 +5,8 @@
 Everything runs through `teneral pool run` with standby processes and models on the local disk, files in the page cache.
 `swap` is from a request to a sleeping model to its first token, for the demo model and the one of `--like`; `front` a
 warm request through the pool and straight to its instance, in turns, and the front's CPU a piece of a stream; `kv` the
-first token of a 1,000-token conversation when it is new and when the model has slept; `burst` three sleeping models that
-are asked at once, beside one. Where `vllm-router` is installed, it stands in front of the same instance in turns.
+first token of a 1,000-token conversation when it is new and when the model has slept; `burst` three sleeping models
+that are asked at once, beside one. Where `vllm-router` is installed, it stands in front of the same instance in turns.
 """
 
 from __future__ import annotations

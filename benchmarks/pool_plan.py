@@ -3,8 +3,8 @@
     python -m benchmarks.pool_plan [--seconds 120] [--only PATTERN] [--save]
 
 Four synthetic traces × four pools of the demo model, `--seconds` each, replayed against real pools; the figures that
-the plan needs are measured before, by `teneral pool measure`. Compared are cold share, the first token's median and 99th
-percentile, and instance-seconds: medians of the errors over all runs. Then the speed of the search: 100,000 requests ×
+the plan needs are measured before, by `teneral pool measure`. Compared are cold share, the first token's median and
+99th percentile, and instance-seconds: medians of the errors over all runs. Then the speed of the search: 100,000 requests ×
 60 pools on one core. Wants a machine that does nothing else.
 """
 

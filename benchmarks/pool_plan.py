@@ -4,8 +4,8 @@
 
 Four synthetic traces × four pools of the demo model, `--seconds` each, replayed against real pools; the figures that
 the plan needs are measured before, by `teneral pool measure`. Compared are cold share, the first token's median and
-99th percentile, and instance-seconds: medians of the errors over all runs. Then the speed of the search: 100,000 requests ×
-60 pools on one core. Wants a machine that does nothing else.
+99th percentile, and instance-seconds: medians of the errors over all runs. Then the speed of the search: 100,000
+requests × 60 pools on one core. Wants a machine that does nothing else.
 """
 
 from __future__ import annotations

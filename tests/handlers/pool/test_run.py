@@ -325,3 +325,34 @@ def test_instances_end_with_a_supervisor_that_is_killed(models: Path, tmp_path: 
         family = [server, *descendants(pool.process.pid)]
         pool.end(signal.SIGKILL)
         until(lambda: not any(map(runs, family)), "everything has ended")
+
+
+def test_a_repository_is_served_without_a_file(models: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    for name in ("alpha", "beta"):
+        shutil.copytree(models / "repository", folder / name)
+    (folder / "gamma" / "latest").mkdir(parents=True)
+    (folder / "alpha" / "3").mkdir()  # empty: it is not whole
+    file = (
+        "version = 1\n" + SERVE + '[models.beta]\nsource = "models/beta/{version}"\nversions = "all"\n' + NODE
+    )
+    with PoolRun(tmp_path, file, "--repository", str(folder)) as pool:
+        assert pool.complete("alpha").headers["x-teneral-model"] == "alpha@2"
+        assert pool.complete("alpha@1").status == 404, "only the latest"
+        assert pool.complete("beta@1").headers["x-teneral-model"] == "beta@1"
+        listed = [each["id"] for each in pool.ask("GET", "/v1/models").json["data"]]
+        assert sorted(listed) == ["alpha", "beta"]
+        assert "version 3" in pool.pool()["models"]["alpha"]["trouble"]
+
+
+def test_a_conversation_stays_with_its_version(models: Path, tmp_path: Path) -> None:
+    model = f'[models.m]\nsource = "{models}/repository/{{version}}"\nversions = "all"\n'
+    with PoolRun(tmp_path, pool_file(model + 'traffic = { "1" = 50, "2" = 50 }\n')) as pool:
+
+        def versions(**more: Any) -> list[str]:
+            return [pool.complete("m", **more).headers["x-teneral-model"] for _ in range(6)]
+
+        assert set(versions()) == {"m@1", "m@2"}
+        for name in ("a", "b", "c"):
+            assert len(set(versions(teneral={"session": name}))) == 1
+            assert len(set(versions(headers={"x-session-id": name}))) == 1

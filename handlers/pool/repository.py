@@ -101,7 +101,7 @@ class Repository:
             source.close()
         if isinstance(found, TeneralError):
             raise found
-        return found
+        return found._replace(version=version)  # another model may have it as another version
 
 
 def _opened(

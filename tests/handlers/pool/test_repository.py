@@ -63,6 +63,16 @@ def test_a_release_changes_its_revision_with_its_bytes(repository: Path, tmp_pat
     assert known.releases(model)[0] == (after,)
 
 
+def test_models_may_share_an_address(repository: Path) -> None:
+    known = Repository(repository)
+    address = str(repository / "model" / "9")
+    (alone,), _ = known.releases(Model("a", address))
+    both, _ = known.releases(
+        Model("b", str(repository / "model" / "{version}"), versions=Versions(latest=None))
+    )
+    assert (alone.version, [release.version for release in both]) == (None, [9, 10])
+
+
 def test_a_rejected_release_is_left_out(repository: Path) -> None:
     model = Model("m", str(repository / "model" / "{version}"))
     known = Repository(repository)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("loader", "runtime", "handlers", "infra")
@@ -28,7 +29,7 @@ def loaded_by(statement: str) -> set[str]:
         + "; print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=patience_s(60)
     )
     return set(json.loads(result.stdout.splitlines()[-1]))
 

@@ -31,7 +31,7 @@ from .values import Model, Pool
 SCHEMA = 1
 BATCHES = (1, 2, 4, 8)
 OUTPUT_TOKENS = 48
-PROMPT_WORDS = (16, 128)
+PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
 REPEATS = 3
 REFILL_S = 4.0  # until another standby process is there, and the machine is quiet again
 
@@ -147,11 +147,11 @@ class _Run:
         return {}  # an encoder: its requests have no tokens to generate
 
     async def _decoder_speeds(self, process: ServerProcess) -> dict[str, Any]:
-        await self._complete(
-            process, PROMPT_WORDS[0], OUTPUT_TOKENS
-        )  # kernels are compiled, pages are touched
+        long = await self._longest(process)
+        short = long // 8
+        await self._complete(process, short, OUTPUT_TOKENS)  # kernels are compiled, pages are touched
         points = []
-        for words in PROMPT_WORDS:
+        for words in (short, long):
             runs = [await self._complete(process, words, 1) for _ in range(REPEATS)]
             points.append((runs[0][0], statistics.median(seconds for _, seconds in runs)))
         (few, short_s), (many, long_s) = points
@@ -162,9 +162,7 @@ class _Run:
             if batch > self._model.max_concurrency:
                 break
             cpu_s, began_s = tree_cpu_s(process.pid), time.monotonic()
-            await asyncio.gather(
-                *(self._complete(process, PROMPT_WORDS[0], OUTPUT_TOKENS) for _ in range(batch))
-            )
+            await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
             seconds = time.monotonic() - began_s
             cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
             decoding_s = max(1e-6, seconds - batch * few * per_token_s)
@@ -175,6 +173,15 @@ class _Run:
             "decode_tokens_s": rates,
             "work_cores": round(min(cores, os.cpu_count() or 1), 2),
         }
+
+    async def _longest(self, process: ServerProcess) -> int:
+        """Words of the longest prompt that the model takes. Raises `TeneralError` where it takes none."""
+        for words in PROMPT_WORDS[:-1]:
+            with suppress(TeneralError):
+                await self._complete(process, words, 1)
+                return words
+        await self._complete(process, PROMPT_WORDS[-1], 1)
+        return PROMPT_WORDS[-1]
 
     async def _complete(self, process: ServerProcess, num_words: int, num_tokens: int) -> tuple[int, float]:
         """Tokens of the prompt, and seconds. No two prompts begin alike."""

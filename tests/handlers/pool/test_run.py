@@ -327,7 +327,24 @@ def test_instances_end_with_a_supervisor_that_is_killed(models: Path, tmp_path: 
         until(lambda: not any(map(runs, family)), "everything has ended")
 
 
-def test_a_repository_is_served_without_a_file(models: Path, tmp_path: Path) -> None:
+def test_measured_figures_are_what_a_plan_reads(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = f'[models.m]\nsource = "{models}/repository/1"\nmax_concurrency = 8\n'
+    (tmp_path / "pool.toml").write_text(pool_file(model, node="[node]\nstandby = 1\n"))
+    assert cli.run(["pool", "measure", str(tmp_path / "pool.toml"), "--starts", "1"]) == 0
+    figures = json.loads((tmp_path / "pool.measured.json").read_text())["models"]["m"]
+    assert figures["start_s"] > 0
+    assert set(figures["decode_tokens_s"]) == {"1", "2", "4", "8"}
+    command = ["pool", "plan", str(tmp_path / "pool.toml"), "--synthetic", "poisson:rate=1,duration=60"]
+    capsys.readouterr()
+    assert cli.run([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["profile"]["start_s"] == figures["start_s"]
+
+
+def test_a_repository_is_served_without_a_file(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "models"
     for name in ("alpha", "beta"):
         shutil.copytree(models / "repository", folder / name)
@@ -343,6 +360,12 @@ def test_a_repository_is_served_without_a_file(models: Path, tmp_path: Path) -> 
         listed = [each["id"] for each in pool.ask("GET", "/v1/models").json["data"]]
         assert sorted(listed) == ["alpha", "beta"]
         assert "version 3" in pool.pool()["models"]["alpha"]["trouble"]
+        capsys.readouterr()
+        assert cli.run(["pool", "status", "--url", f"http://127.0.0.1:{pool.port}"]) == 0
+        said = capsys.readouterr().out
+        assert "alpha@2" in said
+        assert "alpha: version 3" in said
+    assert cli.run(["pool", "status", "--url", f"http://127.0.0.1:{pool.port}"]) == 5
 
 
 def test_a_conversation_stays_with_its_version(models: Path, tmp_path: Path) -> None:

@@ -39,6 +39,18 @@ def available_bytes(root: str = "/") -> int | None:
     return None if found is None else found.size_bytes
 
 
+def taken_bytes(*process_ids: int, root: str = "/") -> int:
+    """Memory of their own that these processes have, which no cache gives back; 0 where nothing says. Memory that they
+    share with others, such as the weights', does not count.
+    """
+    total_bytes = 0
+    for process_id in process_ids:
+        for line in _read(os.path.join(root, f"proc/{process_id}/status")).splitlines():
+            if line.startswith("RssAnon:"):
+                total_bytes += int(line.split()[1]) * 1024
+    return total_bytes
+
+
 def check_fits(needed_bytes: int, left: Available | None, *, what: str, made_of: str = "") -> None:
     """Raise `InsufficientMemoryError` when more is needed than available. Unknown counts as enough.
 

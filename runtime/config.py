@@ -33,6 +33,9 @@ PLATFORM_VARIABLES = (
 )
 MODEL_FOLDER = "/opt/ml/model"  # where SageMaker lays a model's files before it starts the container
 MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
+# Of a server's processes beside weights and keys: 212 MiB with a small vocabulary, 185 of them the server's own, and
+# some 40 more for parsing a large one (docs/reliability.md).
+SERVING_BYTES = 256 << 20
 READY_S = 0.5  # from a process's start until it can compute
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -278,6 +281,9 @@ class ServeConfig:
     kv_snapshot_save: bool = _setting(
         True, _flag, "at the end, leave there what several requests began with; --no-… only reads"
     )
+    kv_snapshot_sessions: bool = _setting(
+        False, _flag, "leave there what sessions keep as well, for when they go on elsewhere"
+    )
     session_kv_bytes: int | None = _setting(
         None,
         parse_bytes,
@@ -426,6 +432,7 @@ class ServeConfig:
             connections=self.connections,
             staging_bytes=self.staging_bytes,
             reserved_bytes=(self.kv_bytes or 0) + (self.kv_host_bytes or 0),
+            serving_bytes=SERVING_BYTES,
             order=Order.AUTO if self.draft_ahead else Order.EXACT,
             ready_s=READY_S,
             sends_drafts=self.first_token != "exact",  # noqa: S105 - not that kind of token

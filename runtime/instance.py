@@ -272,6 +272,7 @@ class Instance:
                 self.config.kv_snapshot_bytes, self.config.kv_bytes or self.config.kv_snapshot_bytes
             ),
             saves=self.config.kv_snapshot_save,
+            saves_sessions=self.config.kv_snapshot_sessions,
             timeline=self.timeline,
         )
         self._snapshots.start(self._opened)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("loader", "runtime", "handlers", "infra")
@@ -28,7 +29,7 @@ def loaded_by(statement: str) -> set[str]:
         + "; print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=patience_s(60)
     )
     return set(json.loads(result.stdout.splitlines()[-1]))
 
@@ -72,6 +73,11 @@ def test_a_function_on_lambda_that_no_http_request_reaches_needs_no_web_server()
         "import teneral.handlers.aws_lambda.loop, teneral.handlers.aws_lambda.answers, teneral.handlers.plain"
     )
     assert not loaded & {"aiohttp", "boto3", "torch", "http.client"}
+
+
+def test_a_pools_front_needs_no_torch() -> None:
+    loaded = loaded_by("import teneral.handlers.pool.run, teneral.handlers.pool.measure")
+    assert not loaded & {"torch", "transformers", "tokenizers", "jinja2", "boto3"}
 
 
 def test_serving_never_needs_transformers() -> None:

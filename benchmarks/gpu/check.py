@@ -1,10 +1,14 @@
-"""What `scripts/gpu-check` runs: the tests that need a device, then each benchmark, within a time.
+"""What `scripts/gpu-check` runs on a machine with a GPU: one of three calls, of nine minutes each.
 
-    python -m benchmarks.gpu.check [--out DIR] [--only NAME ...] [--seconds N]
+    python -m benchmarks.gpu.check A|B|C [--out DIR] [--only NAME ...] [--began SECONDS] [--dry-run]
 
-Each step is a process of its own with a limit of its own, so that one that hangs or ends badly takes nothing from the
-others; what a step has written by then is kept. The result is one JSON file, and a table of the claims of docs/gpu.md:
-each with what was measured here and the goal. The exit status is 0 only when all steps ran and all claims hold.
+A: ceilings of the machine, the tests that need a device, one load under memcheck, merging, streaming. B: generating.
+C: cold starts and loads, beside peers. What each runs stands in `steps.py`.
+
+Results go to --out, to $OUT where that is set, each as soon as there is something: a step's own file while it measures,
+a summary after each step. The time is counted from --began, the epoch's seconds at which the script was started. The
+exit status is 0 only when all steps ran and all claims hold; where nvidia-smi names a device, a skipped test fails.
+With --dry-run nothing is measured: each step shows that it can begin, without a device.
 
 Needs no network, and no package beyond those that `scripts/gpu-wheels` fetches.
 """
@@ -17,137 +21,112 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS, machine, versions
 
+from .step_process import StepProcess, missing_program
+from .steps import CALLS, StepPlan
+
 PACKAGES = (
     "torch",
     "triton",
     "cupy-cuda13x",
     "cupy-cuda12x",
-    "nvidia-nvcomp-cu13",
+    "nvidia-libnvcomp-cu13",
     "transformers",
     "numpy",
     "zstandard",
 )
-TAIL_CHARS = 4_000  # of a step's output, in the result
-KILL_AFTER_S = 10.0
-NO_DEVICE = 2  # the exit status of a benchmark that finds none
+SECONDS = 540.0  # of the ten minutes that a machine gives a call: what is left brings the results back
+SPARE_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """`command` runs in the repository's root; '{json}' in it is where the step writes what it has measured."""
-
-    name: str
-    command: tuple[str, ...]
-    limit_s: float
-
-
-def _benchmark(name: str, limit_s: float) -> StepPlan:
-    return StepPlan(name, (sys.executable, "-m", f"benchmarks.gpu.{name}", "--json", "{json}"), limit_s)
-
-
-STEPS = (
-    StepPlan(
-        "tests",
-        (
-            sys.executable,
-            *[
-                "-m",
-                "pytest",
-                "-q",
-                "-m",
-                "gpu",
-                "-p",
-                "no:cacheprovider",
-                "tests/loader/device",
-                "tests/runtime/cuda",
-            ],
-        ),
-        120.0,
-    ),
-    _benchmark("merge", 40.0),
-    _benchmark("stream", 40.0),
-    _benchmark("attention", 50.0),
-    _benchmark("prefix", 50.0),
-    _benchmark("decode", 100.0),
-    _benchmark("cold_start", 170.0),
-)
-
-
-def main() -> int:
-    options = _options()
-    unknown = set(options.only) - {step.name for step in STEPS}
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    steps = CALLS[options.call]
+    unknown = set(options.only) - {step.name for step in steps}
     if unknown:
-        raise SystemExit(
-            f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in STEPS)}"
-        )
-    out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    end_s = time.monotonic() + options.seconds
-    report: dict[str, Any] = {
-        "benchmark": "gpu_check",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine(),
-        "versions": versions(PACKAGES),
-        "device": _device(),
-        "steps": {},
-    }
-    path = out / f"gpu-check-{report['date'][:10]}-{_slug(report['device'])}.json"
-    for step in STEPS:
-        if not options.only or step.name in options.only:
-            limit_s = min(step.limit_s, end_s - time.monotonic())
-            report["steps"][step.name] = run_step(step, limit_s)
-            path.write_text(
-                json.dumps(report, indent=2) + "\n"
-            )  # after each: what comes later may not end well
-    print("\n" + claims_table(report["steps"]))
-    print(f"\nkept in {path}")
-    return 0 if all_well(report["steps"]) else 1
+        known = ", ".join(step.name for step in steps)
+        raise SystemExit(f"no such step in {options.call}: {', '.join(sorted(unknown))}; there are {known}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what has begun is ended
+    check = Check(options)
+    try:
+        for step in steps:
+            if not options.only or step.name in options.only:
+                check.run(step)
+    finally:
+        check.end()
+    return check.report()
 
 
-def run_step(step: StepPlan, limit_s: float) -> dict[str, Any]:
-    """What became of it: `outcome` (ok, failed, no device, too long, no time), `seconds`, its last output, its JSON."""
-    if limit_s <= 0:
-        return {"outcome": "no time", "seconds": 0.0, "output": ""}
-    print(f"== {step.name}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [part.replace("{json}", str(result)) for part in step.command]
-        began_s = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        outcome = None
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            outcome = "too long"
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                output, _ = process.communicate(timeout=KILL_AFTER_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                output, _ = process.communicate()
-        seconds = time.monotonic() - began_s
-        print(output, end="", flush=True)
-        outcome = outcome or {0: "ok", NO_DEVICE: "no device"}.get(process.returncode, "failed")
-        told = {"outcome": outcome, "exit_status": process.returncode, "seconds": round(seconds, 1)}
-        measured = json.loads(result.read_text()) if result.exists() else None
-        return {**told, "output": output[-TAIL_CHARS:], "measured": measured}
+class Check:
+    """One call: its steps' results so far, and what runs in the background."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # The clock of the script's start is the wall's; all else is measured on one that nobody sets.
+        self._end_s = time.monotonic() + options.seconds - (time.time() - options.began)
+        self._is_dry = options.dry_run
+        self._out: Path = options.out / f"gpu-check-{options.call}"
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._background: list[StepProcess] = []
+        self.steps: dict[str, Any] = {}
+        device = device_name()
+        self._has_device = device != "none"
+        self._summary = {
+            "benchmark": f"gpu_check_{options.call}",
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "machine": machine(),
+            "versions": versions(PACKAGES),
+            "device": device,
+            "is_dry": self._is_dry,
+            "steps": self.steps,
+        }
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic() - SPARE_S
+
+    def run(self, step: StepPlan) -> None:
+        print(f"== {step.name}", flush=True)
+        missing = missing_program(step.command)
+        if missing is not None and not self._is_dry:
+            return self._keep(step, {"outcome": f"left out: no {missing}", "seconds": 0.0, "output": ""})
+        if step.waits and not self._is_dry:
+            self.end(for_s=self.left_s - step.limit_s / 2)
+        if self.left_s <= 0:
+            return self._keep(step, {"outcome": "no time", "seconds": 0.0, "output": ""})
+        process = StepProcess(step, self._out, is_dry=self._is_dry)
+        if step.in_background and not self._is_dry:
+            self._background.append(process)
+            return None
+        early = process.wait(min(step.limit_s, self.left_s))
+        return self._keep(step, process.result(early, has_device=self._has_device and not self._is_dry))
+
+    def end(self, *, for_s: float = 0.0) -> None:
+        """Wait so long for what runs in the background, end it, and keep its results."""
+        while self._background:
+            process = self._background.pop(0)
+            early = process.wait(max(0.0, min(for_s, self.left_s)))
+            self._keep(process.step, process.result(early, has_device=self._has_device))
+
+    def report(self) -> int:
+        print("\n" + claims_table(self.steps))
+        print(f"\nkept in {self._out}")
+        return 0 if all_well(self.steps) else 1
+
+    def _keep(self, step: StepPlan, result: dict[str, Any]) -> None:
+        print(result["output"], end="", flush=True)
+        print(f"== {step.name}: {result['outcome']} in {result['seconds']:.0f} s", flush=True)
+        self.steps[step.name] = result
+        path = self._out / "summary.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(self._summary, indent=2) + "\n")
+        part.replace(path)  # whole, whenever this is killed
 
 
 def claims_table(steps: dict[str, Any]) -> str:
@@ -165,7 +144,12 @@ def claims_table(steps: dict[str, Any]) -> str:
 
 def all_well(steps: dict[str, Any]) -> bool:
     claims = [claim for step in steps.values() for claim in (step.get("measured") or {}).get("claims", [])]
-    return all(step["outcome"] == "ok" for step in steps.values()) and all(claim["holds"] for claim in claims)
+    return all(is_well(step) for step in steps.values()) and all(claim["holds"] for claim in claims)
+
+
+def is_well(step: dict[str, Any]) -> bool:
+    """Also of one that a program is missing for: it is named, and nothing is known of it."""
+    return step["outcome"] == "ok" or step["outcome"].startswith("left out")
 
 
 def claim(name: str, value: float, goal: float, *, unit: str = "", at_most: bool = False) -> dict[str, Any]:
@@ -175,30 +159,31 @@ def claim(name: str, value: float, goal: float, *, unit: str = "", at_most: bool
     return {"name": name, "value": f"{value:.3g}{unit}", "goal": f"{bound} {goal:g}{unit}", "holds": holds}
 
 
-def _device() -> str:
-    """What nvidia-smi calls it, with its driver."""
+def device_name() -> str:
+    """What nvidia-smi calls it, with its driver; "none" where it names no device."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return "none"
-    return found.stdout.strip()
+    return found.stdout.strip() or "none"
 
 
-def _slug(device: str) -> str:
-    words = device.split(",", maxsplit=1)[0].lower().replace("nvidia", "").split()
-    return "-".join(words) or "none"
-
-
-def _options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)"
-    )
+    out = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
+    parser.add_argument("call", choices=sorted(CALLS))
+    parser.add_argument("--out", type=Path, default=out, help="folder for the results (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="some steps (default: all)")
-    parser.add_argument("--seconds", type=float, default=570.0, help="for all of it (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default: %(default)s)")
+    parser.add_argument(
+        "--began", type=float, default=time.time(), help="from when they count (default: now)"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show that each step can begin, without a device"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,11 +1,11 @@
 """From starting a process to its first token on a GPU, with the model's files in the page cache.
 
-    python -m benchmarks.gpu.cold_start [--like llama-3.1-8b] [--layers N] [--rounds 2] [--json FILE] [--work DIR]
+    python -m benchmarks.gpu.cold_start [--like llama-3.1-8b] [--layers N] [--rounds 3] [--json FILE] [--work DIR]
 
-`teneral serve` on the packed model, and transformers on the same model's safetensors, straight to the device. Beside
-both stand their floor, measured in the same run: the time that the pinned rate of the bus takes for the bytes that must
-cross it, as planes and as plain weights. The model is written and packed first, which is not counted, and needs four
-times its weights on the disk.
+`teneral serve` on the packed model, and transformers on the same model's safetensors, straight to the device. The goal
+is what no process that computes with torch can do without, importing it and making a context, and half a second; both
+are measured in the same run, and so is the time that the pinned rate of the bus takes for the bytes that must cross it.
+The model is written and packed first, which is not counted, and needs four times its weights on the disk.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import cold_starts, peer_environment
+from benchmarks.gpu import ceilings, prepare
 from benchmarks.gpu.check import claim
 from benchmarks.processes import RunError
 from benchmarks.report import machine, note, table, versions
-from benchmarks.store import prepare
+from benchmarks.store import prepare as prepare_store
 
-GOAL = 1.3  # of the floor
+GOAL_S = 0.5  # beyond importing torch and making a context
 COPY_BYTES = 1 << 30
 NUM_COPIES = 5
 
@@ -37,8 +37,9 @@ def main() -> int:
     except RuntimeError as error:
         note(f"no device: {error}")
         return 2
-    root = options.work / f"{options.like}-{options.layers or 'all'}" / "store"
-    prepare(options.like, root, num_layers=options.layers)
+    root = prepare.store_of(options.work, options.like, options.layers)
+    prepare_store(options.like, root, num_layers=options.layers)
+    own_s = ceilings.start_s()
     plain, packed = root / "models" / "plain", root / "models" / "packed"
     sizes = {"plain": _size(plain, "*.safetensors"), "packed": _size(packed, "*")}
     peers = peer_environment.find(options.work)
@@ -50,14 +51,15 @@ def main() -> int:
     }
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     failed: dict[str, str] = {}
-    timeline: dict[str, Any] | None = None  # of our last one: how long context, libraries and kernels took
+    timelines: list[Any] = []  # of each of ours: how long context, libraries and kernels took
     for _ in range(options.rounds):
         for name, start in systems.items():
             if name not in failed:
                 try:
                     cold_start = start()
                     seconds[name].append(cold_start.first_token_s)
-                    timeline = cold_start.timeline or timeline
+                    if cold_start.timeline is not None:
+                        timelines.append(cold_start.timeline)
                 except RunError as error:
                     failed[name] = str(error)[-2_000:]
                     note(f"{name}: {failed[name]}")
@@ -65,9 +67,9 @@ def main() -> int:
     medians = {name: statistics.median(each) for name, each in seconds.items() if each}
     claims = []
     if "teneral" in medians:
-        ratio = medians["teneral"] / floors["teneral"]
+        goal_s = sum(own_s.values()) + GOAL_S
         claims.append(
-            claim("cold start on a GPU, of the transfer's floor", ratio, GOAL, unit="x", at_most=True)
+            claim("cold start on a GPU", medians["teneral"], round(goal_s, 2), unit=" s", at_most=True)
         )
     rows = [
         [name, f"{median:.2f}", f"{floors[name]:.2f}", f"{median / floors[name]:.2f}x"]
@@ -85,7 +87,8 @@ def main() -> int:
         "bytes": sizes,
         "seconds": seconds,
         "failed": failed,
-        "timeline": timeline,
+        "timelines": timelines,
+        **own_s,
         "claims": claims,
     }
     if options.json is not None:
@@ -119,11 +122,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--like", default="llama-3.1-8b", help="a shape that `teneral synth` knows")
-    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "teneral-bench")
+    prepare.arguments(parser)
+    parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 
 

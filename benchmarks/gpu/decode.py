@@ -17,7 +17,7 @@ from benchmarks.gpu import model_8b
 from benchmarks.gpu.check import claim
 from benchmarks.report import note, table
 
-BATCHES = (1, 8, 32, 128)
+BATCHES = (1, 8, 32, 64, 128)
 PROMPT_TOKENS = 128
 NUM_TOKENS = 96
 PEER_TOKENS = 24

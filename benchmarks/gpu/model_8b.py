@@ -144,7 +144,8 @@ def engine(model: Any, *, max_running: int, max_context: int, records: bool, kv_
     from teneral.runtime.engine.engine import Engine, EngineOptions
 
     def make_backend(model: Any, kv: Any, options: Any, timeline: Any) -> Any:
-        backend = step_backend(model, kv, options, timeline)
+        guarded = step_backend(model, kv, options, timeline)
+        backend = getattr(guarded, "backend", guarded)  # its own methods are looked into here
         if not isinstance(backend, CudaBackend):
             raise RuntimeError("there are no kernels for this device: see the warning above")
         if not records:

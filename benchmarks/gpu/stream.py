@@ -30,7 +30,8 @@ from teneral.loader.format.manifest import Tier, align
 from teneral.loader.stream.arena import map_bytes
 
 STREAM_GOAL, APPEAR_GOAL = 0.85, 1.4
-PART_ELEMENTS = 8 << 20  # so that the ring holds several
+PART_ELEMENTS = 54 << 16  # an image of 5 MiB, as a load makes them
+TOGETHER = 4  # images placed at a time
 ROUNDS = 3
 PAGE_BYTES = 4096
 
@@ -129,14 +130,21 @@ def place_all(
     on_their_way: deque[Any] = deque()
     num_slots = sum(map(len, slots.values()))
     sent_bytes = 0
+    together: dict[Tier, list[Placed]] = {tier: [] for tier in made.parts}
     begun_s = time.perf_counter()
     for number in range(len(made.parts[Tier.DRAFT])):
         for tier in made.parts:
-            image, at = slots[tier][number % len(slots[tier])]
-            if len(on_their_way) >= num_slots - len(made.parts):
-                on_their_way.popleft().wait()
-            on_their_way.append(device.place([Placed(image, at)]))
-            sent_bytes += image.sent_bytes
+            together[tier].append(Placed(*slots[tier][number % len(slots[tier])]))
+            if len(together[tier]) == TOGETHER:
+                if len(on_their_way) * TOGETHER >= num_slots - len(made.parts) * TOGETHER:
+                    on_their_way.popleft().wait()
+                on_their_way.append(device.place(together[tier]))
+                sent_bytes += sum(each.image.sent_bytes for each in together[tier])
+                together[tier] = []
+    for rest in together.values():
+        if rest:
+            on_their_way.append(device.place(rest))
+            sent_bytes += sum(each.image.sent_bytes for each in rest)
     while on_their_way:
         on_their_way.popleft().wait()
     return time.perf_counter() - begun_s, sent_bytes

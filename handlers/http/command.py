@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -49,15 +49,15 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
 
         with _ending_at_once():
             return run_lambda(config, prepared)
-    with _ending_at_once():
+    with _ending_at_once() as ending:
         if platform is Platform.RUNPOD_QUEUE:
             from ..runpod_queue import run_runpod_queue  # and there
 
             return run_runpod_queue(config, prepared)
-        return _run(config, prepared)
+        return _run(config, prepared, ending)
 
 
-def _run(config: ServeConfig, prepared: Prepared | None) -> int:
+def _run(config: ServeConfig, prepared: Prepared | None, ending: Ending) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     require_files(max_files())
@@ -70,20 +70,30 @@ def _run(config: ServeConfig, prepared: Prepared | None) -> int:
             if status is not None:
                 return status
         sent = send_for(config, timeline, prepared=prepared, fork=True)
-        serve_on(sock, config, timeline, sent)
+        serve_on(sock, config, timeline, sent, ending)
     return 0
 
 
-def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent: SentFor | None) -> None:
+def serve_on(
+    sock: socket.socket,
+    config: ServeConfig,
+    timeline: Timeline,
+    sent: SentFor | None,
+    ending: Ending | None = None,
+) -> None:
     """Serve at a listening socket what was sent for already, until a signal ends it. Closes the socket.
 
-    Blocks. Raises the error that ended the instance.
+    Blocks. Raises the error that ended the instance. `ending` learns of a failure as soon as there is one.
     """
+    ending = ending or Ending()
     with (
         sock,
         _probe_socket(config) as probe_sock,
         sent.take_over(timeline) if sent else nullcontext() as helpers,
     ):
+        if helpers is not None:
+            load = helpers.load
+            ending.has_failed = lambda: load.failure is not None
         with timeline.span("process", "import runtime"):
             import logging
 
@@ -98,6 +108,7 @@ def serve_on(sock: socket.socket, config: ServeConfig, timeline: Timeline, sent:
             Instance(config, timeline=timeline, helpers=helpers) as instance,
             _standby_beside(config, instance),
         ):
+            ending.has_failed = lambda: instance.failure is not None
             with timeline.span("process", "import server"):
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
@@ -151,22 +162,37 @@ def _standby_beside(config: ServeConfig, instance: Instance) -> AbstractContextM
     return pool_beside(config, instance.wait_exact)
 
 
+class Ending:
+    """Whether the process is about to end with an error, whose exit code a signal must not hide."""
+
+    def __init__(self) -> None:
+        self.has_failed: Callable[[], bool] = lambda: False
+
+
 @contextmanager
-def _ending_at_once() -> Iterator[None]:
+def _ending_at_once() -> Iterator[Ending]:
     """While in here, and until the server has its own handlers, which drain, a signal ends the process: there is
-    nothing to drain yet, and the loader's process ends when this one does.
+    nothing to drain yet, and the loader's process ends when this one does. After a failure the process ends by itself,
+    with its exit code; SIGTERM has no effect then, until the end.
 
     Not by an exception: where one is raised while an import cleans up, or in the import of the user's handler, it is
     swallowed, and the server goes on.
     """
-    before = {
-        number: signal.signal(number, lambda *_: os._exit(0)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    ending = Ending()
+
+    def end(*_: object) -> None:
+        if not ending.has_failed():
+            os._exit(0)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield ending
     finally:
+        failed = ending.has_failed()
+        ending.has_failed = lambda: failed
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if not (failed and number == signal.SIGTERM):
+                signal.signal(number, handler)
 
 
 def _probe_socket(config: ServeConfig) -> AbstractContextManager[socket.socket | None]:

@@ -104,15 +104,20 @@ def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """While in here the first signal sets `stop`, and the second one does what it does by default."""
+    """While in here the first signal sets `stop`, and the second one does what it does by default. A signal that comes
+    when `stop` is set for another reason, such as a load that failed, is the first one.
+    """
     loop = asyncio.get_running_loop()
+    received: list[int] = []
 
     def on_signal(number: int) -> None:
-        if stop.is_set():
+        if received:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        received.append(number)
         stop.set()
 
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for number in SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
@@ -124,3 +129,4 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])

@@ -28,8 +28,12 @@ MAX_PATCHES = 1000
 _SCHEMES = ("", "file", "s3", "http", "https")
 
 
-def read_pool(path: str | Path = DEFAULT_FILE) -> Pool:
-    """Raises `PoolFileError`."""
+def read_pool(path: str | Path = DEFAULT_FILE, *, found: Mapping[str, str] | None = None) -> Pool:
+    """The pool that a file describes. `found` are sources of models, by name, that it need not name: then the file is
+    optional. Raises `PoolFileError`.
+    """
+    if found and not Path(path).exists():
+        return parse_pool("version = 1\n", str(path), found=found)
     place = Place(str(path), "")
     try:
         with open(path, "rb") as file:
@@ -42,19 +46,27 @@ def read_pool(path: str | Path = DEFAULT_FILE) -> Pool:
     if len(data) > MAX_FILE_BYTES:
         raise PoolFileError(Code.E0, place, f"is larger than {MAX_FILE_BYTES:,} bytes")
     try:
-        return parse_pool(data.decode("utf-8"), str(path))
+        return parse_pool(data.decode("utf-8"), str(path), found=found)
     except UnicodeDecodeError as error:
         raise PoolFileError(Code.E0, place, f"is not UTF-8: {error.reason}") from error
 
 
-def parse_pool(text: str, file: str = DEFAULT_FILE) -> Pool:
-    """The pool that `text` describes; `file` names it in errors. Raises `PoolFileError`."""
+def parse_pool(text: str, file: str = DEFAULT_FILE, *, found: Mapping[str, str] | None = None) -> Pool:
+    """The pool that `text` describes; `file` names it in errors. Models that are `found` and that it does not name are
+    added, with its defaults. Raises `PoolFileError`.
+    """
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PoolFileError(Code.E0, Place(file, ""), f"is not TOML: {error}") from error
     except RecursionError as error:
         raise PoolFileError(Code.E0, Place(file, ""), "is nested too deeply") from error
+    models = document.setdefault("models", {}) if found else {}
+    if isinstance(models, dict):
+        named = {str(name).casefold() for name in models}
+        models.update(
+            {n: {"source": source} for n, source in (found or {}).items() if n.casefold() not in named}
+        )
     return _Reader(document, file, KeyLines(text.replace("\r\n", "\n"))).pool()
 
 

@@ -101,9 +101,10 @@ class Front:
         status, model = 499, "unknown"
         self._connections.request_begins(request.protocol)
         try:
-            data = await self._read(request)
+            data = bytearray()
             try:
-                asked = _understand(request, data)
+                await self._read(request, data)
+                asked = _understand(request, bytes(data))
                 state, deployment = self._find(request, asked)
                 model = state.model.name
                 response = await self._answer(request, asked, deployment, request_id)
@@ -134,13 +135,12 @@ class Front:
 
     # understanding
 
-    async def _read(self, request: web.Request) -> bytes:
-        """The body, counted among all bodies until the request has ended."""
+    async def _read(self, request: web.Request, data: bytearray) -> None:
+        """Append the body to `data`; it counts among all bodies until the request has ended."""
         if request.method != "POST":
-            return b""
+            return
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
-        data = bytearray()
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.content.iter_any():
@@ -150,7 +150,7 @@ class Front:
                             f"the body is larger than {DEFAULT_MAX_BODY_BYTES:,} bytes",
                             code="request_too_large",
                         )
-                    if self._bodies_bytes + len(data) + len(piece) > MAX_BODIES_BYTES:
+                    if self._bodies_bytes + len(piece) > MAX_BODIES_BYTES:
                         raise ApiError(
                             503,
                             "too many bytes of bodies at the same time",
@@ -158,12 +158,11 @@ class Front:
                             headers=retry_after(1),
                         )
                     data += piece
+                    self._bodies_bytes += len(piece)
         except TimeoutError:
             raise ApiError(
                 408, f"the body took longer than {BODY_TIMEOUT_S:g} s", code="request_timeout"
             ) from None
-        self._bodies_bytes += len(data)
-        return bytes(data)
 
     def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment]:
         """The model and version that are to answer. Raises `ApiError`."""

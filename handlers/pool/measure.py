@@ -31,9 +31,9 @@ from .values import Model, Pool
 SCHEMA = 1
 BATCHES = (1, 2, 4, 8)
 OUTPUT_TOKENS = 48
-PROMPT_WORDS = (16, 128)
+PROMPT_WORDS = (128, 64, 32, 16)  # of the long prompt: the first that fits the model's context
 REPEATS = 3
-REFILL_LIMIT_S = 60.0
+REFILL_S = 4.0  # until another standby process is there, and the machine is quiet again
 
 
 def measure(file: str, *, num_starts: int = 5, output: str | None = None) -> int:
@@ -101,6 +101,7 @@ class _Run:
         cpu: list[float] = []
         peak_bytes = 0
         speeds: dict[str, Any] = {}
+        await self._start_once()  # a standby pool may be importing yet, files may not be in memory
         for number in range(num_starts):
             await self._wait_standby()
             began_s = time.monotonic()
@@ -128,13 +129,17 @@ class _Run:
             **speeds,
         }
 
+    async def _start_once(self) -> None:
+        process = await start_server(self._config, standby=self._standby, environment=self._environment)
+        try:
+            await process.wait_ready(self._session, self._model.ready_path)
+        finally:
+            await process.end(1.0)
+
     async def _wait_standby(self) -> None:
-        """Until a standby process is there again, or none will be: starts are measured one by one."""
-        if self._standby is None:
-            return
-        if not self._standby.has_answered:
-            return  # the first start waits for it
-        await asyncio.sleep(min(REFILL_LIMIT_S, 4.0))
+        """Starts are measured one by one, each with a standby process that is there."""
+        if self._standby is not None:
+            await asyncio.sleep(REFILL_S)
 
     async def _speeds(self, process: ServerProcess) -> dict[str, Any]:
         with suppress(TeneralError):
@@ -142,11 +147,11 @@ class _Run:
         return {}  # an encoder: its requests have no tokens to generate
 
     async def _decoder_speeds(self, process: ServerProcess) -> dict[str, Any]:
-        await self._complete(
-            process, PROMPT_WORDS[0], OUTPUT_TOKENS
-        )  # kernels are compiled, pages are touched
+        long = await self._longest(process)
+        short = long // 8
+        await self._complete(process, short, OUTPUT_TOKENS)  # kernels are compiled, pages are touched
         points = []
-        for words in PROMPT_WORDS:
+        for words in (short, long):
             runs = [await self._complete(process, words, 1) for _ in range(REPEATS)]
             points.append((runs[0][0], statistics.median(seconds for _, seconds in runs)))
         (few, short_s), (many, long_s) = points
@@ -157,9 +162,7 @@ class _Run:
             if batch > self._model.max_concurrency:
                 break
             cpu_s, began_s = tree_cpu_s(process.pid), time.monotonic()
-            await asyncio.gather(
-                *(self._complete(process, PROMPT_WORDS[0], OUTPUT_TOKENS) for _ in range(batch))
-            )
+            await asyncio.gather(*(self._complete(process, short, OUTPUT_TOKENS) for _ in range(batch)))
             seconds = time.monotonic() - began_s
             cores = max(cores, (tree_cpu_s(process.pid) - cpu_s) / seconds)
             decoding_s = max(1e-6, seconds - batch * few * per_token_s)
@@ -170,6 +173,15 @@ class _Run:
             "decode_tokens_s": rates,
             "work_cores": round(min(cores, os.cpu_count() or 1), 2),
         }
+
+    async def _longest(self, process: ServerProcess) -> int:
+        """Words of the longest prompt that the model takes. Raises `TeneralError` where it takes none."""
+        for words in PROMPT_WORDS[:-1]:
+            with suppress(TeneralError):
+                await self._complete(process, words, 1)
+                return words
+        await self._complete(process, PROMPT_WORDS[-1], 1)
+        return PROMPT_WORDS[-1]
 
     async def _complete(self, process: ServerProcess, num_words: int, num_tokens: int) -> tuple[int, float]:
         """Tokens of the prompt, and seconds. No two prompts begin alike."""

@@ -21,7 +21,7 @@ from ...loader.pin import split_pin
 from ...loader.sources.base import Source, SourceOptions
 from ...loader.sources.open import open_source, scheme_of
 from ...runtime.config import ServeConfig
-from .keys import VERSION_NAME
+from .keys import SERVED_NAME, VERSION_NAME
 from .values import Model
 
 MAX_LISTED = 100_000  # objects of a bucket that are looked through for versions
@@ -101,7 +101,7 @@ class Repository:
             source.close()
         if isinstance(found, TeneralError):
             raise found
-        return found
+        return found._replace(version=version)  # another model may have it as another version
 
 
 def _opened(
@@ -109,6 +109,8 @@ def _opened(
 ) -> Release | TeneralError:
     try:
         manifest = open_artifact(source, digest=digest)
+        if manifest.digest is None:
+            source.stat("config.json")  # the headers of plain weights say nothing of it
     except TeneralError as error:
         logger.info("%s is not whole yet: %s", address, error.message)
         return error
@@ -152,6 +154,20 @@ def _present(address: str, options: SourceOptions, model: Model) -> Iterator[int
             yield int(found.group(1))
         else:
             logger.debug("%s: %s/%s is not a version", model.name, folder, name)
+
+
+def models_in(address: str) -> dict[str, str]:
+    """Sources by name of the models in a folder or bucket: `<model>/<version>/`. Blocks. Raises `TeneralError`."""
+    base = address.rstrip("/")
+    if scheme_of(address) in ("http", "https"):
+        raise UsageError(f"{address} cannot be listed", key="repository", hint="Give a folder or s3://….")
+    names = [name for name in _folders(base, SourceOptions()) if SERVED_NAME.fullmatch(name)]
+    sources = {name: f"{base}/{name}/{{version}}" for name in sorted(names)}
+    return {name: source for name, source in sources.items() if _has_versions(f"{base}/{name}")}
+
+
+def _has_versions(folder: str) -> bool:
+    return any(VERSION_NAME.fullmatch(name) for name in _folders(folder, SourceOptions()))
 
 
 def _folders(address: str, options: SourceOptions) -> set[str]:

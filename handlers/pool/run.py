@@ -23,6 +23,7 @@ from aiohttp import web
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.memory import available_bytes
+from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.command import listen
 from ..http.errors import as_api_error
@@ -36,7 +37,7 @@ from .memory import Budget
 from .metrics import PoolMetrics
 from .overview import Overview
 from .process import StandbyPool
-from .repository import Release, Repository
+from .repository import Release, Repository, models_in
 from .settings import inherited_environment, instance_config
 from .supervisor import STANDBY_KEY, Supervisor
 from .values import Model, Pool
@@ -52,6 +53,7 @@ class RunOptions:
     """The command's flags. `state_folder` keeps KV snapshots between runs; None: a temporary one."""
 
     file: str = "pool.toml"
+    repository: str | None = None  # a folder of models whose versions are folders
     host: str = "127.0.0.1"
     port: int = 8080
     watch: bool = False
@@ -65,7 +67,7 @@ def run_pool(options: RunOptions) -> int:
     """Blocks until SIGTERM or SIGINT. Returns 0; raises `TeneralError` for what cannot begin."""
     if sys.platform != "linux":
         raise UsageError("teneral pool run needs Linux", hint="Run it in a container.")
-    pool = read_pool(options.file)
+    pool = _read(options)
     logging.basicConfig(
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -74,6 +76,23 @@ def run_pool(options: RunOptions) -> int:
     with _state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
         asyncio.run(_Runner(pool, options, folder, dict(os.environ)).serve(sock))
     return 0
+
+
+def _read(options: RunOptions) -> Pool:
+    """The pool file, and the models of the repository. Blocks. Raises `TeneralError`."""
+    if options.repository is None:
+        return read_pool(options.file)
+    address = options.repository
+    if not scheme_of(address):
+        address = os.path.abspath(os.path.expanduser(address))
+    found = models_in(address)
+    if not found:
+        raise UsageError(
+            f"{address} holds no model",
+            key="repository",
+            hint="Lay models out as <model>/<version>/, versions being whole numbers.",
+        )
+    return read_pool(options.file, found=found)
 
 
 @contextmanager
@@ -229,7 +248,7 @@ class _Runner:
         async with self._reload_lock:
             supervisor = self._supervisor
             try:
-                pool = await asyncio.to_thread(read_pool, self._options.file)
+                pool = await asyncio.to_thread(_read, self._options)
             except TeneralError as error:
                 logger.warning("the pool file is left as it was: %s", error)
                 pool = self._pool

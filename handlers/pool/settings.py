@@ -27,6 +27,7 @@ def instance_config(
         settings[name] = environment[variable]
     settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
     version = "" if release.version is None else f"@{release.version}"
+    settings.setdefault("kv_snapshot_sessions", True)
     settings.setdefault("kv_snapshot", str(state_folder / "kv" / f"{model.name}{version}"))
     return ServeConfig(model=release.address, platform="http", **settings)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...handlers.pool.codes import PoolWarning
 from ...handlers.pool.values import Model, Pool
 from ...loader.errors import UsageError
-from . import aws_lambda, cloud_run, fargate, helm, knative, kserve, kubernetes, sagemaker
+from . import aws_lambda, cloud_run, fargate, helm, knative, kserve, kubernetes, ray, sagemaker
 from .documents import Document, Options, Rendering
 from .patch import apply_patches
 from .yaml_text import yaml_text
@@ -33,6 +33,8 @@ RENDERERS: dict[str, Renderer] = {
     "lambda": _each(aws_lambda.render_model),
     "sagemaker": _each(sagemaker.render_model),
     "fargate": _each(fargate.render_model),
+    "ray": ray.render_serve,
+    "kuberay": ray.render_kuberay,
 }
 HEADER = "# Rendered by `teneral pool render {platform}` from {file}: change that file, not this one.\n"
 

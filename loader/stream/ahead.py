@@ -127,5 +127,7 @@ class ReadAhead:
             if found_bytes is None:
                 return True  # nothing says
             left_bytes = found_bytes + self._held_bytes
-        needed_bytes = weight_bytes + self._options.reserved_bytes if self._weights_are_here else 0
+        options = self._options
+        needed_bytes = weight_bytes + options.reserved_bytes if self._weights_are_here else 0
+        needed_bytes += options.serving_bytes
         return needed_bytes + ROOM_BYTES <= left_bytes

@@ -134,6 +134,11 @@ class DeviceLoad:
     # what can be asked of every load
 
     @property
+    def failure(self) -> TeneralError | None:
+        """What has ended the load before its time, other than its owner."""
+        return None if isinstance(self._error, LoadCancelledError) else self._error
+
+    @property
     def manifest(self) -> Manifest:
         """Waits until it was read. Raises the load's error."""
         return self._known()[0]

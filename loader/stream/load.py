@@ -12,6 +12,7 @@ models, torch or groups' meaning.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..host import available_cores
-from ..memory import MIB, Available, available, check_fits
+from ..memory import MIB, Available, available, check_fits, taken_bytes
 from ..sources.base import Source
 from ..timeline import Timeline
 from .arena import Arena, Reserved, as_array, held_bytes
@@ -99,6 +100,9 @@ class WeightLoad:
             manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
         )
         self._stored_bytes = self._plan.stored_bytes
+        is_helper = shared_fd is not None or images is not None
+        serving = taken_bytes(os.getpid(), os.getppid()) if is_helper else taken_bytes(os.getpid())
+        self._serving_bytes = max(0, self._options.serving_bytes - serving)
         self._staging_bytes = self._check_memory(0 if shared_fd is None else held_bytes(shared_fd))
         slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
         self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve)
@@ -329,6 +333,7 @@ class WeightLoad:
         what, weight_bytes, beside_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
         if self._images is not None:  # neither weights nor keys are here
             what, weight_bytes, beside_bytes = "images of them", self._images.ring_bytes, 0
+        beside_bytes += self._serving_bytes
         room_bytes = None if left is None else left.size_bytes - weight_bytes - beside_bytes
         size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
         least_bytes = staging_bytes(sizes, 0, 0)
@@ -337,7 +342,8 @@ class WeightLoad:
             left,
             what=f"loading the model from {self._source.url}",
             made_of=f"{what} {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
-            f"keys and values at least {beside_bytes / MIB:,.0f}",
+            f"keys and values at least {(beside_bytes - self._serving_bytes) / MIB:,.0f}, "
+            f"the server's processes another {self._serving_bytes / MIB:,.0f}",
         )
         return size_bytes
 

@@ -22,6 +22,7 @@ class _Values(NamedTuple):
     connections: int = 32  # most fetch threads, each with one request on its way; fewer where these do
     staging_bytes: int | None = None  # memory for what is on its way; default: see `staging.py`
     reserved_bytes: int = 0  # memory that must be left when the weights are there
+    serving_bytes: int = 0  # memory of the processes beside the weights; what they have taken already counts
     range_bytes: int = 16 * MIB  # most that one request asks for
     decode_threads: int | None = None  # default: as many as this process may use CPUs
     order: Order = Order.EXACT
@@ -52,6 +53,7 @@ class LoadOptions(_Values):
             "connections": (self.connections, 1, 256),
             "staging_bytes": (self.staging_bytes, 0, 1 << 40),
             "reserved_bytes": (self.reserved_bytes, 0, 1 << 50),
+            "serving_bytes": (self.serving_bytes, 0, 1 << 50),
             "range_bytes": (self.range_bytes, 1, 1 << 30),
             "decode_threads": (self.decode_threads, 1, 256),
             "cache_bytes": (self.cache_bytes, 1, 1 << 50),

@@ -108,6 +108,11 @@ class ProcessLoad:
         return cls(launch(task), timeline=timeline)
 
     @property
+    def failure(self) -> TeneralError | None:
+        """What has ended the load before its time, other than its owner."""
+        return None if isinstance(self._error, LoadCancelledError) else self._error
+
+    @property
     def manifest(self) -> Manifest:
         """Waits until the child has read it. Raises the load's error."""
         self._opened.wait()

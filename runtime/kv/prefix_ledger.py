@@ -7,7 +7,7 @@ follows. Nothing is known here of tokens, of blocks' numbers, or of what they ho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -54,27 +54,28 @@ class PrefixLedger:
         """What is known of this block, to be read only."""
         return self._entries.get(block_hash)
 
-    def most_wanted(self, max_blocks: int) -> list[tuple[bytes, ...]]:
+    def most_wanted(self, max_blocks: int, pinned: Collection[bytes] = ()) -> list[tuple[bytes, ...]]:
         """Chains of the blocks that were found most often and are there: those found most often first.
 
-        Together they have at most `max_blocks` different blocks, each found at least once. None of them is the
-        beginning of another.
+        Together they have at most `max_blocks` different blocks, each found at least once; being `pinned` counts as
+        that. None of them is the beginning of another.
         """
-        num_hits = self._hits_of_whole()
+        num_hits = self._hits_of_whole(pinned)
         ranked = sorted(num_hits, key=lambda each: (-num_hits[each], self._entries[each].depth))
         chosen = dict.fromkeys(ranked[:max_blocks])  # with each block those before it, which rank before it
         inner = {self._entries[each].parent for each in chosen}
         return [self._chain(each) for each in chosen if each not in inner]
 
-    def _hits_of_whole(self) -> dict[bytes, int]:
+    def _hits_of_whole(self, pinned: Collection[bytes]) -> dict[bytes, int]:
         """Blocks that were found at least once, and are there with all those before them; how often they were, which
         counts for no more than those before them have.
         """
         num_hits: dict[bytes, int] = {}
         for each, entry in sorted(self._entries.items(), key=lambda item: item[1].depth):
-            at_most = entry.num_hits if entry.parent is None else num_hits.get(entry.parent, 0)
-            if entry.num_hits and at_most and self._is_there(each):
-                num_hits[each] = min(entry.num_hits, at_most)
+            own = entry.num_hits + (each in pinned)
+            at_most = own if entry.parent is None else num_hits.get(entry.parent, 0)
+            if own and at_most and self._is_there(each):
+                num_hits[each] = min(own, at_most)
         return num_hits
 
     def _chain(self, last: bytes) -> tuple[bytes, ...]:

@@ -103,10 +103,16 @@ class PrefixPool:
             self._holder.prefixes.take(blocks)
             self._holder.prefixes.release(blocks)
 
-    def most_wanted(self, limit_bytes: int) -> list[tuple[bytes, ...]]:
-        """As `PrefixLedger.most_wanted`, of what takes at most so many bytes."""
+    def most_wanted(self, limit_bytes: int, *, with_sessions: bool = False) -> list[tuple[bytes, ...]]:
+        """As `PrefixLedger.most_wanted`, of what takes at most so many bytes. `with_sessions`: what sessions keep
+        counts as found.
+        """
         with self._holder.changed:
-            return self._holder.ledger.most_wanted(limit_bytes // self.block_bytes)
+            pinned: set[bytes] = set()
+            if with_sessions:
+                pins = self._holder.prefixes.pins()
+                pinned = {each for each, block in self._holder.prefixes.by_hash().items() if block in pins}
+            return self._holder.ledger.most_wanted(limit_bytes // self.block_bytes, pinned)
 
     def get(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
         """(blocks, block_bytes) What these blocks of a chain hold, as far as they are there, from the first on."""

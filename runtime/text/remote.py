@@ -158,8 +158,9 @@ class _Child:
         # Long texts leave one line for all that is short.
         self._long = threading.BoundedSemaphore(len(launched.lines) - 1)
         self._sockets = (launched.process.socket, *launched.lines)
-        for line in launched.lines:
-            self._lines.put(line.makefile("rwb"))
+        self._files = (self._control, *(line.makefile("rwb") for line in launched.lines))
+        for file in self._files[1:]:
+            self._lines.put(file)
 
     @property
     def pid(self) -> int:
@@ -214,8 +215,11 @@ class _Child:
             with suppress(OSError):
                 sock.shutdown(
                     socket.SHUT_RDWR
-                )  # whoever reads gives up: closing alone waits for the files made of it
+                )  # readers give up: closing alone waits for the files made of it
             sock.close()
+        for file in self._files:
+            with suppress(OSError, ValueError):  # what was to be written, or is being read, is of no use
+                file.close()
 
 
 def _is_long(arguments: tuple[Any, ...]) -> bool:

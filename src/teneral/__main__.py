@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import threading
 
 
 def main() -> int:
@@ -23,7 +24,20 @@ def main() -> int:
         prepared = Prepared(fork=True) if is_possible() else None
     from .cli import run
 
-    return run(sys.argv[1:], prepared)
+    code = run(sys.argv[1:], prepared)
+    if code:
+        _keep_exit_code()
+    return code
+
+
+def _keep_exit_code() -> None:
+    """Have no signal hide the exit code while the interpreter is taken apart, which gives all others their handlers of
+    the beginning back: with torch in it that takes half a second.
+    """
+    import signal
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,11 @@ def _sigterm_raising() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) in (
+            terminate,
+            signal.SIG_DFL,
+        ):  # else a server's failure keeps it
+            signal.signal(signal.SIGTERM, before)
 
 
 def _discard_output() -> None:

@@ -103,6 +103,12 @@ def _render(options: argparse.Namespace) -> int:
 
 def _add_run(command: argparse.ArgumentParser) -> None:
     _add_file(command)
+    command.add_argument(
+        "--repository",
+        default=None,
+        metavar="DIR",
+        help="serve all models of a folder or s3://bucket/prefix: <model>/<version>/; the file is optional then",
+    )
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     command.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one (default: 8080)")
     command.add_argument(
@@ -130,6 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     return run_pool(
         RunOptions(
             file=options.file,
+            repository=options.repository,
             host=options.host,
             port=options.port,
             watch=options.watch,

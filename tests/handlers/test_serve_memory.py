@@ -5,6 +5,7 @@ reads any weights.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,8 +21,12 @@ from tests.support.standby_processes import until
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny, tiny_config
 
-from teneral.loader.memory import MIB
+from teneral.loader.artifact import open_artifact
+from teneral.loader.errors import InsufficientMemoryError
+from teneral.loader.memory import MIB, taken_bytes
 from teneral.loader.sources.file import FileStore
+from teneral.loader.stream.load import WeightLoad
+from teneral.loader.stream.options import LoadOptions
 from teneral.loader.tools.pack import pack
 
 WAIT_S = patience_s(90)
@@ -57,6 +62,12 @@ def _write_zeros(path: Path) -> None:
         file.truncate(8 + len(text) + end)
 
 
+WEIGHT_BYTES = 721 * MIB
+BESIDE_BYTES = (
+    150 * MIB
+)  # for the weights' way here and half of the server: the check passed, and then it was killed
+
+
 @pytest.fixture
 def cgroup() -> Iterator[MemoryCgroup]:
     with memory_cgroup() as cgroup:
@@ -89,3 +100,38 @@ def test_a_model_larger_than_the_containers_memory_is_refused_before_its_weights
     assert not [entry for entry in log if "/blobs/" in entry.key]
     of_plain = [entry.end for entry in log if entry.key.endswith("model.safetensors") and entry.status == 206]
     assert max(of_plain, default=0) <= HEADER_READ_BYTES
+
+
+@pytest.mark.parametrize("kind", ["packed", "plain"])
+def test_memory_for_the_weights_but_not_for_serving_them_is_refused_and_not_killed(
+    bucket: Path, cgroup: MemoryCgroup, kind: str
+) -> None:
+    cgroup.set_limit(WEIGHT_BYTES + BESIDE_BYTES)
+    with StoreServer(bucket.parent) as store:
+        command = [sys.executable, "-m", "teneral", "serve", f"{store.url}/bucket/{kind}", "--port", "0"]
+        ended = subprocess.run(
+            cgroup.command(command), capture_output=True, text=True, timeout=WAIT_S, check=False
+        )
+        log = store.log()
+    assert ended.returncode == 16, ended.stderr
+    assert "the server's processes another" in ended.stderr
+    assert not [entry for entry in log if "/blobs/" in entry.key]
+
+
+def test_a_load_counts_what_serving_needs_beside_what_is_taken_already(bucket: Path) -> None:
+    source = FileStore(bucket / "packed")
+    manifest = open_artifact(source)
+    options = LoadOptions(available_bytes=manifest.weight_bytes + 200 * MIB, serving_bytes=MIB)
+    WeightLoad(source, manifest, options=options).close()  # this process has more than that already
+    taken = taken_bytes(os.getpid())
+    assert taken > MIB
+    with pytest.raises(InsufficientMemoryError, match=r"the server's processes another \d+") as caught:
+        WeightLoad(source, manifest, options=options._replace(serving_bytes=taken + 300 * MIB))
+    assert "Give the container more memory" in caught.value.hint
+    source.close()
+
+
+def test_what_a_process_has_taken_is_read_from_the_system(tmp_path: Path) -> None:
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "status").write_text("Name:\tx\nRssAnon:\t  2048 kB\nRssShmem:\t 99999 kB\n")
+    assert taken_bytes(7, 8, root=str(tmp_path)) == 2 * MIB

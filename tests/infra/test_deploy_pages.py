@@ -27,7 +27,7 @@ FLAGS = {
 }
 OF_EVERY_AWS_COMMAND = {"--cli-binary-format", "--region", "--output", "--query"}
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")  # a variable in front of a command
-PROGRAMS = {"teneral", "docker", "kubectl", "helm", "aws", "gcloud", "sam", "curl"}
+PROGRAMS = {"teneral", "docker", "kubectl", "helm", "aws", "gcloud", "sam", "curl", "ray", "serve", "pip"}
 ROUTES = r"/(v1/(chat/completions|completions|embeddings|models)|v2/models/\w+|invoke)"
 
 

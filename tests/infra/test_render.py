@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "infra" / "examples" / "reference.pool.toml"
 CLOUDFORMATION = ("lambda", "sagemaker", "fargate")
 CHART = ROOT / "infra" / "helm" / "teneral"
-KUBERNETES = ("knative", "kserve", "kubernetes")
+KUBERNETES = ("knative", "kserve", "kubernetes", "kuberay")
 
 
 @pytest.fixture(autouse=True)

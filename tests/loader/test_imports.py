@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.load import patience_s
 
 FORBIDDEN = {
     "torch", "aiohttp", "asyncio", "boto3", "botocore", "transformers", "tokenizers", "jinja2", "cupy",
@@ -20,7 +21,7 @@ def modules_after(statement: str) -> set[str]:
     """What is loaded after the statement in a fresh interpreter."""
     program = f"{statement}; import sys; names = sorted(sys.modules); import json; print(json.dumps(names))"
     output = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=patience_s(60)
     ).stdout
     return set(json.loads(output))
 
@@ -98,7 +99,7 @@ def test_sending_for_the_weights_needs_next_to_nothing() -> None:
 def test_importing_starts_no_thread() -> None:
     program = "import teneral.loader.stream.load, threading; print(threading.active_count())"
     output = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=patience_s(60)
     ).stdout
     assert output.strip() == "1"
 

@@ -214,3 +214,14 @@ def test_long_texts_leave_a_line_for_short_ones(folder: Path) -> None:
             os.kill(backend.pid, signal.SIGCONT)
         assert {len(each.result()) for each in asked} == {100_000}
     tokenizer.close()
+
+
+def test_a_closed_tokenizer_leaves_no_descriptor(folder: Path) -> None:
+    """A socket that is closed stays open for the files made of it."""
+    process_for(folder).load(manifest_of(folder)).close()  # what is opened once
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        process = process_for(folder)
+        process.load(manifest_of(folder)).close()
+        assert len(os.listdir("/proc/self/fd")) == before
+        del process

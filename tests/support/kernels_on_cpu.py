@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tests.support.load import patience_s
 
 from teneral.loader.device.compile import SOURCE
 from teneral.loader.device.image import Launch
@@ -92,7 +93,9 @@ class KernelsOnCpu:
             *checks,
         ]
         subprocess.run(
-            [program, *options, "-shared", "-fPIC", "-o", library, source], check=True, timeout=100
+            [program, *options, "-shared", "-fPIC", "-o", library, source],
+            check=True,
+            timeout=patience_s(100),
         )
         self._library = ctypes.CDLL(str(library))
 

@@ -77,11 +77,19 @@ class SnapshotService:
     """`start` it, `attach` the engine's pool, `save` at the end, and `close` it. Thread-safe."""
 
     def __init__(
-        self, address: str, options: SourceOptions, *, limit_bytes: int, saves: bool, timeline: Timeline
+        self,
+        address: str,
+        options: SourceOptions,
+        *,
+        limit_bytes: int,
+        saves: bool,
+        timeline: Timeline,
+        saves_sessions: bool = False,
     ) -> None:
         """`limit_bytes` bounds what is fetched, and what is saved. Raises `UsageError` for an address that cannot be
         meant.
         """
+        self._saves_sessions = saves_sessions
         self.address, self._pin = split_pin(address)
         self._options = options
         self._source = open_source(self.address, options._replace(max_connections=CONNECTIONS))
@@ -261,7 +269,7 @@ class SnapshotService:
         from .generation import plan_generation, write_generation
         from .writer import find_published
 
-        wanted = pool.most_wanted(self._limit_bytes)
+        wanted = pool.most_wanted(self._limit_bytes, with_sessions=self._saves_sessions)
         if not wanted:
             return False
         replaced = find_published(store)

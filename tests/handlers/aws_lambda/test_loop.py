@@ -219,7 +219,7 @@ async def test_the_first_piece_does_not_wait_for_the_second(
 
     def pieces() -> Any:
         yield {"n": 1}
-        assert go_on.wait(30)
+        assert go_on.wait(patience_s(30))
         yield {"n": 2}
 
     def handler(event: Any, context: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from tests.support.load import patience_s
 
 from teneral.handlers.http import connections
 from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
@@ -169,7 +170,7 @@ async def test_log_probabilities_of_all_answers_together_are_bounded(start: Any)
 
 def unfinished(server: Any) -> socket.socket:
     """A connection whose request's body does not come to its end."""
-    client = socket.create_connection(server.address, timeout=60)
+    client = socket.create_connection(server.address, timeout=patience_s(60))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     client.sendall(head.encode())
     return client

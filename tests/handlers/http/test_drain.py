@@ -196,9 +196,9 @@ print("drained", flush=True)
 
 
 @contextlib.contextmanager
-def process(drain_timeout_s: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def process(drain_timeout_s: float, program: str = PROGRAM) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(drain_timeout_s)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, str(drain_timeout_s)], stdout=subprocess.PIPE, text=True
     ) as running:
         try:
             assert running.stdout is not None
@@ -238,6 +238,51 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         server.send_signal(signal.SIGTERM)
         while "draining" not in readiness(url):  # two signals that come together would be one
             time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=patience_s(60)) == -signal.SIGTERM
+
+
+FAILING = """
+import asyncio, socket, threading, time
+from teneral.handlers.function import Handler
+from teneral.handlers.http.app import create_app, serve
+from teneral.loader.errors import IntegrityError
+from teneral.runtime.config import ServeConfig
+from teneral.runtime.instance import Instance
+
+def count(event, context):
+    instance._fail(IntegrityError("a part is damaged"))
+    for number in range(event):
+        time.sleep(0.01)
+        yield number
+
+instance = Instance(ServeConfig(model="unused"))
+handler = Handler(count)
+with socket.socket() as sock:
+    sock.bind(("127.0.0.1", 0))
+    sock.listen()
+    print(sock.getsockname()[1], flush=True)
+    failure = asyncio.run(serve(create_app(instance, handler=handler), sock, drain_timeout_s=600))
+print(failure.message, flush=True)
+"""
+
+
+def test_the_first_signal_after_a_failure_is_not_the_second() -> None:
+    """The failure's exit code stands; the second signal ends the process as ever."""
+    with process(600, FAILING) as (server, url), invoke(url, 100) as response:
+        response.readline()
+        server.send_signal(signal.SIGTERM)
+        response.read()
+        assert server.wait(timeout=patience_s(60)) == 0
+        assert server.stdout is not None
+        assert server.stdout.read() == "a part is damaged\n"
+
+
+def test_the_second_signal_after_a_failure_ends_the_process_at_once() -> None:
+    with process(600, FAILING) as (server, url), invoke(url, 1_000_000) as response:
+        response.readline()
+        server.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # two signals that come together would be one
         server.send_signal(signal.SIGTERM)
         assert server.wait(timeout=patience_s(60)) == -signal.SIGTERM
 

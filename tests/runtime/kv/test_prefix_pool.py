@@ -145,6 +145,14 @@ def test_a_beginning_that_was_forgotten_and_came_back_is_not_left_out():
     assert ledger.most_wanted(1) == [(A,)]
 
 
+def test_what_is_pinned_counts_as_found() -> None:
+    ledger = PrefixLedger(10, lambda _: True)
+    ledger.add((A, B))
+    ledger.add((C,))
+    assert ledger.most_wanted(10) == []
+    assert ledger.most_wanted(10, pinned={A, B}) == [(A, B)]
+
+
 def test_its_size_is_bounded():
     ledger = ledger_of(there=lambda each: each[0] < 8, max_entries=16)
     for number in range(200):

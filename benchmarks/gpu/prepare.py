@@ -1,0 +1,54 @@
+"""The model of the cold starts, written and packed, beside whatever else runs.
+
+    python -m benchmarks.gpu.prepare [--like llama-3.1-8b] [--layers N] [--work DIR] [--json FILE]
+
+Does nothing where it is there already. Takes the lowest priority: what is measured meanwhile comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+WORK = Path(tempfile.gettempdir()) / "teneral-bench"
+LIKE = "llama-3.1-8b"
+
+
+def store_of(work: Path, like: str, layers: int | None) -> Path:
+    """The folder in which `benchmarks.store.prepare` keeps this model."""
+    return work / f"{like}-{layers or 'all'}" / "store"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--like", default=LIKE, help="a shape that `teneral synth` knows")
+    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--json", type=Path, default=None)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments(parser)
+    options = parser.parse_args()
+    from benchmarks.store import prepare
+
+    os.nice(19)
+    begun_s = time.monotonic()
+    root = store_of(options.work, options.like, options.layers)
+    prepare(options.like, root, num_layers=options.layers)
+    if options.json is not None:
+        seconds = round(time.monotonic() - begun_s, 1)
+        options.json.write_text(
+            json.dumps({"benchmark": "gpu_model", "seconds": seconds, "claims": []}) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

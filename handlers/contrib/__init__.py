@@ -1,0 +1,1 @@
+"""Teneral inside of other frameworks; each needs an extra."""

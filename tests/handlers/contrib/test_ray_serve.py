@@ -1,0 +1,159 @@
+"""Under Ray Serve itself: `scripts/conformance-ray`, which runs this in an environment that has Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
+
+from ray import serve  # noqa: E402
+from ray.serve.schema import ServeDeploySchema  # noqa: E402
+
+from teneral.handlers.contrib.ray.app import chosen, session_key  # noqa: E402
+from teneral.handlers.pool.file import parse_pool, read_pool  # noqa: E402
+from teneral.infra.render.render import render  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "demo" / "model"
+PORT = 18765
+POOL = f"""
+version = 1
+[models.sleeper]
+source = "{DEMO}"
+min_warm = 0
+max_instances = 1
+idle_timeout_s = 2
+[models.warm]
+source = "{DEMO}"
+min_warm = 2
+max_instances = 2
+buffer = 0
+[models.twice]
+source = "{DEMO}"
+min_warm = 0
+buffer = 1
+[instance]
+image = "teneral:1"
+cpu = 0.1
+memory = "256MiB"
+"""
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("file", ["infra/examples/reference.pool.toml", None])
+def test_rays_own_schema_takes_the_configuration(file):
+    pool = read_pool(ROOT / file) if file else parse_pool(POOL)
+    document = yaml.safe_load(render(pool, "ray").stream())
+    ServeDeploySchema.model_validate(document)
+    (service,) = [dict(each.body) for each in render(pool, "kuberay").documents]
+    ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+
+
+@pytest.fixture(scope="module")
+def running():
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for attempt in range(5):  # a raylet has 30 s to start, which a busy machine does not always give it
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+            break
+        except Exception:
+            ray.shutdown()
+            if attempt == 4:
+                raise
+    config = yaml.safe_load(render(parse_pool(POOL), "ray").stream())
+    config["http_options"] = {"host": "127.0.0.1", "port": PORT}
+    serve.start(http_options=config["http_options"], proxy_location="HeadOnly")
+    for application in config["applications"]:
+        deploy(application)
+    yield config
+    serve.shutdown()
+    ray.shutdown()
+
+
+def deploy(application):
+    """One application of the file, as Ray's controller builds it, but without its dashboard."""
+    from importlib import import_module
+
+    module, _, name = application["import_path"].partition(":")
+    built = getattr(import_module(module), name)(application["args"])
+    deployment = dict(application["deployments"][0])
+    deployment.pop("name")
+    bound = built._bound_deployment.options(**deployment)
+    built = bound.bind(*built._bound_deployment.init_args, **built._bound_deployment.init_kwargs)
+    serve.run(built, name=application["name"], route_prefix=application["route_prefix"])
+
+
+def ask(model, prompt="def f", **more):
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 4, **more}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}/v1/completions", body, {"content-type": "application/json"}
+    )
+    began = time.monotonic()
+    with urllib.request.urlopen(request, timeout=300) as response:
+        first = response.readline()
+        seconds = time.monotonic() - began
+        return response.status, first + response.read(), seconds
+
+
+def statistics(model):
+    handle = serve.get_deployment_handle("Replica", app_name=model)
+    return handle.statistics.remote().result(timeout_s=60)
+
+
+def test_a_sleeping_model_wakes_answers_and_sleeps(running):
+    status, text, seconds = ask("sleeper", stream=True)
+    assert status == 200
+    assert b"data: {" in text
+    assert text.endswith(b"data: [DONE]\n\n")
+    print(f"sleeping model, request to the first piece: {seconds:.2f} s")
+    deadline = time.monotonic() + 60
+    while statistics("sleeper")["awake"] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not statistics("sleeper")["awake"]
+    status, _, seconds = ask("sleeper")
+    print(f"the same again: {seconds:.2f} s")
+    assert status == 200
+    assert statistics("sleeper")["starts"] == 2
+    _, _, seconds = ask("sleeper")
+    print(f"warm: {seconds * 1000:.0f} ms")
+
+
+def test_the_ingress_names_models_and_refuses_others(running):
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models", timeout=60) as response:
+        assert [each["id"] for each in json.load(response)["data"]] == ["sleeper", "warm", "twice"]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        ask("other")
+    assert caught.value.code == 404
+    assert json.load(caught.value)["error"]["code"] == "model_not_found"
+
+
+def test_prompts_that_begin_alike_go_to_one_replica(running):
+    for prefix in range(6):
+        for turn in range(3):
+            assert ask("warm", prompt=f"# file {prefix}\n" * 40 + f"def f{turn}")[0] == 200
+    hits = 0
+    for _ in range(40):  # the handle spreads these over both replicas
+        hits = max(hits, statistics("warm")["in_work"])
+    assert statistics("warm")["awake"]
+
+
+def test_versions_share_keys_by_their_weights():
+    weights = {"m-v7": 90, "m-v8": 10}
+    counts = {"m-v7": 0, "m-v8": 0}
+    for number in range(2000):
+        counts[chosen(weights, session_key(None, {"prompt": f"{number}"}))] += 1
+    assert 0.07 < counts["m-v8"] / 2000 < 0.13
+    assert chosen({"a": 0, "b": 100}, "x") == "b"
+    moved = sum(
+        chosen(weights, f"{number}") != chosen({"m-v7": 80, "m-v8": 20}, f"{number}")
+        for number in range(2000)
+    )
+    assert 0.06 < moved / 2000 < 0.14

@@ -1,0 +1,110 @@
+"""Versions in folders and buckets: which are there, and which of them are whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.support.tiny_models import save_tiny
+
+from teneral import cli
+from teneral.handlers.pool.file import PoolFileError, parse_pool
+from teneral.handlers.pool.repository import Repository, models_in
+from teneral.handlers.pool.values import Model, Versions
+from teneral.loader.errors import NotFoundError, TeneralError, UsageError
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`model/` with a packed version 9, a plain version 10, and what is no version."""
+    folder = tmp_path_factory.mktemp("repository") / "model"
+    save_tiny("llama", folder / "10")
+    assert cli.run(["pack", str(folder / "10"), str(folder / "9"), "--quiet"]) == 0
+    for name in ("07", "next", "-1", "1.5"):
+        shutil.copytree(folder / "10", folder / name)
+    (folder / "11").write_text("a file")
+    return folder.parent
+
+
+def served(repository: Path, **settings: object) -> list[int | None]:
+    model = Model("m", str(repository / "model" / "{version}"), **settings)  # type: ignore[arg-type]
+    releases, _ = Repository(repository).releases(model)
+    return [release.version for release in releases]
+
+
+def test_versions_are_numbers_and_the_greatest_is_the_latest(repository: Path) -> None:
+    assert served(repository) == [10]
+    assert served(repository, versions=Versions(latest=5)) == [9, 10]
+    assert served(repository, versions=Versions(latest=None)) == [9, 10]
+    assert served(repository, versions=Versions(latest=None, numbers=(9, 12))) == [9]
+
+
+def test_a_version_that_is_not_whole_gives_way_to_the_one_before(repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository, tmp_path / "copy")
+    (tmp_path / "copy" / "model" / "10" / "config.json").unlink()
+    (tmp_path / "copy" / "model" / "12").mkdir()
+    model = Model("m", str(tmp_path / "copy" / "model" / "{version}"))
+    releases, trouble = Repository(tmp_path).releases(model)
+    assert [release.version for release in releases] == [9]
+    assert "version 12" in trouble
+
+
+def test_a_release_changes_its_revision_with_its_bytes(repository: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(repository / "model" / "10", tmp_path / "plain")
+    known = Repository(tmp_path)
+    model = Model("m", "plain")  # relative to the pool file
+    (before,), _ = known.releases(model)
+    assert before.address == str(folder)
+    assert before.weight_bytes > 0
+    (folder / "tokenizer_config.json").write_text("{}")
+    (after,), _ = known.releases(model)
+    assert after.revision != before.revision
+    assert known.releases(model)[0] == (after,)
+
+
+def test_models_may_share_an_address(repository: Path) -> None:
+    known = Repository(repository)
+    address = str(repository / "model" / "9")
+    (alone,), _ = known.releases(Model("a", address))
+    both, _ = known.releases(
+        Model("b", str(repository / "model" / "{version}"), versions=Versions(latest=None))
+    )
+    assert (alone.version, [release.version for release in both]) == (None, [9, 10])
+
+
+def test_a_rejected_release_is_left_out(repository: Path) -> None:
+    model = Model("m", str(repository / "model" / "{version}"))
+    known = Repository(repository)
+    (newest,), _ = known.releases(model)
+    (older,), trouble = known.releases(model, without=frozenset({(10, newest.revision)}))
+    assert older.version == 9
+    assert "rolled back" in trouble
+
+
+def test_a_pinned_version_must_be_that_one(repository: Path) -> None:
+    model = Model(
+        "m", str(repository / "model" / "{version}"), versions=Versions(None, (9,)), pins={9: "00" * 32}
+    )
+    with pytest.raises(TeneralError):
+        Repository(repository).releases(model)
+
+
+def test_nothing_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for source in ("empty/{version}", "nowhere/{version}", "nowhere"):
+        with pytest.raises(NotFoundError):
+            Repository(tmp_path).releases(Model("m", source))
+
+
+def test_models_of_a_repository_are_found_and_take_the_files_defaults(repository: Path) -> None:
+    found = models_in(str(repository))
+    assert list(found) == ["model"]
+    pool = parse_pool("version = 1\n[defaults]\nmin_warm = 2\n", found=found)
+    assert (pool.models["model"].min_warm, pool.models["model"].is_versioned) == (2, True)
+    own = parse_pool('version = 1\n[models.Model]\nsource = "/mine"\n', found=found)
+    assert [model.source for model in own] == ["/mine"]
+    with pytest.raises(UsageError):
+        models_in("https://host/models")
+    with pytest.raises(PoolFileError):
+        parse_pool("version = 1\n", found={})

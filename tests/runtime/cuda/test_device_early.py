@@ -50,7 +50,7 @@ def launch(monkeypatch):
     kernels = Faulty()
 
     def make_backend(model, kv, options, timeline):
-        own = DeviceKernels(model, kernels, block_size=options.block_size)
+        own = DeviceKernels(model, kernels, block_size=options.block_size, max_context=options.max_context)
         return CudaBackend(model, kv, options, own, recorder=Repeater(), timeline=timeline)
 
     monkeypatch.setattr(Decoder, "_storage", lambda self, kind: DeviceKVStorage)

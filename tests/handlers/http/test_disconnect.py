@@ -37,7 +37,7 @@ async def connect_and_send(sock: socket.socket, server: Server, path: str, data:
     sock.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, server.address)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     await loop.sock_sendall(sock, head.encode() + data)
 
 

@@ -159,7 +159,10 @@ async def test_a_client_that_takes_nothing_does_not_hold_up_the_end(start: Any) 
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             sock.setblocking(False)
             data = json.dumps(talkative).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(data)}\r\n\r\n"
+            )
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, server.address)
             await loop.sock_sendall(sock, head.encode() + data)

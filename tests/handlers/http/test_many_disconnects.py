@@ -44,7 +44,10 @@ def a_request(chance: random.Random) -> bytes:
         body["prompt"] = prompt
     data = json.dumps(body).encode()
     deadline = f"Deadline-Ms: {chance.randrange(1, 200)}\r\n" if chance.random() < 0.1 else ""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{deadline}Content-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"{deadline}Content-Length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 
@@ -114,7 +117,10 @@ async def test_a_client_that_goes_away_costs_no_step_more_than_the_one_under_way
             sock.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, server.address)
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n"
+            )
             await loop.sock_sendall(sock, head.encode() + body)
             await server.eventually(lambda: server.running() == 1)
         await server.eventually(lambda: len(server.service.in_flight) == 0)

@@ -27,7 +27,7 @@ async def ask(stack: ExitStack, server: Server, path: str, body: Any) -> socket.
     loop = asyncio.get_running_loop()
     await loop.sock_connect(sock, server.address)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
     await loop.sock_sendall(sock, head.encode() + data)
     return sock
 

@@ -50,6 +50,22 @@ class Waiter:
     affinities: Sequence[Affinity]
 
 
+class FailingError(TeneralError):
+    """The model's instances end as soon as they are started. `retry_after_s` is until the next attempt."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A request's place at an instance. `start` says what it waited for: warm, standby or cold."""
+
+    server: Server
+    start: str
+
+
 @dataclass(eq=False)
 class Deployment:
     """`scaled` is the model with the numbers of instances that apply to this version."""

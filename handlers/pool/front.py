@@ -28,10 +28,10 @@ from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
 from ..http.keys import ApiKeys
 from ..http.limits import MAX_HEAD_BYTES, PIECE_BYTES
 from .body import MAX_KEY_CHARS, Body
-from .deployment import Affinity, Deployment
+from .deployment import Affinity, Deployment, FailingError, Lease
 from .routing import Chooser
 from .shadow import Seen, Shadows
-from .supervisor import FailingError, Lease, Supervisor
+from .supervisor import Supervisor
 from .versions import ModelState
 
 MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time

@@ -16,8 +16,8 @@ import aiohttp
 import msgspec
 
 if TYPE_CHECKING:
-    from .deployment import Deployment
-    from .supervisor import Lease, Supervisor
+    from .deployment import Deployment, Lease
+    from .supervisor import Supervisor
 
 MAX_IN_WORK = 2
 MAX_BODY_BYTES = 1 << 20

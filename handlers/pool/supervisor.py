@@ -13,13 +13,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import aiohttp
 
 from ...loader.errors import InsufficientMemoryError, TeneralError
 from ...runtime.errors import CapacityError
-from .deployment import Affinity, Deployment, Server, Waiter
+from .deployment import Affinity, Deployment, FailingError, Lease, Server, Waiter
 from .memory import Budget, tree_pss_bytes
 from .metrics import PoolMetrics
 from .policy import Candidate, Idle, desired, to_end, value_of, victim
@@ -36,22 +35,6 @@ DEFAULT_DRAIN_S = 8.0
 MAX_WAITING = 10_000  # requests without an instance, of all models
 STANDBY_KEY = "standby"
 logger = logging.getLogger("teneral.pool")
-
-
-class FailingError(TeneralError):
-    """The model's instances end as soon as they are started. `retry_after_s` is until the next attempt."""
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """A request's place at an instance. `start` says what it waited for: warm, standby or cold."""
-
-    server: Server
-    start: str
 
 
 class Supervisor:

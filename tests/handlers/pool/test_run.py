@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
 ]
 NODE = '[node]\nmemory = "8GiB"\nstandby = 2\n'
-SERVE = '[defaults.serve]\nkv_bytes = "8MiB"\nkernels = false\nthreads = 1\n'
+SERVE = '[defaults.serve]\nkv_bytes = "8MiB"\nthreads = 1\n'
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def _split(address: str, key: str) -> tuple[str, str]:
         raise UsageError(
             f"{address} does not name an object",
             key=key,
-            hint="Write s3://bucket/key, or the path of a file.",
+            hint="Write s3://bucket/key, gs://bucket/key, or the path of a file.",
         )
     return folder, check_name(name)
 

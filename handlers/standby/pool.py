@@ -128,6 +128,7 @@ def import_everything() -> None:
     from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
     from ...loader.native.library import library
     from ...loader.sources import file, http, s3  # noqa: F401
+    from ...loader.sources.gs import store  # noqa: F401
     from ...loader.stream import arena, child, load, process_load  # noqa: F401
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.backends import choose, host  # noqa: F401

@@ -258,7 +258,7 @@ def _find_objects(source: Source) -> dict[str, ObjectInfo]:
         raise NotFoundError(
             f"there is nothing at {source.url}",
             source=source.url,
-            hint="Check the address; for S3 it is s3://BUCKET/FOLDER.",
+            hint="Check the address; for S3 it is s3://BUCKET/FOLDER, for Cloud Storage gs://BUCKET/FOLDER.",
         )
     return {info.name: info for info in listed}
 

@@ -59,9 +59,20 @@ class Door(Protocol):
 class HttpClient:
     """Thread-safe. Blocks without the GIL. Raises what `Source` promises."""
 
-    def __init__(self, door: Door, options: SourceOptions, *, ca_file: str | None = None) -> None:
-        """Raises `UsageError` for time limits, rates and numbers that cannot be meant."""
+    def __init__(
+        self,
+        door: Door,
+        options: SourceOptions,
+        *,
+        ca_file: str | None = None,
+        read_head: Callable[[Head], Head] | None = None,
+    ) -> None:
+        """`read_head` translates a store's own fields, such as an object's version, to those of HTTP.
+
+        Raises `UsageError` for time limits, rates and numbers that cannot be meant.
+        """
         _check_limits(options)
+        self._read_head = read_head
         self._door = door
         self._tally = Tally()
         self._throttle = Throttle()
@@ -177,6 +188,8 @@ class HttpClient:
             is_right = False
             try:
                 if head.status in (200, 206):
+                    if self._read_head is not None:
+                        head = self._read_head(head)
                     self._check_coding(name, head)
                     is_right = True
                     self._throttle.succeeded()

@@ -9,7 +9,9 @@ from ..errors import UsageError
 from .base import Source, SourceOptions, Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_KNOWN = "a path, file:///folder, s3://bucket/prefix, or (for reading) http://… and https://…"
+_KNOWN = (
+    "a path, file:///folder, s3://bucket/prefix, gs://bucket/prefix, or (for reading) http://… and https://…"
+)
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
@@ -37,6 +39,10 @@ def open_store(url: str, options: SourceOptions | None = None) -> Store:
             from .s3 import S3Store
 
             return S3Store(url, options)
+        case "gs":
+            from .gs.store import GsStore
+
+            return GsStore(url, options)
         case "http" | "https":
             raise UsageError(f"{url} can only be read from", hint=f"Write to {_KNOWN}.")
         case scheme:

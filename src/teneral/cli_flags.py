@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, http(s)://"
+SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://, http(s)://"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -60,7 +60,9 @@ def _columns() -> int:
 def _pack(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=SOURCE_HELP)
     command.add_argument(
-        "artifact", metavar="ARTIFACT", help="where to write it: a path or s3://bucket/prefix"
+        "artifact",
+        metavar="ARTIFACT",
+        help="where to write it: a path, s3://bucket/prefix or gs://bucket/prefix",
     )
     command.add_argument(
         "--force", action="store_true", help="replace the artifact that is there, atomically"
@@ -185,8 +187,14 @@ def _invoke(command: argparse.ArgumentParser) -> None:
 
 def _batch(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact or a model directory")
-    command.add_argument("input", metavar="INPUT", help="JSONL, a request a line: a path or s3://bucket/key")
-    command.add_argument("output", metavar="OUTPUT", help="a folder or s3://bucket/prefix/, or a name.jsonl")
+    command.add_argument(
+        "input", metavar="INPUT", help="JSONL, a request a line: a path, s3://bucket/key or gs://bucket/key"
+    )
+    command.add_argument(
+        "output",
+        metavar="OUTPUT",
+        help="a folder, s3://bucket/prefix/ or gs://bucket/prefix/, or a name.jsonl",
+    )
     command.add_argument(
         "--worker",
         metavar="I/N",
@@ -218,7 +226,9 @@ def _kv(command: argparse.ArgumentParser) -> None:
     export = actions.add_parser("export", help="compute prefixes and store their keys and values")
     export.add_argument("artifact", metavar="ARTIFACT")
     export.add_argument(
-        "snapshot", metavar="SNAPSHOT", help="where to write it: a path or s3://bucket/prefix"
+        "snapshot",
+        metavar="SNAPSHOT",
+        help="where to write it: a path, s3://bucket/prefix or gs://bucket/prefix",
     )
     for flag, help_text in (
         ("--prefix", "a text that prompts begin with"),

@@ -1,4 +1,4 @@
-"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto."""
+"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto, gs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
+from tests.support.gs_server import GsServer, use_gs_account
 from tests.support.store_server import StoreServer
 
 from teneral.loader.errors import (
@@ -25,6 +26,7 @@ from teneral.loader.errors import (
 )
 from teneral.loader.sources.base import Source, SourceOptions, Store
 from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.gs.store import GsStore
 from teneral.loader.sources.http import HttpSource
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.sources.s3 import S3Store
@@ -86,6 +88,19 @@ def moto_place(folder: Path) -> Iterator[Place]:
     server.stop()
 
 
+@contextmanager
+def gs_place(folder: Path) -> Iterator[Place]:
+    with GsServer() as server, pytest.MonkeyPatch.context() as patch:
+        use_gs_account(patch, server)
+        server.objects[BUCKET] = {}
+        options = SourceOptions(endpoint_url=server.url, max_attempts=1)
+
+        def open_bucket() -> GsStore:
+            return GsStore(f"gs://{BUCKET}/{PREFIX}", options)
+
+        yield Place(open_bucket, open_bucket)
+
+
 def bucket_at(endpoint_url: str) -> Callable[[], S3Store]:
     options = SourceOptions(endpoint_url=endpoint_url, max_attempts=1)
     return lambda: S3Store(f"s3://{BUCKET}/{PREFIX}", options)
@@ -97,6 +112,7 @@ PLACES = {
     "http": http_place,
     "s3": s3_place,
     "moto": moto_place,
+    "gs": gs_place,
 }
 
 
@@ -311,11 +327,11 @@ def test_a_put_that_must_not_replace_does_not(store: Store, source: Source) -> N
     store.delete("new/once.json")
 
 
-@pytest.mark.parametrize("size_bytes", [10, 9 * 1024 * 1024])
+@pytest.mark.parametrize("size_bytes", [10, 9 * 1024 * 1024, 17 * 1024 * 1024])
 def test_a_streamed_object_that_must_not_replace_does_not(
     store: Store, source: Source, size_bytes: int
 ) -> None:
-    """9 MiB go up in parts to S3, whose completion is conditional as well."""
+    """9 MiB go up in parts to S3, 17 MiB to Cloud Storage, whose completion is conditional as well."""
     data = bytes(size_bytes)
     with store.create("once.bin", if_absent=True) as writer:
         writer.write(data)

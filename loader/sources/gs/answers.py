@@ -1,0 +1,141 @@
+"""The JSON of Cloud Storage's answers, and the errors that its refusals mean.
+
+All of it is outside input: the caller bounds its size, each field is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from ...errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    FormatError,
+    NotFoundError,
+    SourceError,
+    UnavailableError,
+)
+from .. import checks
+from ..base import ObjectInfo
+from ..http import RETRYABLE
+from .address import is_number, version_of
+
+MAX_TEXT = 500  # characters of an error's message that are shown
+_THROTTLED = frozenset({"rateLimitExceeded", "userRateLimitExceeded"})
+WAYS_TO_GIVE = (
+    "Run under a service account on Google Cloud, set GOOGLE_APPLICATION_CREDENTIALS to a workload identity "
+    "federation file, run gcloud auth application-default login, or read a public bucket with --anonymous."
+)
+_RIGHTS = (
+    "The account needs storage.objects.get here (roles/storage.objectViewer; roles/storage.objectUser to write); "
+    "without storage.objects.list, Cloud Storage says the same of objects that do not exist."
+)
+
+
+class Problem(NamedTuple):
+    """The content of an error document; '' where it says nothing."""
+
+    reason: str
+    message: str
+
+
+class Listed(NamedTuple):
+    key: str
+    size_bytes: int
+    version: str
+
+
+class Page(NamedTuple):
+    objects: tuple[Listed, ...]
+    next_token: str | None
+
+
+def parse_problem(document: bytes) -> Problem:
+    """Never raises: anything but an error document has no reason."""
+    try:
+        said = json.loads(document.decode())["error"]
+        reason = str(said["errors"][0]["reason"]) if said.get("errors") else ""
+        return Problem(reason[:MAX_TEXT], _shown(str(said.get("message", ""))))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return Problem("", _shown(document[: 4 * MAX_TEXT].decode("utf-8", "replace")))
+
+
+def parse_object(document: bytes, name: str, *, where: str) -> ObjectInfo:
+    """The answer to an upload. Raises `FormatError`."""
+    listed = _listed(_parse(document, where), where)
+    return ObjectInfo(name, listed.size_bytes, listed.version)
+
+
+def parse_page(document: bytes, *, where: str) -> Page:
+    """A page of a listing. Raises `FormatError`."""
+    said = _parse(document, where)
+    items, token = said.get("items", []), said.get("nextPageToken")
+    if type(items) is not list or (token is not None and (type(token) is not str or not token)):
+        raise FormatError(f"{where} did not answer with a list of objects", where=where)
+    return Page(tuple(_listed(item, where) for item in items), token)
+
+
+def explain(
+    status: int,
+    body: bytes,
+    *,
+    source: str,
+    name: str,
+    is_anonymous: bool,
+    retry_after_s: float | None = None,
+) -> SourceError:
+    """The error for an answer of this status."""
+    problem = parse_problem(body)
+    what = f"{name} in {source}" if name else source
+    said = " ".join(text for text in (str(status), problem.reason, problem.message) if text)
+    if problem.reason in _THROTTLED or status in RETRYABLE:
+        message = f"{what}: the store answers {said}"
+        return UnavailableError(message, source=source, name=name, retry_after_s=retry_after_s)
+    match status:
+        case 401 if not is_anonymous:
+            message = f"{what}: the access token is not accepted ({said})"
+            return AccessDeniedError(message, source=source, name=name, hint=WAYS_TO_GIVE)
+        case 401 | 403:
+            hint = WAYS_TO_GIVE if status == 401 else _RIGHTS
+            message = f"{what}: access is denied ({said})"
+            return AccessDeniedError(message, source=source, name=name, hint=hint, may_be_absent=True)
+        case 404 if "bucket" in problem.message.lower() and "object" not in problem.message.lower():
+            hint = "Check the bucket's name and the project."
+            return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
+        case 404 | 410:
+            return NotFoundError(f"there is no {what}", source=source, name=name)
+        case 412:
+            return checks.changed(source, name, "it has another version than expected")
+        case 416:
+            return checks.changed(source, name, "it is shorter than expected")
+    return SourceError(f"{what}: the store answers {said}", source=source, name=name)
+
+
+def lost(source: str, name: str) -> AlreadyExistsError:
+    """The error of a write whose condition did not hold."""
+    detail = "it exists already, or is another version by now"
+    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)
+
+
+def _parse(document: bytes, where: str) -> dict[str, Any]:
+    try:
+        said = json.loads(document.decode())
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} did not answer with JSON: {error}", where=where) from None
+    if type(said) is not dict:
+        raise FormatError(f"{where} did not answer with a JSON object", where=where)
+    return said
+
+
+def _listed(item: object, where: str) -> Listed:
+    if type(item) is not dict:
+        raise FormatError(f"{where} lists something other than objects", where=where)
+    key, size, generation = (item.get(field) for field in ("name", "size", "generation"))
+    if type(key) is not str or not key or not is_number(size) or not is_number(generation):
+        raise FormatError(f"{where} lists an object without a name, size or generation", where=where)
+    return Listed(key, int(str(size)), version_of(str(generation)))
+
+
+def _shown(text: str) -> str:
+    return "".join(mark if mark.isprintable() else " " for mark in text)[:MAX_TEXT].strip()

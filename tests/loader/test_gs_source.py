@@ -1,0 +1,508 @@
+"""Cloud Storage: tokens and where they come from, conditions, sessions that break off, refusals, listings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, problem, use_gs_account
+
+from teneral.loader.errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    ChangedError,
+    FormatError,
+    NotFoundError,
+    SourceClosedError,
+    UnavailableError,
+    UsageError,
+)
+from teneral.loader.sources.base import ObjectInfo, SourceOptions
+from teneral.loader.sources.gs import credentials, uploads
+from teneral.loader.sources.gs.address import parse_url, settings_from
+from teneral.loader.sources.gs.credentials import Token
+from teneral.loader.sources.gs.store import GsStore
+from teneral.loader.sources.open import open_store
+
+DATA = bytes(range(256)) * 8192  # 2 MiB
+CHUNK = 512 * 1024
+URL = "gs://models/a model"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GsServer]:
+    with GsServer() as server:
+        use_gs_account(monkeypatch, server)
+        server.objects["models"] = {}
+        server.put("models", "a model/blob", DATA)
+        yield server
+
+
+@pytest.fixture
+def store(server: GsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GsStore]:
+    monkeypatch.setattr(uploads, "CHUNK_BYTES", CHUNK)
+    opened = open_at(server)
+    yield opened
+    opened.close()
+
+
+def open_at(server: GsServer, url: str = URL, **options: object) -> GsStore:
+    return GsStore(url, SourceOptions(endpoint_url=server.url)._replace(**options))  # type: ignore[arg-type]
+
+
+def tokens_asked(server: GsServer) -> int:
+    return sum(call.path == METADATA_PATH for call in server.calls)
+
+
+# Tokens
+
+
+def test_one_token_serves_all_requests(server: GsServer, store: GsStore) -> None:
+    for _ in range(3):
+        assert store.read("blob", max_bytes=len(DATA))[0] == DATA
+    store.put("other", b"x")
+    assert tokens_asked(server) == 1
+
+
+def test_a_token_is_renewed_shortly_before_it_ends(server: GsServer, store: GsStore) -> None:
+    server.expires_in = int(credentials.RENEW_S) - 5
+    store.stat("blob")
+    store.stat("blob")  # asked for again at once: the first one was already old
+    assert tokens_asked(server) == 1  # … but not more than every half minute
+    store.rest()
+    server.expires_in = 3600
+    store.stat("blob")
+    store.stat("blob")
+    assert tokens_asked(server) == 2
+
+
+def test_a_good_token_is_kept_while_the_metadata_server_fails(
+    server: GsServer, store: GsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "AGAIN_S", 0.0)
+    monkeypatch.setattr(credentials, "PAUSE_S", 0.0)
+    server.expires_in = 100
+    store.stat("blob")
+    server.fault = lambda call: (503, {}, b"") if call.path == METADATA_PATH else None
+    store.stat("blob")
+
+
+@pytest.mark.parametrize("act", ["read", "put"])
+def test_a_token_that_is_refused_is_renewed_once(server: GsServer, store: GsStore, act: str) -> None:
+    store.stat("blob")
+    server.tokens = {"token-2"}
+    if act == "read":
+        assert store.read("blob", max_bytes=len(DATA))[0] == DATA
+    else:
+        store.put("new", b"x")
+    assert tokens_asked(server) == 2
+
+
+def test_a_token_that_stays_refused_is_an_error_with_a_hint(server: GsServer, store: GsStore) -> None:
+    server.fault = lambda call: None if call.path == METADATA_PATH else problem(401, "authError", "Invalid")
+    with pytest.raises(AccessDeniedError, match="access token") as caught:
+        store.read("blob", max_bytes=10)
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.hint
+    assert "token-1" not in str(caught.value)
+
+
+def test_without_any_credentials_the_ways_to_give_them_are_named(
+    server: GsServer, store: GsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
+    monkeypatch.setattr(credentials, "PAUSE_S", 0.0)
+    with pytest.raises(AccessDeniedError, match="no credentials") as caught:
+        store.stat("blob")
+    assert "--anonymous" in caught.value.hint
+
+
+def test_a_metadata_host_that_is_not_one_is_named(store: GsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GCE_METADATA_HOST", "host/with/a path")
+    with pytest.raises(UsageError) as caught:
+        store.stat("blob")
+    assert caught.value.key == "GCE_METADATA_HOST"
+
+
+def test_an_anonymous_reader_sends_no_token(server: GsServer) -> None:
+    server.anonymous = True
+    store = open_at(server, anonymous=True)
+    assert store.stat("blob").size_bytes == len(DATA)
+    store.close()
+    assert tokens_asked(server) == 0
+
+
+def test_an_emulator_gets_no_token(server: GsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.anonymous = True
+    for host in (server.url, server.host):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        store = open_store(URL)
+        assert store.stat("blob").size_bytes == len(DATA)
+        store.close()
+    assert tokens_asked(server) == 0
+
+
+def test_a_token_never_goes_over_plain_http_to_another_machine() -> None:
+    with pytest.raises(UsageError, match="plain http") as caught:
+        settings_from(SourceOptions(endpoint_url="http://storage.example"), {})
+    assert caught.value.key == "endpoint_url"
+    settings_from(SourceOptions(endpoint_url="http://storage.example", anonymous=True), {})
+    settings_from(SourceOptions(endpoint_url="https://storage.example"), {})
+
+
+def test_a_token_is_not_shown() -> None:
+    assert "abc" not in f"{Token('abc', 10)!r}"
+
+
+def test_requests_name_the_project_that_pays(server: GsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="billed"):
+        open_at(server, requester_pays=True)
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "my-project")
+    store = open_at(server, requester_pays=True)
+    store.stat("blob")
+    store.close()
+    assert server.calls[-1].headers["x-goog-user-project"] == "my-project"
+
+
+# Credential files
+
+
+def give_file(folder: Path, monkeypatch: pytest.MonkeyPatch, said: object) -> Path:
+    path = folder / "credentials.json"
+    path.write_text(said if isinstance(said, str) else json.dumps(said))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+    return path
+
+
+def federation(server: GsServer, folder: Path, **more: object) -> dict[str, object]:
+    (folder / "subject").write_text("identity\n")
+    return {
+        "type": "external_account",
+        "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/providers/q",
+        "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+        "token_url": f"{server.url}/v1/token",
+        "credential_source": {"file": str(folder / "subject")},
+        **more,
+    }
+
+
+class TokenService:
+    """The fault hook that answers as Google's token services do."""
+
+    def __init__(self) -> None:
+        self.forms: list[dict[str, str]] = []
+
+    def __call__(self, call: Call) -> Reply | None:
+        from urllib.parse import parse_qsl
+
+        if call.path == "/v1/token":
+            self.forms.append(dict(parse_qsl(call.body.decode())))
+            return 200, {}, b'{"access_token": "federated", "expires_in": 3600}'
+        if call.path == "/impersonate":
+            assert call.headers["authorization"] == "Bearer federated"
+            said = {"accessToken": "token-1", "expireTime": "2100-01-01T00:00:00Z"}
+            return 200, {}, json.dumps(said).encode()
+        if call.path == "/subject":
+            assert call.headers["metadata"] == "True"
+            return 200, {}, b'{"token": "from-url"}'
+        return None
+
+
+def test_workload_identity_federation_exchanges_a_files_token(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_file(tmp_path, monkeypatch, federation(server, tmp_path))
+    server.fault = service = TokenService()
+    server.tokens = {"federated"}
+    store.stat("blob")
+    store.stat("blob")
+    assert [form["subject_token"] for form in service.forms] == ["identity"]
+    assert service.forms[0]["grant_type"].endswith("token-exchange")
+    assert tokens_asked(server) == 0
+
+
+def test_federation_may_impersonate_an_account_and_ask_an_address(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {
+        "url": f"{server.url}/subject",
+        "headers": {"Metadata": "True"},
+        "format": {"type": "json", "subject_token_field_name": "token"},
+    }
+    more = {
+        "service_account_impersonation_url": f"{server.url}/impersonate",
+        "credential_source": source,
+    }
+    give_file(tmp_path, monkeypatch, federation(server, tmp_path, **more))
+    server.fault = service = TokenService()
+    store.stat("blob")
+    assert service.forms[0]["subject_token"] == "from-url"
+
+
+def test_the_login_of_gcloud_is_found_and_used(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "client_id": "id",
+        "client_secret": "s",
+        "refresh_token": "r",
+        "token_uri": f"{server.url}/v1/token",
+    }
+    path = give_file(tmp_path, monkeypatch, {"type": "authorized_user", **said})
+    path.rename(tmp_path / "application_default_credentials.json")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    server.fault = service = TokenService()
+    server.tokens = {"federated"}
+    store.stat("blob")
+    assert service.forms == [
+        {"grant_type": "refresh_token", "client_id": "id", "client_secret": "s", "refresh_token": "r"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"type": "service_account", "private_key": "secret"}, "RS256"),
+        ({"type": "gdch"}, "'gdch'"),
+        ({"type": "authorized_user", "client_id": "id"}, "client_secret"),
+        ({"type": "external_account", "audience": "a"}, "subject_token_type"),
+        ("no JSON", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        (" " * 70_000, "larger"),
+    ],
+)
+def test_a_credential_file_that_cannot_be_used_says_why(
+    store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object, message: str
+) -> None:
+    give_file(tmp_path, monkeypatch, said)
+    with pytest.raises(AccessDeniedError, match=message) as caught:
+        store.stat("blob")
+    assert "secret" not in str(caught.value).replace("client_secret", "")
+
+
+def test_secrets_go_to_https_addresses_only(
+    server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"token_url": "http://sts.example/v1/token"}
+    give_file(tmp_path, monkeypatch, federation(server, tmp_path, **more))
+    with pytest.raises(AccessDeniedError, match="https"):
+        store.stat("blob")
+
+
+def test_a_missing_credential_file_is_named(store: GsStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent.json")
+    with pytest.raises(AccessDeniedError, match=r"/nonexistent\.json"):
+        store.stat("blob")
+
+
+# Reading
+
+
+def test_a_range_is_bound_to_the_generation(server: GsServer, store: GsStore) -> None:
+    version = store.stat("blob").version
+    generation = server.objects["models"]["a model/blob"][1]
+    assert version == f'"{generation}"'
+    store.read_into("blob", 5, memoryview(bytearray(10)), version=version)
+    assert server.calls[-1].query["ifGenerationMatch"] == str(generation)
+    assert "if-match" not in server.calls[-1].headers
+    server.put("models", "a model/blob", DATA)  # the same bytes, but another object
+    with pytest.raises(ChangedError):
+        store.read_into("blob", 5, memoryview(bytearray(10)), version=version)
+
+
+def test_an_object_stored_with_gzip_is_refused(server: GsServer, store: GsStore) -> None:
+    server.codings["a model/blob"] = "gzip"
+    with pytest.raises(FormatError, match="compressed"):
+        store.read_into("blob", 0, memoryview(bytearray(10)))
+
+
+def test_a_listing_goes_on_over_pages(server: GsServer, store: GsStore) -> None:
+    for number in range(7):
+        server.put("models", f"a model/part-{number}", b"x" * number)
+    server.put("models", "a model/folder/", b"")  # a folder's marker
+    server.put("models", "a models", b"another folder's")
+    assert [info.size_bytes for info in store.list("part-")] == list(range(7))
+    assert [info.name for info in store.list()] == ["blob", *(f"part-{number}" for number in range(7))]
+    whole = open_at(server, "gs://models")
+    assert list(whole.list("nothing")) == []
+    whole.close()
+
+
+def test_a_busy_store_is_asked_again(server: GsServer, store: GsStore) -> None:
+    failures = iter([503, 429, 403])
+
+    def fault(call: Call) -> Reply | None:
+        status = None if call.path == METADATA_PATH else next(failures, None)
+        return status and problem(status, "rateLimitExceeded", "slow down")  # type: ignore[return-value]
+
+    server.fault = fault
+    assert store.read("blob", max_bytes=len(DATA))[0] == DATA
+
+
+def test_refusals_say_what_is_missing(server: GsServer, store: GsStore) -> None:
+    missing = open_at(server, "gs://other-bucket/x")
+    with pytest.raises(NotFoundError, match="bucket of gs://other"):
+        missing.stat("blob")
+    missing.close()
+    denied = "x@y.iam does not have storage.objects.get access to the object (or it may not exist)."
+    server.fault = lambda call: (
+        None if call.path == METADATA_PATH else problem(403, "forbidden", denied + "\x1b[2J")
+    )
+    with pytest.raises(AccessDeniedError, match=r"storage\.objects\.get") as caught:
+        store.stat("blob")
+    assert caught.value.may_be_absent
+    assert "objectViewer" in caught.value.hint
+    assert "\x1b" not in str(caught.value)
+
+
+# Writing
+
+
+def stream(store: GsStore, data: bytes, *, if_absent: bool = False) -> ObjectInfo:
+    with store.create("streamed", if_absent=if_absent) as writer:
+        for start in range(0, len(data), 100_000):
+            writer.write(data[start : start + 100_000])
+        return writer.commit()
+
+
+@pytest.mark.parametrize("size_bytes", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 17])
+def test_streamed_objects_of_all_sizes_arrive(server: GsServer, store: GsStore, size_bytes: int) -> None:
+    data = DATA[:size_bytes]
+    info = stream(store, data)
+    content, generation = server.objects["models"]["a model/streamed"]
+    assert content == data
+    assert info == ObjectInfo("streamed", size_bytes, f'"{generation}"')
+    assert info == store.stat("streamed")
+
+
+def is_chunk(call: Call) -> bool:
+    return call.method == "PUT" and not call.headers["content-range"].startswith("bytes */")
+
+
+def test_a_chunk_that_broke_off_goes_on_where_it_got_to(server: GsServer, store: GsStore) -> None:
+    """The second chunk's connection breaks after the store has kept half of it, the third's before anything."""
+    seen: list[str] = []
+
+    def fault(call: Call) -> Reply | None:
+        if is_chunk(call):
+            seen.append(call.headers["content-range"])
+            if len(seen) == 2:
+                server.sessions["1"]["content"] += call.body[: CHUNK // 2]
+                raise ConnectionError
+            if len(seen) == 4:
+                return 503, {}, b""
+        return None
+
+    server.fault = fault
+    data = DATA[: 3 * CHUNK + 17]
+    assert stream(store, data).size_bytes == len(data)
+    assert server.objects["models"]["a model/streamed"][0] == data
+    assert seen[2] == f"bytes {CHUNK * 3 // 2}-{2 * CHUNK - 1}/*"
+
+
+def test_an_upload_whose_last_answer_was_lost_is_found_complete(server: GsServer, store: GsStore) -> None:
+    lost: list[Call] = []
+
+    def fault(call: Call) -> Reply | None:
+        if is_chunk(call) and not call.headers["content-range"].endswith("*") and not lost:
+            lost.append(call)
+            server.sessions["1"]["content"] += call.body
+            raise ConnectionError
+        return None
+
+    server.fault = fault
+    assert stream(store, DATA[: CHUNK + 5], if_absent=True).size_bytes == CHUNK + 5
+
+
+def test_a_store_that_takes_nothing_is_given_up(server: GsServer) -> None:
+    store = open_at(server, max_attempts=2)
+    server.fault = lambda call: (503, {}, b"") if call.method in ("PUT", "POST") else None
+    with pytest.raises(UnavailableError):
+        store.put("new", b"x")
+    with pytest.raises(UnavailableError):
+        stream(store, bytes(17 << 20))
+    store.close()
+
+
+def test_an_aborted_upload_leaves_no_session(server: GsServer, store: GsStore) -> None:
+    writer = store.create("new")
+    writer.write(DATA)
+    assert len(server.sessions) == 1
+    writer.abort()
+    assert server.sessions == {}
+
+
+def test_a_session_gets_no_token_and_stays_at_the_store(server: GsServer, store: GsStore) -> None:
+    """The server names another host for its session."""
+    stream(store, DATA)
+    in_session = [call for call in server.calls if "upload_id" in call.query]
+    assert in_session
+    assert all("authorization" not in call.headers for call in in_session)
+
+
+def test_a_streamed_object_that_exists_is_refused_at_its_commit(server: GsServer, store: GsStore) -> None:
+    writer = store.create("blob", if_absent=True)
+    writer.write(DATA + DATA)
+    with pytest.raises(AlreadyExistsError):
+        writer.commit()
+    assert server.objects["models"]["a model/blob"][0] == DATA
+
+
+def test_a_version_of_another_store_never_matches(store: GsStore) -> None:
+    with pytest.raises(AlreadyExistsError):
+        store.put("blob", b"x", if_version='"0x8D"')
+
+
+def test_a_closed_store_gives_up_its_upload(server: GsServer, store: GsStore) -> None:
+    writer = store.create("new")
+    writer.write(DATA[: CHUNK + 1])
+    store.close()
+    with pytest.raises(SourceClosedError):
+        writer.write(DATA)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("gs://models", ("models", "")),
+        ("GS://my_models-1.example//a b/", ("my_models-1.example", "a b")),
+    ],
+)
+def test_an_address_has_a_bucket_and_a_prefix(url: str, expected: tuple[str, str]) -> None:
+    assert parse_url(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://", "gs:///x", "gs://a", "gs://Models", "gs://a b", "gs://x@y/z", "gs://../x"]
+)
+def test_an_address_without_a_usable_bucket_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="bucket"):
+        parse_url(url)
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "http://user:pass@127.0.0.1", "http://127.0.0.1/path"])
+def test_an_endpoint_that_is_not_one_is_named(endpoint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_from(SourceOptions(endpoint_url=endpoint), {})
+    assert caught.value.key == "endpoint_url"
+
+
+def test_reading_under_an_account_imports_nothing_heavy(server: GsServer) -> None:
+    code = (
+        "import sys\n"
+        "from teneral.loader.sources.open import open_source\n"
+        "from teneral.loader.sources.base import SourceOptions\n"
+        f"source = open_source({URL!r}, SourceOptions(endpoint_url={server.url!r}))\n"
+        "print(len(source.read('blob', max_bytes=4_000_000)[0]), len(list(source.list())))\n"
+        "source.close()\n"
+        "print([name for name in ('boto3', 'http.client', 'ssl', 'email', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == [f"{len(DATA)} 1", "[]"]

@@ -151,7 +151,7 @@ HANDLERS = """
 import asyncio, pathlib, threading, time
 from teneral.runtime.errors import RequestError
 
-together = threading.Barrier(3, timeout=patience_s(50))
+together = threading.Barrier(3, timeout=50)
 
 def whole(event, context):
     match event:

@@ -20,14 +20,14 @@ trimmed = import_torch(trim={trim})
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.instance import Instance
-with Instance(ServeConfig(model={model!r}, loader="thread")) as instance:
+with Instance(ServeConfig(model={model!r}, loader="thread", backend="torch")) as instance:
     if {embeds}:
-        vectors = instance.embedder.result(patience_s(60)).embed([[1, 2, 3], [4, 5]]).result(60)
+        vectors = instance.embedder.result(60).embed([[1, 2, 3], [4, 5]]).result(60)
         answer = [round(float(value), 5) for value in vectors.ravel()]
     else:
-        tokens = instance.tokenizer.result(patience_s(60)).encode("a text to go on with")
+        tokens = instance.tokenizer.result(60).encode("a text to go on with")
         greedy, sampled = SamplingParams(temperature=0.0), SamplingParams(top_p=0.9, top_k=20, seed=7)
-        engine = instance.engine.result(patience_s(60))
+        engine = instance.engine.result(60)
         answer = []
         for name, sampling in (("greedy", greedy), ("sampled", sampled)):
             request = GenerationRequest(name, tuple(tokens), max_tokens=12, sampling=sampling, ignore_eos=True)

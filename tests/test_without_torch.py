@@ -85,8 +85,11 @@ class QuietServer(Server):
         with log.open("w") as file:
             self.process = subprocess.Popen([*command, *flags], stderr=file)
         deadline_s = time.monotonic() + WAIT_S
-        while (found := re.search(r"http://[^:]+:(\d+)$", log.read_text(), re.MULTILINE)) is None:
-            assert time.monotonic() < deadline_s, log.read_text()[-2_000:]
+        # Its processes write to one file: the end of a line may be another's beginning.
+        while (found := re.search(r"http://[^:]+:(\d+)\D", log.read_text())) is None:
+            if time.monotonic() > deadline_s:
+                self.close()
+                pytest.fail(log.read_text()[-2_000:])
             time.sleep(0.02)
         self.port = int(found[1])
 

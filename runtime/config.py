@@ -147,7 +147,9 @@ class ServeConfig:
     """
 
     model: str = _setting(
-        "", _text, "artifact or model directory: a path, s3://, gs://, http(s)://; may end in @b3:DIGEST"
+        "",
+        _text,
+        "artifact or model directory: a path, s3://, gs://, az://, http(s)://; may end in @b3:DIGEST",
     )
     # What is served, and where
     name: str | None = _setting(None, _text, "the model's name for clients (default: the last part of MODEL)")

@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 1000
 MAX_ALIASES = 1000
 MAX_PATCHES = 1000
-_SCHEMES = ("", "file", "s3", "gs", "http", "https")
+_SCHEMES = ("", "file", "s3", "gs", "az", "http", "https")
 
 
 def read_pool(path: str | Path = DEFAULT_FILE, *, found: Mapping[str, str] | None = None) -> Pool:
@@ -290,7 +290,7 @@ class _Reader:
                 Code.E2,
                 f"has an unknown kind of address, {scheme}://",
                 *path,
-                hint="Give a path, s3://…, gs://… or http(s)://….",
+                hint="Give a path, s3://…, gs://…, az://… or http(s)://….",
             )
         try:
             _, digest = split_pin(model.source)

@@ -43,6 +43,10 @@ def open_store(url: str, options: SourceOptions | None = None) -> Store:
             from .gs.store import GsStore
 
             return GsStore(url, options)
+        case "az":
+            from .az.store import AzStore
+
+            return AzStore(url, options)
         case "http" | "https":
             raise UsageError(f"{url} can only be read from", hint=f"Write to {_KNOWN}.")
         case scheme:

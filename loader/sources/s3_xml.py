@@ -39,7 +39,7 @@ class ListPage(NamedTuple):
 def parse_problem(document: bytes) -> S3Problem:
     """Never raises: what is not an S3 error document has no code."""
     text = document.decode("utf-8", "replace")
-    code, message, region = (_text(text, tag) or "" for tag in ("Code", "Message", "Region"))
+    code, message, region = (element_text(text, tag) or "" for tag in ("Code", "Message", "Region"))
     return S3Problem(code[:MAX_TEXT], " ".join(message.split())[:MAX_TEXT], region)
 
 
@@ -48,22 +48,22 @@ def parse_page(document: bytes, *, where: str) -> ListPage:
     text = document.decode("utf-8", "replace")
     if "<ListBucketResult" not in text:
         raise FormatError(f"{where} did not answer with a list of objects", where=where)
-    is_encoded = _text(text, "EncodingType") == "url"
+    is_encoded = element_text(text, "EncodingType") == "url"
     objects = []
     for piece in text.split("<Contents>")[1:]:
         entry = piece.partition("</Contents>")[0]
-        key, size, etag = (_text(entry, tag) for tag in ("Key", "Size", "ETag"))
+        key, size, etag = (element_text(entry, tag) for tag in ("Key", "Size", "ETag"))
         if key is None or size is None or not size.isdecimal() or len(size) > 19:
             raise FormatError(f"{where} lists an object without a key or size", where=where)
         objects.append(ListedObject(unquote_plus(key) if is_encoded else key, int(size), etag or ""))
-    is_truncated = _text(text, "IsTruncated") == "true"
-    token = _text(text, "NextContinuationToken")
+    is_truncated = element_text(text, "IsTruncated") == "true"
+    token = element_text(text, "NextContinuationToken")
     if is_truncated and not token:
         raise FormatError(f"{where} does not say how its list goes on", where=where)
     return ListPage(tuple(objects), token if is_truncated else None)
 
 
-def _text(document: str, tag: str) -> str | None:
+def element_text(document: str, tag: str) -> str | None:
     """The text of the first element of that name; None where there is none."""
     found = re.search(f"<{tag}>([^<]*)</{tag}>", document)
     return _ENTITY.sub(_character, found[1]) if found else None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://, http(s)://"
+SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://, az://, http(s)://"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Answers of a hostile Cloud Storage: each ends in an error of ours, bounded, and no secret leaves for another host."""
+"""Hostile answers of Cloud Storage and Blob Storage: each ends in an error of ours, bounded, and no secret leaves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.support.gs_server import METADATA_PATH, Call, GsServer, Reply, use_gs_account
 
 from teneral.loader.errors import AccessDeniedError, FormatError, SourceError, TeneralError
+from teneral.loader.sources.az import answers as az_answers
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.gs import credentials
 from teneral.loader.sources.gs.answers import parse_object, parse_page, parse_problem
@@ -168,3 +169,33 @@ def test_any_bytes_are_read_without_another_error(body: bytes) -> None:
     for parse in (lambda: parse_page(body, where="x"), lambda: parse_object(body, "x", where="x")):
         with suppress(FormatError):
             parse()
+
+
+ENTRY = "<Blob><Name>x</Name><Etag>0x1</Etag><Content-Length>1</Content-Length></Blob>"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("<EnumerationResults>", "<html>"),
+        ("<Name>x</Name>", ""),
+        ("<Content-Length>1", "<Content-Length>-1"),
+        ("<Content-Length>1", "<Content-Length>" + "9" * 5000),
+        ("0x1", ""),
+        ("0x1", "a\r\nX-More: b"),
+        ("0x1", "y" * 5000),
+    ],
+    ids=range(7),
+)
+def test_what_is_no_page_of_blobs_is_refused(old: str, new: str) -> None:
+    page = f"<EnumerationResults>{ENTRY}</EnumerationResults>"
+    assert az_answers.parse_page(page.encode(), where="x").objects == (("x", 1, '"0x1"'),)
+    with pytest.raises(FormatError):
+        az_answers.parse_page(page.replace(old, new).encode(), where="x")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from([400, 403, 404, 409, 412, 416, 500]))
+def test_any_refusal_of_blob_storage_becomes_an_error_that_can_be_shown(body: bytes, status: int) -> None:
+    error = az_answers.explain(status, b"<Code>" + body, source="az://a/b", name="n", is_anonymous=False)
+    assert error.message.isprintable()

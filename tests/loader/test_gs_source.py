@@ -21,12 +21,13 @@ from teneral.loader.errors import (
     UnavailableError,
     UsageError,
 )
+from teneral.loader.sources import tokens
 from teneral.loader.sources.base import ObjectInfo, SourceOptions
 from teneral.loader.sources.gs import credentials, uploads
 from teneral.loader.sources.gs.address import parse_url, settings_from
-from teneral.loader.sources.gs.credentials import Token
 from teneral.loader.sources.gs.store import GsStore
 from teneral.loader.sources.open import open_store
+from teneral.loader.sources.tokens import Token
 
 DATA = bytes(range(256)) * 8192  # 2 MiB
 CHUNK = 512 * 1024
@@ -83,7 +84,7 @@ def test_a_token_is_renewed_shortly_before_it_ends(server: GsServer, store: GsSt
 def test_a_good_token_is_kept_while_the_metadata_server_fails(
     server: GsServer, store: GsStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(credentials, "AGAIN_S", 0.0)
+    monkeypatch.setattr(tokens, "AGAIN_S", 0.0)
     monkeypatch.setattr(credentials, "PAUSE_S", 0.0)
     server.expires_in = 100
     store.stat("blob")

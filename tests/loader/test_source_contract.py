@@ -1,4 +1,4 @@
-"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto, gs."""
+"""What every source promises, tried on each kind: memory, file, http, s3 on our own server, s3 on moto, gs, az."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
+from tests.support.az_server import ACCOUNT, AzServer, use_az_account
 from tests.support.gs_server import GsServer, use_gs_account
 from tests.support.store_server import StoreServer
 
@@ -24,6 +25,7 @@ from teneral.loader.errors import (
     SourceError,
     UsageError,
 )
+from teneral.loader.sources.az.store import AzStore
 from teneral.loader.sources.base import Source, SourceOptions, Store
 from teneral.loader.sources.file import FileStore
 from teneral.loader.sources.gs.store import GsStore
@@ -101,6 +103,19 @@ def gs_place(folder: Path) -> Iterator[Place]:
         yield Place(open_bucket, open_bucket)
 
 
+@contextmanager
+def az_place(folder: Path) -> Iterator[Place]:
+    with AzServer() as server, pytest.MonkeyPatch.context() as patch:
+        use_az_account(patch, server)
+        server.objects[BUCKET] = {}
+        options = SourceOptions(endpoint_url=server.endpoint, max_attempts=1)
+
+        def open_container() -> AzStore:
+            return AzStore(f"az://{ACCOUNT}/{BUCKET}/{PREFIX}", options)
+
+        yield Place(open_container, open_container)
+
+
 def bucket_at(endpoint_url: str) -> Callable[[], S3Store]:
     options = SourceOptions(endpoint_url=endpoint_url, max_attempts=1)
     return lambda: S3Store(f"s3://{BUCKET}/{PREFIX}", options)
@@ -113,6 +128,7 @@ PLACES = {
     "s3": s3_place,
     "moto": moto_place,
     "gs": gs_place,
+    "az": az_place,
 }
 
 

@@ -15,10 +15,10 @@ from ..base import SourceOptions
 from ..http import RETRYABLE
 from ..http_head import Request, is_header
 from ..http_send import Reply, Sender
+from ..tokens import MAX_ANSWER_BYTES, Token
 from ..web_address import WebAddress, parse_address
 from .address import is_loopback
 from .answers import MAX_TEXT, WAYS_TO_GIVE
-from .credentials import MAX_ANSWER_BYTES, Token
 
 SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 _IMPERSONATOR_SCOPE = "https://www.googleapis.com/auth/cloud-platform"

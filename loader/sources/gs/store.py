@@ -18,6 +18,7 @@ from ..http_client import HttpClient
 from ..http_head import Head, Headers, Request
 from ..http_statistics import HttpStatistics
 from ..outage import Note
+from ..tokens import bearer
 from .address import (
     Query,
     generation_of,
@@ -28,7 +29,7 @@ from .address import (
     settings_from,
     version_of,
 )
-from .credentials import TokenChain, bearer
+from .credentials import token_chain
 
 if TYPE_CHECKING:
     from ..writer import Writer
@@ -50,7 +51,7 @@ class GsStore:
         self._bucket, self._prefix = parse_url(url)
         self._settings = settings_from(options, os.environ)
         self._options = options
-        self._tokens = None if self._settings.is_anonymous else TokenChain(os.environ)
+        self._tokens = None if self._settings.is_anonymous else token_chain(os.environ)
         self._client = HttpClient(self, options, read_head=with_generation)
         self._uploads: Uploads | None = None
         self._lock = threading.Lock()
@@ -145,7 +146,7 @@ class GsStore:
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
         """As `Door.refusal`."""
-        if head.status == 401 and self.renews(request):
+        if head.status == 401 and self._tokens is not None and self._tokens.renews(request):
             return None
         from .answers import explain  # only on the way to an error
 
@@ -157,11 +158,6 @@ class GsStore:
             is_anonymous=self._tokens is None,
             retry_after_s=head.retry_after_s,
         )
-
-    def renews(self, request: Request) -> bool:
-        """Whether there is another token than the one of this request, which was refused."""
-        given = dict(request.private_headers).get("Authorization")
-        return given is not None and self._tokens is not None and self._tokens.renew(given[len("Bearer ") :])
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix else name

@@ -1,0 +1,129 @@
+"""The XML of Blob Storage's answers, and the errors that its refusals mean.
+
+Documents are scanned, not parsed, as `s3_xml.py` does it: no entities to expand, no nesting. The caller bounds their
+size.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from ...errors import (
+    AccessDeniedError,
+    AlreadyExistsError,
+    FormatError,
+    NotFoundError,
+    SourceError,
+    UnavailableError,
+)
+from .. import checks
+from ..http import RETRYABLE
+from ..http_head import is_strong_etag
+from ..s3_xml import element_text, parse_problem
+from .credentials import WAYS_TO_GIVE
+
+_ENCODED_NAME = re.compile(r'<Name Encoded="true">([^<]*)</Name>')
+_LOST = frozenset(
+    {"BlobAlreadyExists", "ConditionNotMet", "TargetConditionNotMet", "UnauthorizedBlobOverwrite"}
+)
+_RIGHTS = (
+    "The identity needs the role Storage Blob Data Reader (Storage Blob Data Contributor to write), "
+    "a signature the permissions r and l (and c, w, d)."
+)
+
+
+class Listed(NamedTuple):
+    key: str
+    size_bytes: int
+    version: str
+
+
+class Page(NamedTuple):
+    objects: tuple[Listed, ...]
+    next_marker: str | None
+
+
+def parse_page(document: bytes, *, where: str) -> Page:
+    """A page of List Blobs. Raises `FormatError` for anything else."""
+    text = document.decode("utf-8", "replace")
+    if "<EnumerationResults" not in text:
+        raise FormatError(f"{where} did not answer with a list of blobs", where=where)
+    objects = []
+    for piece in text.split("<Blob>")[1:]:
+        entry = piece.partition("</Blob>")[0]
+        if element_text(entry, "ResourceType") == "directory":
+            continue
+        found = _ENCODED_NAME.search(entry)
+        key = unquote(found[1]) if found else element_text(entry, "Name")
+        size, etag = element_text(entry, "Content-Length"), element_text(entry, "Etag") or ""
+        version = version_of(etag)
+        if (
+            not key
+            or size is None
+            or not (size.isascii() and size.isdigit())
+            or len(size) > 19
+            or not version
+        ):
+            raise FormatError(f"{where} lists a blob without a name, size or ETag", where=where)
+        objects.append(Listed(key, int(size), version))
+    return Page(tuple(objects), element_text(text, "NextMarker") or None)
+
+
+def version_of(etag: str) -> str | None:
+    """An ETag in quotes, which lists leave out; None for what is none."""
+    quoted = etag if etag.startswith('"') else f'"{etag}"'
+    return quoted if len(quoted) > 2 and len(quoted) < 200 and is_strong_etag(quoted) else None
+
+
+def code_of(body: bytes) -> str:
+    return parse_problem(body).code
+
+
+def is_lost(status: int, code: str) -> bool:
+    """Whether a write's condition did not hold."""
+    return status == 412 or code in _LOST
+
+
+def explain(
+    status: int,
+    body: bytes,
+    *,
+    source: str,
+    name: str,
+    is_anonymous: bool,
+    retry_after_s: float | None = None,
+) -> SourceError:
+    """The error for an answer of this status."""
+    code, message, _ = parse_problem(body)
+    what = f"{name} in {source}" if name else source
+    shown = "".join(mark if mark.isprintable() else " " for mark in f"{code} {message}").strip()
+    said = f"{status} {shown}".strip()
+    if status in RETRYABLE:
+        text = f"{what}: the store answers {said}"
+        return UnavailableError(text, source=source, name=name, retry_after_s=retry_after_s)
+    if code == "ContainerNotFound":
+        hint = "Check the container's name and the account."
+        return NotFoundError(f"the container of {source} does not exist", source=source, hint=hint)
+    if code == "BlobArchived":
+        hint = "Change its access tier first, and wait until that is done."
+        return SourceError(f"{what} is archived and cannot be read", source=source, name=name, hint=hint)
+    if status in (401, 403) or code == "PublicAccessNotPermitted":
+        is_refused = code in ("AuthenticationFailed", "InvalidAuthenticationInfo")
+        hint = WAYS_TO_GIVE if is_refused or is_anonymous else _RIGHTS
+        text = f"{what}: access is denied ({said})"
+        return AccessDeniedError(text, source=source, name=name, hint=hint)
+    if status in (404, 410):
+        return NotFoundError(f"there is no {what}", source=source, name=name)
+    if status == 412:
+        return checks.changed(source, name, "it has another version than expected")
+    if status == 416:
+        return checks.changed(source, name, "it is shorter than expected")
+    return SourceError(f"{what}: the store answers {said}", source=source, name=name)
+
+
+def lost(source: str, name: str) -> AlreadyExistsError:
+    """The error of a write whose condition did not hold."""
+    detail = "it exists already, or is another version by now"
+    return AlreadyExistsError(f"{name} in {source} was not written: {detail}", source=source, name=name)

@@ -1,0 +1,156 @@
+"""Access tokens for Blob Storage: by workload identity, else from the platform's managed identity.
+
+A managed identity is asked for over `http1`, so that a container imports nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import AccessDeniedError, UnavailableError, UsageError
+from ..http1 import BodyTooLargeError
+from ..http_head import Request, is_header
+from ..tokens import MAX_ANSWER_BYTES, Token, exchange
+from ..web_address import WebAddress, encode_value, parse_address
+from ..wire import WireError
+
+RENEW_S = 300.0  # before a token ends
+ATTEMPTS = 3
+PAUSE_S = 0.5
+RESOURCE = "https://storage.azure.com/"
+IMDS = "http://169.254.169.254"
+AUTHORITY = "https://login.microsoftonline.com"
+_ASSERTION = "urn:ietf:params:oauth:client-assertion-type:jwt-bearer"
+WAYS_TO_GIVE = (
+    "Run under a managed or a workload identity, set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or "
+    "AZURE_STORAGE_CONNECTION_STRING, or read a public container with --anonymous."
+)
+
+
+def ask_token(environment: Mapping[str, str]) -> Token:
+    """A new token. Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is worth another try."""
+    if all(
+        environment.get(name) for name in ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID")
+    ):
+        return _by_workload_identity(environment)
+    return _by_managed_identity(environment)
+
+
+def _by_managed_identity(environment: Mapping[str, str]) -> Token:
+    request = _identity_request(environment)
+    for left in reversed(range(ATTEMPTS)):
+        try:
+            head, body = exchange(request)
+        except (WireError, BodyTooLargeError, OSError) as error:
+            if left and isinstance(error, WireError) and error.is_outage:
+                time.sleep(PAUSE_S)
+                continue
+            message = "there are no credentials for Blob Storage, and no managed identity answers"
+            raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
+        if head.status == 200:
+            return _token_from(body)
+        is_busy = head.status in (404, 410, 429) or head.status >= 500  # as Azure's page on retries has it
+        if not left or not is_busy:
+            break
+        time.sleep(PAUSE_S)
+    message = f"the managed identity's service answers {head.status} in place of a token"
+    if head.status == 429 or head.status >= 500:
+        raise UnavailableError(message, retry_after_s=head.retry_after_s)
+    raise AccessDeniedError(message, hint="Assign an identity, and set AZURE_CLIENT_ID if there are several.")
+
+
+def _identity_request(environment: Mapping[str, str]) -> Request:
+    """To the endpoint of App Service and Container Apps where there is one, else to the machine's."""
+    client = environment.get("AZURE_CLIENT_ID")
+    query = f"resource={encode_value(RESOURCE)}" + (f"&client_id={encode_value(client)}" if client else "")
+    endpoint, secret = environment.get("IDENTITY_ENDPOINT"), environment.get("IDENTITY_HEADER")
+    if endpoint and secret:
+        address = _address(endpoint, "IDENTITY_ENDPOINT", "http")
+        if not is_header("X-IDENTITY-HEADER", secret):
+            raise UsageError("IDENTITY_HEADER cannot be sent", key="IDENTITY_HEADER")
+        target = f"{address.path or '/'}?api-version=2019-08-01&{query}"
+        return Request("GET", address.origin, target, (), (("X-IDENTITY-HEADER", secret),))
+    host = environment.get("AZURE_POD_IDENTITY_AUTHORITY_HOST") or IMDS
+    address = _address(host, "AZURE_POD_IDENTITY_AUTHORITY_HOST", "http")
+    target = f"{address.path.rstrip('/')}/metadata/identity/oauth2/token?api-version=2018-02-01&{query}"
+    return Request("GET", address.origin, target, (("Metadata", "true"),))
+
+
+def _by_workload_identity(environment: Mapping[str, str]) -> Token:
+    from urllib.parse import urlencode
+
+    from ..base import SourceOptions
+    from ..http_send import Sender  # with http.client and ssl: for those whom it concerns
+    from .address import is_loopback
+
+    authority = _address(environment.get("AZURE_AUTHORITY_HOST") or AUTHORITY, "AZURE_AUTHORITY_HOST", "")
+    if authority.origin.scheme != "https" and not is_loopback(authority.origin):
+        raise UsageError("AZURE_AUTHORITY_HOST must be an https address", key="AZURE_AUTHORITY_HOST")
+    tenant = encode_value(environment["AZURE_TENANT_ID"])
+    form = {
+        "grant_type": "client_credentials",
+        "client_id": environment["AZURE_CLIENT_ID"],
+        "client_assertion_type": _ASSERTION,
+        "client_assertion": _read(environment["AZURE_FEDERATED_TOKEN_FILE"]),
+        "scope": f"{RESOURCE}.default",
+    }
+    target = f"{authority.path.rstrip('/')}/{tenant}/oauth2/v2.0/token"
+    headers = (("Content-Type", "application/x-www-form-urlencoded"),)
+    request = Request("POST", authority.origin, target, (), headers)
+    sender = Sender("Azure's token service", SourceOptions(max_attempts=3))
+    reply = sender.until_answered("", lambda: request, urlencode(form).encode())
+    status = reply.head.status
+    if status == 429 or status >= 500:
+        raise UnavailableError(f"the token service answers {status}", retry_after_s=reply.head.retry_after_s)
+    if status != 200 or len(reply.body) > MAX_ANSWER_BYTES:
+        hint = "Check AZURE_CLIENT_ID, AZURE_TENANT_ID and the identity's federated credential."
+        raise AccessDeniedError(f"the token service answers {status} in place of a token", hint=hint)
+    return _token_from(reply.body)
+
+
+def _token_from(body: bytes) -> Token:
+    """Lifetimes are numbers or texts, and the time at which a token ends where there is no lifetime."""
+    import json  # not before the first request is on its way
+
+    try:
+        said: Any = json.loads(body.decode())
+        if "expires_in" in said:
+            return Token(said["access_token"], float(_number(said["expires_in"])))
+        return Token(said["access_token"], _number(said["expires_on"]) - time.time())
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise AccessDeniedError(
+            f"the identity's service gives no token: {error}", hint=WAYS_TO_GIVE
+        ) from None
+
+
+def _number(value: object) -> int:
+    if type(value) is int and 0 <= value < 1 << 40:
+        return value
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 12:
+        return int(value)
+    raise ValueError("the answer does not say how long the token is good")
+
+
+def _address(url: str, key: str, scheme: str) -> WebAddress:
+    address = parse_address(url)
+    if address is None or address.query or (scheme and address.origin.scheme != scheme):
+        raise UsageError(f"{key} is not a usable address", key=key)
+    return address
+
+
+def _read(path: str) -> str:
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            content = file.read(MAX_ANSWER_BYTES + 1)
+    except OSError as error:
+        raise AccessDeniedError(
+            f"the identity's token {path} cannot be read: {error.strerror}",
+            hint="Check AZURE_FEDERATED_TOKEN_FILE.",
+        ) from error
+    text = content.decode("ascii", "replace").strip()
+    if len(content) > MAX_ANSWER_BYTES or not text.isprintable() or not text:
+        raise AccessDeniedError(f"{path} does not hold an identity's token")
+    return text

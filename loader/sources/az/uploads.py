@@ -1,0 +1,149 @@
+"""Writing to Blob Storage: Put Blob for small objects, blocks and a block list for streamed ones."""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections.abc import Callable
+
+from ...errors import SourceError, TeneralError, UnavailableError
+from ..base import ObjectInfo, SourceOptions
+from ..http_head import Head, Headers, Request, is_strong_etag
+from ..http_send import Reply, Sender
+from ..writer import Writer
+from .address import Query
+from .answers import code_of, is_lost, lost
+
+BLOCK_BYTES = 8 * 1024 * 1024  # a blob has up to 50,000 of them
+_BLOB = ("x-ms-blob-type", "BlockBlob")
+_BINARY = ("Content-Type", "application/octet-stream")
+
+Build = Callable[[str, str, Query, Headers, int], Request]  # method, name, query, headers, size of the body
+Refusal = Callable[[str, Request, Head, bytes], TeneralError | None]
+
+
+class Uploads:
+    """The writing side of one store. Thread-safe. Names are relative to the prefix."""
+
+    def __init__(self, url: str, options: SourceOptions, *, build: Build, refusal: Refusal) -> None:
+        self.url = url
+        self._build = build
+        self._refusal = refusal
+        self._sender = Sender(url, options)
+
+    def put(
+        self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
+    ) -> ObjectInfo:
+        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold, which is also so where the
+        answer to an attempt that succeeded was lost on the way.
+        """
+        condition = self._condition(name, if_absent, if_version)
+        reply = self._send(
+            name, "PUT", (), (_BINARY, _BLOB, *condition), data, is_conditional=bool(condition)
+        )
+        return self._info(name, len(data), reply)
+
+    def delete(self, name: str) -> None:
+        self._send(name, "DELETE", (), (), b"", is_deletion=True)
+
+    def send_block(self, name: str, block: str, data: bytes) -> None:
+        self._send(name, "PUT", (("comp", "block"), ("blockid", block)), (_BINARY,), data)
+
+    def finish(self, name: str, blocks: list[str], num_bytes: int, *, if_absent: bool) -> ObjectInfo:
+        """Make the object of these blocks, in order. Raises `AlreadyExistsError`."""
+        listed = "".join(f"<Latest>{block}</Latest>" for block in blocks)
+        document = f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode()
+        headers = (("Content-Type", "text/plain; charset=UTF-8"), *self._condition(name, if_absent, None))
+        query = (("comp", "blocklist"),)
+        reply = self._send(name, "PUT", query, headers, document, is_conditional=if_absent)
+        return self._info(name, num_bytes, reply)
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _send(
+        self,
+        name: str,
+        method: str,
+        query: Query,
+        headers: Headers,
+        data: bytes,
+        *,
+        is_conditional: bool = False,
+        is_deletion: bool = False,
+    ) -> Reply:
+        for _ in range(2):
+            made: list[Request] = []
+
+            def build(made: list[Request] = made) -> Request:
+                made.append(self._build(method, name, query, headers, len(data)))
+                return made[-1]
+
+            reply = self._sender.until_answered(name, build, data)
+            status, code = reply.head.status, code_of(reply.body)
+            if status in (200, 201, 202) or (is_deletion and status == 404):
+                return reply
+            # Whoever commits first drops the blocks of all others.
+            if is_conditional and (is_lost(status, code) or code == "InvalidBlockList"):
+                raise lost(self.url, name)
+            error = self._refusal(name, made[-1], reply.head, reply.body)
+            if error is not None:
+                raise error
+        raise UnavailableError(f"{self.url} refuses {name} again and again", source=self.url, name=name)
+
+    def _condition(self, name: str, if_absent: bool, if_version: str | None) -> Headers:
+        if if_version is not None:
+            if not is_strong_etag(if_version):
+                raise lost(self.url, name)
+            return (("If-Match", if_version),)
+        return (("If-None-Match", "*"),) if if_absent else ()
+
+    def _info(self, name: str, num_bytes: int, reply: Reply) -> ObjectInfo:
+        etag = reply.head.headers.get("etag", "")
+        if not is_strong_etag(etag):
+            message = f"{self.url} does not say which version of {name} it keeps"
+            raise SourceError(message, source=self.url, name=name)
+        return ObjectInfo(name, num_bytes, etag)
+
+
+class AzWriter(Writer):
+    """An `ObjectWriter`. Holds one block in memory; a small object goes in a single request.
+
+    Blocks without a list are no blob: Azure drops them after a week, or with the next write of that name.
+    """
+
+    def __init__(self, uploads: Uploads, name: str, *, if_absent: bool = False) -> None:
+        super().__init__()
+        self._uploads = uploads
+        self._name = name
+        self._if_absent = if_absent
+        self._own = os.urandom(8).hex()  # so that another writer's blocks are never taken for ours
+        self._pending = bytearray()
+        self._blocks: list[str] = []
+        self._num_bytes = 0
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._num_bytes += len(rest)
+        while rest:
+            taken = rest[: BLOCK_BYTES - len(self._pending)]
+            self._pending += taken
+            rest = rest[len(taken) :]
+            if len(self._pending) == BLOCK_BYTES:
+                self._send_block()
+
+    def _finish(self) -> ObjectInfo:
+        if not self._blocks:
+            return self._uploads.put(self._name, bytes(self._pending), if_absent=self._if_absent)
+        if self._pending:
+            self._send_block()
+        return self._uploads.finish(self._name, self._blocks, self._num_bytes, if_absent=self._if_absent)
+
+    def _discard(self) -> None:
+        self._pending = bytearray()
+
+    def _send_block(self) -> None:
+        block = b64encode(f"{self._own}-{len(self._blocks):06}".encode()).decode()
+        data, self._pending = bytes(self._pending), bytearray()
+        self._uploads.send_block(self._name, block, data)
+        self._blocks.append(block)

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "standby": "exec → first token with the model on the node: standby processes, the node cache",
     "pool": "one machine's pool: waking a model, the front's cost, the KV cache after a sleep, starts in a burst",
     "pool_plan": "what `teneral pool plan` says of a pool beside what it does, and the speed of its search",
+    "starts": "exec → first answer, model on the node, beside llama.cpp's server, onnxruntime, `import torch`",
     "first_range": "exec → first request at the store",
     "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, beside the peers",
     "memory": "peak memory of a load, over the same process with no model",

@@ -95,6 +95,46 @@ def serve(
     return run.result()
 
 
+def embed(model: str, *, variables: Mapping[str, str], watch: bool = False) -> ColdStart:
+    """`teneral serve MODEL` of an encoder, and one embedding of `PROMPT`. Raises `RunError`."""
+    port = _free_port()
+    command = [sys.executable, "-m", "teneral", "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--name", "model", "--log-level", "error"]
+    with _started(command, variables, [], watch=watch, counter=None) as run:
+        body = {"model": "model", "input": PROMPT}
+        run.answer = _json_answer(_connect(port, run.process), "/v1/embeddings", body, run, key="data")
+        run.process.terminate()
+    return run.result()
+
+
+def llama_server(program: Path, gguf: Path, *, watch: bool = False) -> ColdStart:
+    """llama.cpp's own server on a GGUF file, and one token. It answers 503 while it loads. Raises `RunError`."""
+    port = _free_port()
+    command = [str(program), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--ctx-size", "2048", "--no-webui"]
+    with _started(command, {}, [], watch=watch, counter=None) as run:
+        body = {"prompt": PROMPT, "n_predict": 1, "temperature": 0}
+        run.answer = _json_answer(_connect(port, run.process), "/completion", body, run, key="content")
+        run.process.terminate()
+    return run.result()
+
+
+def _json_answer(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, object], run: _Run, *, key: str
+) -> Answer:
+    """The answer of a server that sends it in one piece, asked again while it says 503."""
+    while True:
+        connection.request("POST", path, json.dumps(body), _JSON)
+        response = connection.getresponse()
+        text = response.read()
+        if response.status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(PORT_POLL_S)
+    if response.status != http.HTTPStatus.OK or key not in json.loads(text):
+        raise RunError(f"{path}: {response.status} {text[:500]!r}")
+    return Answer((run.elapsed_s(),))
+
+
 def peer(
     way: str,
     model: str,

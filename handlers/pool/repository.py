@@ -160,7 +160,9 @@ def models_in(address: str) -> dict[str, str]:
     """Sources by name of the models in a folder or bucket: `<model>/<version>/`. Blocks. Raises `TeneralError`."""
     base = address.rstrip("/")
     if scheme_of(address) in ("http", "https"):
-        raise UsageError(f"{address} cannot be listed", key="repository", hint="Give a folder or s3://….")
+        raise UsageError(
+            f"{address} cannot be listed", key="repository", hint="Give a folder, s3://…, gs://… or az://…."
+        )
     names = [name for name in _folders(base, SourceOptions()) if SERVED_NAME.fullmatch(name)]
     sources = {name: f"{base}/{name}/{{version}}" for name in sorted(names)}
     return {name: source for name, source in sources.items() if _has_versions(f"{base}/{name}")}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import DType
-from ..tensors import aligned_empty
+from ..tensors import reserved
 from .pool import Bytes, by_block, layout_of
 
 
@@ -40,7 +40,7 @@ class KVStorage:
         self.block_size = block_size
         self.dtype = dtype
         shape = (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim)
-        self.data = aligned_empty(shape, dtype.numpy)
+        self.data = reserved(shape, dtype.numpy)
 
     @staticmethod
     def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
@@ -98,8 +98,8 @@ class Int8KVStorage:
         self.block_size = block_size
         self.dtype = dtype
         shape = (num_layers, 2, num_kv_heads, num_blocks * block_size)
-        self.codes = aligned_empty((*shape, head_dim), np.int8)
-        self.scales = aligned_empty((*shape, 1), dtype.numpy)
+        self.codes = reserved((*shape, head_dim), np.int8)
+        self.scales = reserved((*shape, 1), dtype.numpy)
 
     @staticmethod
     def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:

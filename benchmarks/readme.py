@@ -46,6 +46,8 @@ def main() -> int:
 def section() -> str:
     """All that stands between the marks."""
     parts = [cold_start(newest("cold_start"))]
+    if any(RESULTS.glob("starts-*.json")):
+        parts.insert(0, starts(newest("starts")))
     if any(RESULTS.glob("draft-*.json")):
         parts.append(draft(newest("draft")))
     if any(RESULTS.glob("standby-*.json")):
@@ -66,6 +68,23 @@ def filled(readme: str, text: str) -> str:
     if not begin or not end:
         raise SystemExit(f"{README} has no {BEGIN.strip()} … {END}")
     return f"{head}{begin}{text}{end}{tail}"
+
+
+def starts(report: dict[str, Any]) -> str:
+    """The table of starts with the model on the node."""
+    results = report["results"]
+    torch_s = results["import torch"]["first_token_s"]
+    rows = [
+        [name, f"{row['first_token_s']:.2f}", f"{row['first_token_s'] / torch_s:.2f}x"]
+        for name, row in results.items()
+    ]
+    return (
+        "From starting a process to its first answer, with the model in a local folder. `teneral serve` answers over HTTP\n"
+        f"(the demo's model, the shape of {report['model']}, an embedding of MiniLM's shape), onnxruntime prints without a\n"
+        f"server; {_where(report)}:\n\n"
+        f"{table(['', 'first answer, s', 'of `import torch`'], rows)}\n\n"
+        "The tables below are from before the native core computed on CPUs (2026-11-23): torch computed then."
+    )
 
 
 def cold_start(report: dict[str, Any]) -> str:

@@ -79,9 +79,9 @@ def starts(report: dict[str, Any]) -> str:
         for name, row in results.items()
     ]
     return (
-        "From starting a process to its first answer, with the model in a local folder. `teneral serve` answers over HTTP\n"
-        f"(the demo's model, the shape of {report['model']}, an embedding of MiniLM's shape), onnxruntime prints without a\n"
-        f"server; {_where(report)}:\n\n"
+        "From starting a process to its first answer, with the model in a local folder. `teneral serve` answers over\n"
+        f"HTTP (the demo's model, the shape of {report['model']}, an embedding of MiniLM's shape), onnxruntime prints\n"
+        f"without a server; {_where(report)}:\n\n"
         f"{table(['', 'first answer, s', 'of `import torch`'], rows)}\n\n"
         "The tables below are from before the native core computed on CPUs (2026-11-23): torch computed then."
     )

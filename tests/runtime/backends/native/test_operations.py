@@ -45,13 +45,13 @@ def fresh(dtype: DType, *shape: int) -> Any:
     return np.full(shape, -1, np.int16 if dtype is DType.BF16 else np.int32).view(dtype.numpy)
 
 
-def close(ours: Any, expected: Any, dtype: DType) -> None:
+def close(ours: Any, expected: Any, dtype: DType, *, atol: float = 2.0**-14) -> None:
     """Equal but for last bits: in bf16 for numbers between two, of which hardly any is rounded elsewhere."""
     if dtype is DType.F32:
         np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-5)
         return
     wide = to_float32(ours, dtype)
-    np.testing.assert_allclose(wide, expected, rtol=2.0**-7, atol=2.0**-14)
+    np.testing.assert_allclose(wide, expected, rtol=2.0**-7, atol=atol)
     assert (wide != expected).mean() <= 0.02 or (wide != expected).sum() <= 2
 
 
@@ -185,16 +185,19 @@ def test_heads_are_normalised_turned_and_written(
     if norms[0] is not None and norms[1] is not None:
         queries = reference.rms_norm(queries, reference.vector(norms[0], dtype), 1e-6, dtype)
         keys = reference.rms_norm(keys, reference.vector(norms[1], dtype), 1e-6, dtype)
+    # A norm may round to the next bf16, and a turn adds two products of it, which may nearly cancel.
+    largest = max(np.abs(queries).max(), np.abs(keys).max()) * np.abs(turns).max()
+    atol = float(2.0**-8 * largest) if normed else 2.0**-14
     queries, keys = (reference.turn(each, turns[positions], dtype) for each in (queries, keys))
-    close(held[:, :num_heads], queries, dtype)
+    close(held[:, :num_heads], queries, dtype, atol=atol)
     written = pool.data[1][:, :, slots]
     expected = np.stack((keys, values)).transpose(0, 2, 1, 3)
     if not int8:
-        close(np.ascontiguousarray(written), expected, dtype)
+        close(np.ascontiguousarray(written), expected, dtype, atol=atol)
         return
     assert pool.scales is not None
     codes, scales = reference.to_codes(expected, dtype)
-    close(np.ascontiguousarray(pool.scales[1][:, :, slots]), scales, dtype)
+    close(np.ascontiguousarray(pool.scales[1][:, :, slots]), scales, dtype, atol=atol)
     if not normed:
         assert (written == codes).all()
 

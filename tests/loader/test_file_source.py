@@ -65,7 +65,7 @@ def test_a_relative_path_stays_the_same_folder(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "url", ["gs://bucket/x", "memory://x", "file://host/path", "", "file:///x?y=1", "a\0b"]
+    "url", ["ftp://host/x", "memory://x", "file://host/path", "", "file:///x?y=1", "a\0b"]
 )
 def test_an_address_that_cannot_be_opened_says_what_can(url: str) -> None:
     with pytest.raises(UsageError) as caught:

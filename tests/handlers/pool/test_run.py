@@ -275,7 +275,8 @@ def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_pa
         statuses = Counter(answer.status for answer in load.answers)
         assert not load.lost, "no connection ended without an answer"
         assert over <= 1.02
-        assert statuses[200] > 0.97 * len(load.answers), statuses
+        # A request is asked again once: a second instance may be killed under it, whatever the number of answers.
+        assert statuses.total() - statuses[200] <= max(kills, 0.03 * len(load.answers)), statuses
         assert set(statuses) <= {200, 502, 503}, statuses
 
 

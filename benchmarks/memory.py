@@ -33,7 +33,7 @@ SAMPLE_PERIOD_S = 0.03
 KV_BYTES = 64 * MIB
 WITHOUT_MODEL = """
 import sys, torch, tokenizers
-import teneral.handlers.http.command, teneral.handlers.http.server, teneral.runtime.instance
+import teneral.handlers.serve, teneral.handlers.http.server, teneral.runtime.instance
 import teneral.runtime.engine.engine, teneral.runtime.models.build, teneral.runtime.weights
 import teneral.loader.stream.process_load, teneral.runtime.text.tokenizer
 print("ready", flush=True)

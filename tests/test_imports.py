@@ -40,8 +40,8 @@ def loaded_by(statement: str) -> set[str]:
         ("import teneral", set()),
         ("import teneral.cli", set()),
         ("import teneral.cli; teneral.cli.parse(['serve', 'model'])", set()),
-        ("import teneral.handlers.http.command", set()),
-        ("import teneral.handlers.aws_lambda.command, teneral.handlers.lifecycle", set()),
+        ("import teneral.handlers.serve", set()),
+        ("import teneral.handlers.platforms.aws_lambda.command, teneral.handlers.lifecycle", set()),
         ("import teneral.loader, teneral.runtime, teneral.handlers", set()),
         (
             "import teneral.runtime.models, teneral.runtime.kv, teneral.loader.sources, teneral.handlers.http",
@@ -70,7 +70,8 @@ def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
 
 def test_a_function_on_lambda_that_no_http_request_reaches_needs_no_web_server() -> None:
     loaded = loaded_by(
-        "import teneral.handlers.aws_lambda.loop, teneral.handlers.aws_lambda.answers, teneral.handlers.plain"
+        "import teneral.handlers.platforms.aws_lambda.loop, teneral.handlers.platforms.aws_lambda.answers; "
+        "import teneral.handlers.plain"
     )
     assert not loaded & {"aiohttp", "boto3", "torch", "http.client"}
 
@@ -82,15 +83,16 @@ def test_a_pools_front_needs_no_torch() -> None:
 
 def test_serving_never_needs_transformers() -> None:
     loaded = loaded_by(
-        "import teneral.handlers.http.app, teneral.runtime.engine.engine, teneral.runtime.models.build"
+        "import teneral.handlers.app, teneral.runtime.engine.engine, teneral.runtime.models.build"
     )
     assert "transformers" not in loaded
 
 
 def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> None:
-    loaded = loaded_by("import teneral.handlers.http.command, teneral.handlers.http.app")
-    platforms = ("sagemaker", "cloudevents", "plain", "runpod_queue", "aws_lambda.command")
-    assert not loaded & {f"teneral.handlers.{name}" for name in platforms}
+    loaded = loaded_by("import teneral.handlers.serve, teneral.handlers.app")
+    platforms = ("sagemaker", "cloudevents", "runpod", "aws_lambda.command", "kserve.api")
+    assert not loaded & {f"teneral.handlers.platforms.{name}" for name in platforms}
+    assert "teneral.handlers.plain" not in loaded
 
 
 def test_the_public_names_exist() -> None:

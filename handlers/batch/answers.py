@@ -158,9 +158,8 @@ def _problem_of(error: TeneralError) -> Problem:
 @asynccontextmanager
 async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIterator[Answers]:
     """While in here the instance answers, which may still be loading."""
-    from ..http.app import (
-        create_app,
-    )  # with all routes, which a job of plain lines does not need before it has begun
+    # All routes, which a job of plain lines does not need before it has begun
+    from ..app import create_app
     from ..http.inside import serving_inside
     from ..http.limits import Limits
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ...runtime.errors import CapacityError, RequestError
 from .errors import ApiError
-from .json_bounds import memory_bytes
+from .json_bodies import memory_bytes
 from .limits import Limits
 
 

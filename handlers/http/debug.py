@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import web
 
 from .errors import SERVER_ERROR, ApiError, retry_after
-from .responses import encode
+from .json_bodies import encode
 from .retry import NOT_READY_RETRY_AFTER_S
 from .service import Service
 

@@ -168,7 +168,7 @@ async def _guarded(
 def _told(request: web.Request, error: ApiError) -> web.Response:
     """The error in the words of whoever asks."""
     if f"{request.path}/".startswith("/v2/"):
-        from ..kserve.errors import error_response  # few speak it
+        from ..platforms.kserve.errors import error_response  # few speak it
 
         return error_response(error)
     return error.response()

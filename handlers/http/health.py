@@ -10,7 +10,7 @@ from aiohttp import web
 from ...runtime.metrics import CONTENT_TYPE
 from ...runtime.state import State
 from .errors import ApiError, retry_after
-from .responses import encode
+from .json_bodies import encode
 from .retry import expected_wait_s
 from .service import Service
 

@@ -16,11 +16,9 @@ from aiohttp import web
 from ...runtime.errors import CancelledError
 from ..context import NO_FACTS, Context
 from ..function import Handler, run, up_to
-from .respond import complete
-from .responses import encode
-from .schemas import Decoder
+from .json_bodies import Decoder, encode
 from .service import CALL, Call, Service
-from .sse import NDJSON, SSE, EventStream, Framing
+from .sse import NDJSON, SSE, EventStream, Framing, complete
 
 SESSION_HEADER = "Teneral-Session"  # `context.session`
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from aiohttp import web
 
 from .errors import ApiError
 from .limits import PIECE_BYTES, Limits
+
+if TYPE_CHECKING:
+    from .service import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,3 +147,23 @@ class EventStream:
         if ticker is not None:
             ticker.cancel()
             await asyncio.wait({ticker})  # unlike awaiting it, this tells its cancellation from our own
+
+
+async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:
+    """Await what sends to a stream, then end it: well, or with an error event where something was sent before.
+
+    Errors that come before anything was sent pass through, and get a status of their own.
+    """
+    try:
+        await sending
+        return await stream.finish()
+    except ConnectionError:
+        raise
+    except asyncio.CancelledError:
+        if call.ended_by is None or not stream.started:
+            raise
+        return await stream.fail(call.explain(call.ended_by))
+    except Exception as error:
+        if not stream.started:
+            raise
+        return await stream.fail(call.explain(error))

@@ -30,7 +30,7 @@ def main(listener: int, owner: int) -> int:
     from ...loader.timeline import Timeline
     from ...runtime.config import ServeConfig
     from ...runtime.start import send_for
-    from ..http.command import serve_on
+    from ..serve import serve_on
 
     config = ServeConfig(**json.load(sys.stdin))
     timeline = Timeline()

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
 from ..http.errors import SERVER_ERROR, ApiError, retry_after
+from ..http.json_bodies import encode
 from ..http.keys import ApiKeys
-from ..http.responses import encode
 from .deployment import Deployment
 from .front import check_key
 from .metrics import Gauges

@@ -25,10 +25,10 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.memory import available_bytes
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
-from ..http.command import listen
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from ..serve import listen
 from .codes import Code
 from .deployment import Deployment
 from .file import read_pool

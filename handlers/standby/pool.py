@@ -138,8 +138,7 @@ def import_everything() -> None:
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
     library()  # its threads are made by the process that computes
-    from .. import function  # noqa: F401
-    from ..http import app, command  # noqa: F401
+    from .. import app, function, serve  # noqa: F401
 
 
 def listen_locally(path: str) -> socket.socket:
@@ -364,7 +363,7 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[Tene
     _end_with_client(channel)
     status = 0
     try:
-        from ..http.command import serve_on
+        from ..serve import serve_on
 
         timeline = Timeline(started_at=order.started_at)
         timeline.mark("process", "port open")

@@ -291,7 +291,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from .handlers.http.command import run_server
+    from .handlers.serve import run_server
     from .runtime.config import resolve
 
     return run_server(resolve(_settings(options), os.environ, options.config), options.prepared)

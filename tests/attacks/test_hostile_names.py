@@ -14,9 +14,10 @@ from tests.support.engine_rig import EngineRig, finish
 from tests.support.format_artifacts import Shapes, build_format_artifact
 
 from teneral.handlers.context import Context
-from teneral.handlers.http.chat import ChatFormat
-from teneral.handlers.http.completions import CompletionFormat
-from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder
+from teneral.handlers.http.json_bodies import Decoder
+from teneral.handlers.openai.chat import ChatFormat
+from teneral.handlers.openai.completions import CompletionFormat
+from teneral.handlers.openai.schemas import ChatBody, CompletionBody
 from teneral.loader.errors import CheckpointError, ManifestError, UsageError
 from teneral.loader.format.checkpoint import open_checkpoint
 from teneral.loader.format.manifest import Manifest

@@ -24,7 +24,7 @@ from tests.support.small_host import SmallHost
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.function import Handler
-from teneral.handlers.runpod_queue import Worker, check_surroundings
+from teneral.handlers.platforms.runpod import Worker, check_surroundings
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack

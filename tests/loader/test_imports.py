@@ -90,7 +90,7 @@ def test_reading_the_flags_imports_nothing_that_only_help_needs() -> None:
 
 
 def test_sending_for_the_weights_needs_next_to_nothing() -> None:
-    modules = modules_after("import teneral.runtime.start, teneral.handlers.http.command")
+    modules = modules_after("import teneral.runtime.start, teneral.handlers.serve")
     own = {name for name in modules if name.startswith("teneral.")}
     assert modules & {"numpy", "subprocess", "logging", "concurrent.futures", "tomllib", "pathlib"} == set()
     assert not any(name.startswith(("teneral.loader.format", "teneral.runtime.instance")) for name in own)

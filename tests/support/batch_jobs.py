@@ -156,8 +156,8 @@ def _work(model: str, fields: dict[str, Any]) -> int:
 def _nursery(model: str) -> None:
     import torch
 
+    import teneral.handlers.app
     import teneral.handlers.batch.command
-    import teneral.handlers.http.app
     import teneral.runtime.engine.engine
     import teneral.runtime.models.build  # noqa: F401
 

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from teneral.handlers.app import Limits, create_app, serve
 from teneral.handlers.function import Handler
-from teneral.handlers.http.app import Limits, create_app, serve
 from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import Platform
 from teneral.loader.errors import TeneralError

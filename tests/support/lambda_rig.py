@@ -18,10 +18,10 @@ from tests.support.fake_runtime_api import FakeRuntimeApi, Outcome
 from tests.support.instances import StagedInstance
 from tests.support.load import patience_s
 
-from teneral.handlers.aws_lambda.answers import Answers
-from teneral.handlers.aws_lambda.loop import InvocationLoop
+from teneral.handlers.app import create_app
 from teneral.handlers.function import Handler
-from teneral.handlers.http.app import create_app
+from teneral.handlers.platforms.aws_lambda.answers import Answers
+from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 
 WAIT_S = patience_s(60)
 

@@ -16,10 +16,10 @@ from tests.support.instances import StagedInstance, TinyParts
 from tests.support.lambda_rig import running_loop
 from tests.support.load import patience_s
 
-from teneral.handlers.aws_lambda import loop as loop_module
-from teneral.handlers.aws_lambda.errors import MAX_RESPONSE_BYTES
-from teneral.handlers.aws_lambda.logs import JsonLines, TextLines
-from teneral.handlers.aws_lambda.runtime_api import RuntimeApiError
+from teneral.handlers.platforms.aws_lambda import loop as loop_module
+from teneral.handlers.platforms.aws_lambda.errors import MAX_RESPONSE_BYTES
+from teneral.handlers.platforms.aws_lambda.logs import JsonLines, TextLines
+from teneral.handlers.platforms.aws_lambda.runtime_api import RuntimeApiError
 from teneral.loader.errors import UnavailableError
 
 

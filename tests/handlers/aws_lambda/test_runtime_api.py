@@ -13,11 +13,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from teneral.handlers.aws_lambda.command import concurrency, handler_spec
-from teneral.handlers.aws_lambda.errors import InputError, report
-from teneral.handlers.aws_lambda.invocation import MARGIN_S, Invocation
-from teneral.handlers.aws_lambda.runtime_api import MAX_EVENT_BYTES, Answer, RuntimeApi, RuntimeApiError
-from teneral.handlers.aws_lambda.snapstart import seed_anew
+from teneral.handlers.platforms.aws_lambda.command import concurrency, handler_spec
+from teneral.handlers.platforms.aws_lambda.errors import InputError, report
+from teneral.handlers.platforms.aws_lambda.invocation import MARGIN_S, Invocation
+from teneral.handlers.platforms.aws_lambda.runtime_api import (
+    MAX_EVENT_BYTES,
+    Answer,
+    RuntimeApi,
+    RuntimeApiError,
+)
+from teneral.handlers.platforms.aws_lambda.snapstart import seed_anew
 from teneral.loader.errors import UsageError
 from teneral.runtime.config import ServeConfig
 

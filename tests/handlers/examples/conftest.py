@@ -58,7 +58,7 @@ def invoke() -> Callable[..., Any]:
     """One invocation of the handler that is named, by its result."""
 
     async def invoke(name: str, event: Any, instance: StagedInstance) -> Any:
-        handler = load_handler(f"teneral.handlers.examples.{name}:handler")
+        handler = load_handler(f"teneral.handlers.contrib.examples.{name}:handler")
         context = Context(instance, request_id=uuid.uuid4().hex, timeout_s=60)
         try:
             (value,) = [value async for value in run(handler, event, context)]

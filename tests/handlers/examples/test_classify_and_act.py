@@ -6,8 +6,8 @@ import boto3
 import pytest
 
 from teneral.handlers.context import Context
-from teneral.handlers.examples.classify_and_act import LABELS, PROMPT
-from teneral.handlers.processing import choose
+from teneral.handlers.contrib.examples.classify_and_act import LABELS, PROMPT
+from teneral.handlers.contrib.processing import choose
 from teneral.runtime.errors import HandlerError, RequestError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from teneral import cli
-from teneral.handlers.examples import summarise_upload
+from teneral.handlers.contrib.examples import summarise_upload
 from teneral.loader.errors import AlreadyExistsError
 from teneral.runtime.errors import RequestError
 
@@ -120,7 +120,7 @@ def test_it_runs_by_teneral_invoke(cloud, generating, decoder, tmp_path, capsys)
     event = upload(cloud)
     place = tmp_path / "event.json"
     place.write_text(json.dumps(event))
-    spec = "teneral.handlers.examples.summarise_upload:handler"
+    spec = "teneral.handlers.contrib.examples.summarise_upload:handler"
     assert cli.run(["invoke", spec, "--model", str(decoder), "--event", str(place)]) == 0
     assert json.loads(capsys.readouterr().out)["objects"][0]["done"] == "now"
     assert summary_of(cloud)

@@ -17,7 +17,7 @@ from cloudevents.core.bindings.http import (
 from cloudevents.core.v1.event import CloudEvent
 from tests.support.instances import TinyParts
 
-from teneral.handlers.cloudevents import MAX_BATCH_EVENTS, header_value, message_of
+from teneral.handlers.platforms.cloudevents import MAX_BATCH_EVENTS, header_value, message_of
 from teneral.runtime.errors import CapacityError, RequestError
 
 BATCH = {"Content-Type": "application/cloudevents-batch+json"}

@@ -12,9 +12,9 @@ from tests.support.http_server import events
 from tests.support.instances import TinyParts
 
 from teneral.handlers.generate import handler as generate
-from teneral.handlers.http.chat import ChatFormat
-from teneral.handlers.http.completions import CompletionFormat
-from teneral.handlers.http.schemas import ChatBody, CompletionBody, Message
+from teneral.handlers.openai.chat import ChatFormat
+from teneral.handlers.openai.completions import CompletionFormat
+from teneral.handlers.openai.schemas import ChatBody, CompletionBody, Message
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationEvent
 
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

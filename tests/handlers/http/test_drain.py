@@ -178,7 +178,7 @@ async def test_a_client_that_takes_nothing_does_not_hold_up_the_end(start: Any) 
 PROGRAM = """
 import asyncio, socket, sys, time
 from teneral.handlers.function import Handler
-from teneral.handlers.http.app import create_app, serve
+from teneral.handlers.app import create_app, serve
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
 
@@ -248,7 +248,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 FAILING = """
 import asyncio, socket, threading, time
 from teneral.handlers.function import Handler
-from teneral.handlers.http.app import create_app, serve
+from teneral.handlers.app import create_app, serve
 from teneral.loader.errors import IntegrityError
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.http.app import create_app
+from teneral.handlers.app import create_app
 from teneral.handlers.http.inside import serving_inside
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from teneral.handlers.http.json_bounds import (
+from teneral.handlers.http.json_bodies import (
     ITEM_BYTES,
     MAX_JSON_DEPTH,
     MAX_JSON_ITEMS,
+    Decoder,
     check_shape,
     memory_bytes,
 )
-from teneral.handlers.http.schemas import Decoder
 from teneral.runtime.errors import RequestError
 
 # Texts of what could be taken for structure.

@@ -100,7 +100,7 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 def test_counting_does_not_import_the_prometheus_client() -> None:
     program = """
 import sys
-from teneral.handlers.http.app import create_app
+from teneral.handlers.app import create_app
 from teneral.runtime.metrics import Metrics
 Metrics().request_ended('/', 200, 0.1)
 print([name for name in ('prometheus_client', 'torch', 'jinja2', 'tokenizers') if name in sys.modules])

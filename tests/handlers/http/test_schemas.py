@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.handlers.http.chat import ChatFormat
-from teneral.handlers.http.completions import CompletionFormat
-from teneral.handlers.http.parameters import for_choice, sampling
-from teneral.handlers.http.prompts import split_prompt
-from teneral.handlers.http.schemas import ChatBody, CompletionBody, Decoder, EmbeddingBody
+from teneral.handlers.http.json_bodies import Decoder
+from teneral.handlers.openai.chat import ChatFormat
+from teneral.handlers.openai.completions import CompletionFormat
+from teneral.handlers.openai.parameters import for_choice, sampling, split_prompt
+from teneral.handlers.openai.schemas import ChatBody, CompletionBody, EmbeddingBody
 from teneral.runtime.errors import RequestError
 from teneral.runtime.step.requests import FirstToken, SamplingParams
 

@@ -6,7 +6,7 @@ import pytest
 from tests.support.instances import TinyParts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from teneral.handlers.http.token_text import token_bytes
+from teneral.handlers.openai.logprobs import token_bytes
 from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.http.app import create_app
+from teneral.handlers.app import create_app
 from teneral.handlers.http.edge import OPEN_PATHS
-from teneral.handlers.kserve import schemas
-from teneral.handlers.kserve.repository import _STATES
-from teneral.handlers.kserve.tensors import DATATYPES
+from teneral.handlers.platforms.kserve import schemas
+from teneral.handlers.platforms.kserve.repository import _STATES
+from teneral.handlers.platforms.kserve.tensors import DATATYPES
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(
     (Path(__file__).parents[3] / "docs" / "openapi-kserve.yaml").read_text(encoding="utf-8")

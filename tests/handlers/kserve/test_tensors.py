@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from teneral.handlers.kserve.schemas import RequestInput
-from teneral.handlers.kserve.tensors import (
+from teneral.handlers.platforms.kserve.schemas import RequestInput
+from teneral.handlers.platforms.kserve.tensors import (
     DATATYPES,
     MAX_DIMENSIONS,
     MAX_TENSORS,

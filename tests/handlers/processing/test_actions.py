@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from moto import mock_aws
 
-from teneral.handlers.processing import act, handler, post_json, publish_sns, send_sqs
+from teneral.handlers.contrib.processing import act, handler, post_json, publish_sns, send_sqs
 from teneral.runtime.errors import HandlerError
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.real_tokens import STORY, TEXTS, TOKENIZERS
 from tests.support.small_host import SENTENCE
 
-from teneral.handlers.processing import Chunker, achunks, chunks
-from teneral.handlers.processing.chunking import MAX_PIECE_CHARS
+from teneral.handlers.contrib.processing import Chunker, achunks, chunks
+from teneral.handlers.contrib.processing.chunking import MAX_PIECE_CHARS
 from teneral.runtime.errors import RequestError
 
 

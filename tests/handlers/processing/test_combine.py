@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from teneral.handlers.processing import amap_reduce, map_reduce, mean_vector
+from teneral.handlers.contrib.processing import amap_reduce, map_reduce, mean_vector
 from teneral.runtime.errors import RequestError
 
 

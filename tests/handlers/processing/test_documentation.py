@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.test_imports import HEAVY
 
-from teneral.handlers import processing
+from teneral.handlers.contrib import processing
 from teneral.handlers.function import load_handler, run
 
 PAGE = (Path(__file__).parents[3] / "docs" / "processing.md").read_text(encoding="utf-8")
@@ -47,10 +47,10 @@ def test_every_public_name_exists_and_is_documented():
 @pytest.mark.parametrize(
     "statement",
     [
-        "import teneral.handlers.processing",
-        "import teneral.handlers.processing.objects, teneral.handlers.processing.vectors",
+        "import teneral.handlers.contrib.processing",
+        "import teneral.handlers.contrib.processing.objects, teneral.handlers.contrib.processing.vectors",
         "from teneral.handlers import processing; [getattr(processing, name) for name in processing.__all__]",
-        "import teneral.handlers.examples.summarise_upload, teneral.handlers.examples.embed_batch",
+        "import teneral.handlers.contrib.examples.summarise_upload, teneral.handlers.contrib.examples.embed_batch",
     ],
 )
 def test_importing_brings_no_library_along(statement):

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from tests.support.tiny_models import transformers
 
-from teneral.handlers.processing import (
+from teneral.handlers.contrib.processing import (
     Normalisation,
     center_crop,
     decode_image,

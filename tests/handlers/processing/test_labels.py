@@ -12,7 +12,7 @@ from tests.support.instances import StagedInstance, TinyParts
 from tests.support.tiny_models import tiny_model
 
 from teneral.handlers.context import Context
-from teneral.handlers.processing import Prototypes, achoose, choose, decide, sigmoid, softmax
+from teneral.handlers.contrib.processing import Prototypes, achoose, choose, decide, sigmoid, softmax
 from teneral.runtime.errors import RequestError
 
 SCORES = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=10)

@@ -8,8 +8,8 @@ import threading
 import pytest
 from tests.support.small_host import SENTENCE
 
+from teneral.handlers.contrib.processing import handler
 from teneral.handlers.function import HandlerKind, kind_of
-from teneral.handlers.processing import handler
 from teneral.runtime.errors import HandlerError, RequestError
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.real_tokens import STORY, TEXTS, TOKENIZERS
 
-from teneral.handlers.processing import acount_tokens, atruncate, count_tokens, truncate
+from teneral.handlers.contrib.processing import acount_tokens, atruncate, count_tokens, truncate
 from teneral.runtime.errors import RequestError
 from teneral.runtime.text.tokenizer import MAX_TEXT_CHARS
 

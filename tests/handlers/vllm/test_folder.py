@@ -11,7 +11,7 @@ import pytest
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.vllm.folder import is_model_folder, write_small_files
+from teneral.handlers.contrib.vllm.folder import is_model_folder, write_small_files
 from teneral.loader.errors import CheckpointError, IntegrityError
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack

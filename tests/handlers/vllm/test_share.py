@@ -14,8 +14,8 @@ from tests.support.load import patience_s
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.vllm.share import assign_groups
-from teneral.handlers.vllm.weight_stream import WeightStream
+from teneral.handlers.contrib.vllm.share import assign_groups
+from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
@@ -23,9 +23,9 @@ WORKER = """
 import json, sys
 import torch, torch.distributed as dist
 from blake3 import blake3
-from teneral.handlers.vllm.settings import LoaderSettings
-from teneral.handlers.vllm.share import Peers
-from teneral.handlers.vllm.weight_stream import WeightStream
+from teneral.handlers.contrib.vllm.settings import LoaderSettings
+from teneral.handlers.contrib.vllm.share import Peers
+from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import TeneralError
 
 rank, size, store, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]

@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from tests.support.store_server import StoreServer
 
-from teneral.handlers.vllm.settings import LoaderSettings, parse_settings
-from teneral.handlers.vllm.weight_stream import WeightStream
+from teneral.handlers.contrib.vllm.settings import LoaderSettings, parse_settings
+from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
 from teneral.loader.sources.file import FileStore
 from teneral.loader.stream.options import MIB
@@ -172,8 +172,8 @@ def _cache_writers() -> list[threading.Thread]:
 MEASURE = """
 import re, sys
 from pathlib import Path
-from teneral.handlers.vllm.settings import LoaderSettings
-from teneral.handlers.vllm.weight_stream import WeightStream
+from teneral.handlers.contrib.vllm.settings import LoaderSettings
+from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 
 def peak_bytes():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

@@ -16,11 +16,11 @@ from tests.support.batch_jobs import prompts
 from tests.support.fake_runtime_api import FakeRuntimeApi
 
 from teneral.cli import run as teneral
-from teneral.handlers.aws_lambda.answers import Answers
-from teneral.handlers.aws_lambda.loop import InvocationLoop
+from teneral.handlers.app import create_app
 from teneral.handlers.function import load_handler
-from teneral.handlers.http.app import create_app
 from teneral.handlers.http.inside import serving_inside
+from teneral.handlers.platforms.aws_lambda.answers import Answers
+from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 from teneral.runtime.instance import Instance
 
 HANDLER = "teneral.handlers.batch:handler"

@@ -1,0 +1,200 @@
+"""Long texts in pieces that a model can take: cut by its tokens, at the edges of paragraphs and sentences.
+
+Invariants: every chunk is a stretch of the text as it is and has at most `max_tokens`; the first begins where the text
+does, the last ends where it does, and each begins no later than the one before ends, and later than that began. Where
+chunks lie depends on the text alone, not on the pieces in which it came. What is held is a chunk and a bounded
+stretch behind it. Nothing is known here of what the chunks are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ....runtime.errors import RequestError
+from ....runtime.text.tokenizer import MAX_TEXT_CHARS
+from .tokens import Tokens, content_budget, first_window_chars, is_enough, start_of_token
+
+MAX_PIECE_CHARS = 1 << 16  # taken at a time: to cut little from much would copy much each time
+
+# Where a text is cut, best first: after empty lines, lines, sentences, clauses, words.
+_EDGES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"\n[ \t]*\n\s*",
+        r"\n\s*",
+        r"[.!?…][\"'”’)\]]*\s+|[。！？][”’」』）]*",
+        r"[,;:—–][\"'”’)\]]*\s+|[、，；：]",
+        r"\s+",
+    )
+)
+_LEAST_SHARE = (
+    0.5  # of a chunk's room that a good edge must leave used; with less, the next kind of edge is taken
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`text` is what stands from `start` to `end` in the whole, in characters."""
+
+    text: str
+    start: int
+    end: int
+    num_tokens: int  # without special tokens
+
+    @property
+    def num_chars(self) -> int:
+        return self.end - self.start
+
+
+class Chunker:
+    """Takes a text as it comes, and gives chunks as soon as they are certain. For one text; not thread-safe."""
+
+    def __init__(self, model: Tokens, *, max_tokens: int, overlap_tokens: int = 0) -> None:
+        """`max_tokens` include the special tokens that the model puts around a text. Each chunk repeats up to
+        `overlap_tokens` of the end of the one before. Raises `RequestError` for sizes that cannot be meant.
+        """
+        self._offsets = model.token_offsets
+        self._budget = content_budget(model, max_tokens)
+        if not 0 <= overlap_tokens <= self._budget // 2:
+            raise RequestError(
+                f"overlap_tokens is {overlap_tokens}, but must be from 0 to {self._budget // 2}, half of a chunk",
+                param="overlap_tokens",
+            )
+        self._overlap = overlap_tokens
+        self._held = ""  # what no chunk began with yet, and the overlap
+        self._start = 0  # where that begins in the text
+        self._covered = 0  # up to where chunks were given
+
+    def feed(self, piece: str) -> Iterator[Chunk]:
+        """The text goes on with `piece`. Gives the chunks that this makes certain; to be read to the end."""
+        for start in range(0, len(piece), MAX_PIECE_CHARS):
+            self._held += piece[start : start + MAX_PIECE_CHARS]
+            yield from self._take(at_end=False)
+
+    def finish(self) -> Iterator[Chunk]:
+        """The text has ended. Gives the rest of its chunks."""
+        return self._take(at_end=True)
+
+    def _take(self, *, at_end: bool) -> Iterator[Chunk]:
+        while (spans := self._window_spans(at_end=at_end)) is not None:
+            cut = self._cut(spans, at_end=at_end)
+            if cut is None:
+                self._advance(self._covered)  # this overlap leaves no room for anything else
+                continue
+            text, own = cut
+            chunk = Chunk(text, self._start, self._start + len(text), len(own))
+            self._covered = chunk.end
+            self._advance(chunk.end - self._overlap_chars(text, own))
+            yield chunk
+
+    def _advance(self, start: int) -> None:
+        self._held = self._held[start - self._start :]
+        self._start = start
+
+    def _window_spans(self, *, at_end: bool) -> list[tuple[int, int]] | None:
+        """The tokens of what the next chunk is cut from, so many that it is full; all if the text has ended. None:
+        more text is needed, or none is left.
+
+        The window's sizes depend on nothing but what is in it, or else would the chunks depend on the pieces.
+        """
+        window_chars = first_window_chars(self._budget)
+        while self._start + len(self._held) > self._covered:
+            is_whole = at_end and len(self._held) <= window_chars
+            if not is_whole and len(self._held) < window_chars:
+                return None
+            spans = self._offsets(self._held[:window_chars])
+            if is_whole or is_enough(spans, self._budget, window_chars):
+                return spans
+            window_chars = min(MAX_TEXT_CHARS, 2 * window_chars)
+        return None
+
+    def _cut(self, spans: list[tuple[int, int]], *, at_end: bool) -> tuple[str, list[tuple[int, int]]] | None:
+        """The next chunk's text and its own tokens, given those of its window. None: it cannot reach beyond the
+        overlap. Raises `RequestError` when it cannot hold a character.
+        """
+        done = self._covered - self._start  # the overlap: a chunk must reach beyond it
+        is_full = len(spans) > self._budget
+        end = start_of_token(spans, self._budget) if is_full else min(len(self._held), MAX_TEXT_CHARS)
+        if not (at_end and end == len(self._held)) and end > done:
+            end = _best_edge(self._held[:end], max(done + 1, int(end * _LEAST_SHARE)))
+        while end > done:
+            own = self._offsets(self._held[:end])
+            if len(own) <= self._budget:
+                return self._held[:end], own
+            # An edge that is no token's: the characters before it may be more tokens than they were.
+            end = min(end - 1, start_of_token(own, self._budget))
+        if not done:
+            raise RequestError(
+                f"one character of the text, {self._start} from its beginning, has more than {self._budget} tokens",
+                param="max_tokens",
+                hint="Allow more tokens a chunk.",
+            )
+        return None
+
+    def _overlap_chars(self, text: str, spans: list[tuple[int, int]]) -> int:
+        """How many characters of a chunk's end the next one repeats: at most those of `overlap` tokens, from the
+        edge of a sentence or a word on if there is one that keeps at least half of them.
+        """
+        if not self._overlap or len(spans) <= self._overlap:
+            return 0
+        tail = text[max(1, start_of_token(spans, len(spans) - self._overlap)) :]
+        found = (match.end() for edge in _EDGES[2:] if (match := edge.search(tail)))
+        tail = tail[next((end for end in found if end <= len(tail) // 2), 0) :]
+        while len(self._offsets(tail)) > self._overlap:
+            tail = tail[1:]  # its first character has several tokens, or has them now that it stands alone
+        return len(tail)
+
+
+def chunks(
+    model: Tokens, text: str | Iterable[str], *, max_tokens: int, overlap_tokens: int = 0
+) -> Iterator[Chunk]:
+    """The text's chunks, in order. `text` may come in pieces, of which no more is read than the next chunk needs.
+
+    An empty text has none. Raises `RequestError` as `Chunker` does, and for a character of more than `max_tokens`.
+    """
+    chunker = Chunker(model, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+    for piece in [text] if isinstance(text, str) else text:
+        yield from chunker.feed(piece)
+    yield from chunker.finish()
+
+
+async def achunks(
+    model: Tokens, text: str | Iterable[str] | AsyncIterable[str], *, max_tokens: int, overlap_tokens: int = 0
+) -> AsyncIterator[Chunk]:
+    """As `chunks`, for async handlers; the text may come from an async iterator, too."""
+    chunker = await asyncio.to_thread(Chunker, model, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
+    async for piece in _apieces(text):
+        for chunk in await asyncio.to_thread(_all, chunker.feed, piece):
+            yield chunk
+    for chunk in await asyncio.to_thread(_all, chunker.finish):
+        yield chunk
+
+
+async def _apieces(text: str | Iterable[str] | AsyncIterable[str]) -> AsyncIterator[str]:
+    """Small enough that few chunks are made ahead of their reader."""
+    if isinstance(text, AsyncIterable):
+        async for piece in text:
+            yield piece
+        return
+    for piece in [text] if isinstance(text, str) else text:
+        for start in range(0, len(piece), MAX_PIECE_CHARS):
+            yield piece[start : start + MAX_PIECE_CHARS]
+
+
+def _all(give: Callable[..., Iterator[Chunk]], *arguments: str) -> list[Chunk]:
+    return list(give(*arguments))
+
+
+def _best_edge(text: str, least: int) -> int:
+    """Where to cut a text that may be kept whole but goes on: at the last edge of the best kind behind `least`."""
+    for edge in _EDGES:
+        last = 0
+        for match in edge.finditer(text, max(0, least - 1)):
+            if least <= match.end():
+                last = match.end()
+        if last:
+            return last
+    return len(text)

@@ -1,0 +1,69 @@
+"""What `--model-loader-extra-config` may say to the load format `teneral`, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ....loader.errors import UsageError
+from ....loader.stream.options import MIB, LoadOptions
+from ....loader.stream.successive import DEFAULT_WINDOW_BYTES
+
+ARTIFACT_KEY = "artifact"
+_FLAG = "--model-loader-extra-config"
+_MIN_MEMORY_BYTES, _MAX_MEMORY_BYTES = MIB, 1 << 50
+_KINDS = {
+    "artifact": str,
+    "share": bool,
+    "memory_bytes": int,
+    "connections": int,
+    "cache_dir": str,
+    "cache_bytes": int,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """Raises `UsageError` for values that cannot be meant."""
+
+    artifact: str | None = None  # where the weights are; None: at the model's own path
+    share: bool = True  # the workers of a tensor-parallel group read the weights once between them
+    memory_bytes: int = 2 * DEFAULT_WINDOW_BYTES  # for weights on their way into the model, a worker
+    connections: int | None = None
+    cache_dir: str | None = None  # this node's cache of verified parts
+    cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not _MIN_MEMORY_BYTES <= self.memory_bytes <= _MAX_MEMORY_BYTES:
+            raise UsageError(
+                f"memory_bytes must be between {_MIN_MEMORY_BYTES} and {_MAX_MEMORY_BYTES}, not {self.memory_bytes}",
+                key="memory_bytes",
+            )
+        _ = self.load_options  # which checks the others
+
+    @property
+    def load_options(self) -> LoadOptions:
+        chosen = {
+            key: value
+            for key in ("connections", "cache_dir", "cache_bytes")
+            if (value := getattr(self, key)) is not None
+        }
+        return LoadOptions(**chosen)
+
+
+def parse_settings(extra: Mapping[str, Any] | None) -> LoaderSettings:
+    """Raises `UsageError` for keys that are not known, and values of another kind."""
+    given = dict(extra or {})
+    known = [field.name for field in fields(LoaderSettings)]
+    for key, value in given.items():
+        if key not in known:
+            raise UsageError(
+                f"{_FLAG}: {key!r} is not a key of the load format teneral",
+                key=key,
+                hint=f"It knows {', '.join(known)}.",
+            )
+        kind = _KINDS[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UsageError(f"{_FLAG}: {key} must be a {kind.__name__}, not {value!r}", key=key)
+    return LoaderSettings(**given)

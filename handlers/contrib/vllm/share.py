@@ -1,0 +1,124 @@
+"""Workers of one tensor-parallel group that read a model's weights once between them.
+
+Each group of layers is read, verified and decoded by one worker, which gives it to the others. All take part in all
+exchanges, in forward order. Invariant: what is handed on was verified by who read it; an error of one is raised by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ....loader.errors import LoadError
+from ....loader.format.manifest import Manifest
+from ....loader.stream.successive import SuccessiveLoad
+
+_MAX_MESSAGE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """A process group as vLLM has them: one for messages between CPUs, one for tensors on `device`."""
+
+    rank: int  # in the group
+    ranks: tuple[int, ...]  # of all workers, as torch.distributed numbers them
+    cpu_group: dist.ProcessGroup
+    device_group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def assign_groups(manifest: Manifest, num_workers: int) -> tuple[int, ...]:
+    """Who reads which group: always the one who has the fewest bytes so far, so that neighbours have different readers.
+
+    Depends on nothing but the manifest, so all workers come to the same.
+    """
+    stored_bytes = [0] * len(manifest.groups)
+    for part in manifest.parts:
+        stored_bytes[part.group] += part.size_bytes
+    taken_bytes = [0] * num_workers
+    readers: list[int] = []
+    for size_bytes in stored_bytes:
+        reader = min(range(num_workers), key=lambda worker: taken_bytes[worker])
+        taken_bytes[reader] += size_bytes
+        readers.append(reader)
+    return tuple(readers)
+
+
+def shared_slabs(
+    load: SuccessiveLoad, manifest: Manifest, readers: Sequence[int], peers: Peers
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each group's number and memory, (slab_bytes,) uint8 on the peers' device, in forward order, for every worker.
+
+    `load` reads the groups that are this worker's. Raises its errors, and `LoadError` for another worker's.
+    """
+    own = _Own(load, peers.device)
+    for group, reader in enumerate(readers):
+        slab = own.take(group) if reader == peers.rank else None
+        message = _tell(peers, reader, own.trouble)
+        if reader == peers.rank and own.failure is not None:
+            raise own.failure
+        if message:
+            name = manifest.groups[group].name
+            raise LoadError(f"worker {reader}, which reads {name} for all, could not load it: {message}")
+        if slab is None:
+            slab = torch.empty(manifest.groups[group].slab_bytes, dtype=torch.uint8, device=peers.device)
+        if slab.numel():
+            dist.broadcast(slab, src=peers.ranks[reader], group=peers.device_group)
+        yield group, slab
+    own.finish()
+
+
+class _Own:
+    """What this worker reads. A failure is kept until it is this worker's turn to speak, when all others listen."""
+
+    def __init__(self, load: SuccessiveLoad, device: torch.device) -> None:
+        self._slabs = load.slabs()
+        self._device = device
+        self.failure: Exception | None = None
+        try:
+            load.start()  # now, and not when it is this worker's turn
+        except Exception as error:  # noqa: BLE001 - else the others would wait for ever
+            self.failure = error
+
+    @property
+    def trouble(self) -> str:
+        return "" if self.failure is None else f"{self.failure}" or type(self.failure).__name__
+
+    def take(self, group: int) -> torch.Tensor | None:
+        """Blocks until the group is there; None when it cannot be had."""
+        if self.failure is not None:
+            return None
+        try:
+            number, array = next(self._slabs)
+            assert number == group
+            return torch.from_numpy(array).to(self._device)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.failure = error
+            return None
+
+    def finish(self) -> None:
+        """Have what was read last counted, too."""
+        next(self._slabs, None)
+
+
+def _tell(peers: Peers, reader: int, message: str) -> str:
+    """What the reader says, to all: '' when it has the group."""
+    data = message.encode()[:_MAX_MESSAGE_BYTES]
+    # vLLM loads with the GPU as torch's default device, and this group speaks between CPUs.
+    size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    source = peers.ranks[reader]
+    dist.broadcast(size, src=source, group=peers.cpu_group)
+    if size.item() == 0:
+        return ""
+    text = torch.zeros(int(size.item()), dtype=torch.uint8, device="cpu")
+    if peers.rank == reader:
+        text.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(text, src=source, group=peers.cpu_group)
+    return bytes(text.tolist()).decode(errors="replace")

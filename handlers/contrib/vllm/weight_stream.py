@@ -1,0 +1,93 @@
+"""A model's weights as vLLM takes them: pairs of a checkpoint's name and a tensor, as they arrive.
+
+It does not know vLLM. Tensors lie in memory that is used for others once nobody holds them: who wants to keep one
+copies it, as vLLM does into its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+
+from ....loader.sources.base import SourceOptions
+from ....loader.stream.successive import SuccessiveLoad, SuccessiveStatistics
+from ....loader.timeline import Timeline
+from ....loader.tools.progress_bar import format_bytes
+from ....runtime.into.address import open_weights
+from ....runtime.into.slab_tensors import names_of, tensors_in
+from .settings import LoaderSettings
+from .share import Peers, assign_groups, shared_slabs
+
+
+class WeightStream:
+    """The weights at `address`, each tensor once under each of its names, groups in forward order. For one thread."""
+
+    def __init__(
+        self,
+        address: str,
+        settings: LoaderSettings | None = None,
+        *,
+        peers: Peers | None = None,
+        source_options: SourceOptions | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Nothing is read yet. With `peers`, all of them must iterate over the same address, at the same time."""
+        self._address = address
+        self._settings = settings or LoaderSettings()
+        self._peers = peers if peers is not None and peers.size > 1 else None
+        self._source_options = source_options
+        self._timeline = timeline
+        self.digest: bytes | None = None  # of the manifest; None: plain safetensors, or not read yet
+        self.url = ""  # for people
+        self.statistics: SuccessiveStatistics | None = None  # once all was taken
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises `InsufficientMemoryError`, `ModelError` for a dtype that torch lacks, the errors of the format and of
+        the source, and `LoadError` when another worker's reading failed.
+        """
+        source, manifest = open_weights(self._address, self._source_options)
+        self.digest, self.url = manifest.digest, source.url
+        names, peers = names_of(manifest), self._peers
+        readers = assign_groups(manifest, 1 if peers is None else peers.size)
+        rank = 0 if peers is None else peers.rank
+        load = SuccessiveLoad(
+            source,
+            manifest,
+            groups=[group for group, reader in enumerate(readers) if reader == rank],
+            window_bytes=self._settings.memory_bytes // 2,
+            options=self._settings.load_options,
+            timeline=self._timeline,
+        )
+        with closing(source), load:
+            for group, slab in (
+                _own_slabs(load) if peers is None else shared_slabs(load, manifest, readers, peers)
+            ):
+                yield from tensors_in(manifest, group, slab, names)
+            self.statistics = load.statistics()
+
+    def summary(self) -> str:
+        """A line for people, once all was taken."""
+        done = self.statistics
+        if done is None:
+            return f"the weights at {self.url or self._address} were not read to their end"
+        rate = done.stored_bytes / done.elapsed_s if done.elapsed_s > 0 else 0.0
+        said = [
+            f"read {format_bytes(done.stored_bytes)} from {self.url} in {done.elapsed_s:.1f} s "
+            f"({format_bytes(rate)}/s), {format_bytes(done.weight_bytes)} of weights"
+        ]
+        if done.cached_bytes:
+            said.append(f"{format_bytes(done.cached_bytes)} of it from this node's cache")
+        if self._peers is not None:
+            said.append(f"this worker's share of {self._peers.size}")
+        if self.digest is not None:
+            said.append(f"all of it verified by b3:{self.digest.hex()[:12]}…")
+        else:
+            said.append("NOT verified: plain safetensors carry no digests; `teneral pack` the model")
+        return "; ".join(said)
+
+
+def _own_slabs(load: SuccessiveLoad) -> Iterator[tuple[int, torch.Tensor]]:
+    for group, array in load.slabs():
+        yield group, torch.from_numpy(array)

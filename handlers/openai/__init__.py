@@ -1,0 +1,1 @@
+"""OpenAI's API: completions, chats, embeddings and models, from a body to the engine and back."""

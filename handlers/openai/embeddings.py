@@ -1,0 +1,85 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from ...runtime.errors import RequestError
+from ..http.json_bodies import Decoder, encode
+from ..http.service import CALL, Service
+from .parameters import split_prompt, tokens_of
+from .responses import Embedding, EmbeddingList, EmbeddingUsage
+from .schemas import EmbeddingBody
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class EmbeddingRoute:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = Decoder(EmbeddingBody)
+
+    async def post(self, request: web.Request) -> web.Response:
+        async with self._service.admission.body(request) as data:
+            return await self.answer(request, data)
+
+    async def answer(self, request: web.Request, data: bytes | bytearray) -> web.Response:
+        """As `post`, with a body that was read already."""
+        service = self._service
+        body = self._decoder.decode(data)
+        service.check_model(body.model)
+        inputs = split_prompt(body.input, param="input", max_prompts=service.limits.max_embedding_inputs)
+        with service.admission.waiting(1):
+            tokenizer = await service.tokenizer()
+            embedder = await service.ready(service.instance.embedder)
+            embedder.require_room()
+            encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
+            token_lists = await service.text_threads.run(
+                len(data), lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
+            )
+        num_tokens = sum(map(len, token_lists))
+        service.metrics.prompt_taken(num_tokens)
+        CALL.get().limit(service.limits.request_timeout_s)
+        embedded = embedder.embed(token_lists)
+        try:
+            vectors = await asyncio.wrap_future(embedded)
+        finally:
+            embedder.give_up(embedded)  # a client that went away, or has waited long enough
+        _check_dimensions(body, vectors)
+        # Here too: thousands of vectors as text are megabytes.
+        answer = await asyncio.to_thread(self._answer, body, vectors, num_tokens)
+        return web.Response(body=answer, content_type="application/json")
+
+    def _answer(self, body: EmbeddingBody, vectors: np.ndarray, num_tokens: int) -> bytes:
+        pack = _base64 if body.encoding_format == "base64" else _numbers
+        return encode(
+            EmbeddingList(
+                [Embedding(index, pack(vector)) for index, vector in enumerate(vectors)],
+                self._service.instance.model_name,
+                EmbeddingUsage(num_tokens, num_tokens),
+            )
+        )
+
+
+def _check_dimensions(body: EmbeddingBody, vectors: np.ndarray) -> None:
+    if body.dimensions is not None and body.dimensions != vectors.shape[1]:
+        raise RequestError(
+            f"this model's embeddings have {vectors.shape[1]} dimensions, not {body.dimensions}",
+            param="dimensions",
+        )
+
+
+def _numbers(vector: np.ndarray) -> list[float]:
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _base64(vector: np.ndarray) -> str:
+    """The numbers as little-endian float32, as OpenAI's clients ask for them."""
+    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode("ascii")

@@ -1,0 +1,180 @@
+"""Response bodies as values, in the shapes of OpenAI's API. No rules here: what goes in is decided by the
+routes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ... import __version__
+
+SYSTEM_FINGERPRINT = f"teneral-{__version__}"  # the same for two answers when the same code made them
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """`drafted_tokens` is our own; the other two are OpenAI's names for what a prediction came to, whoever made it."""
+
+    drafted_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+class ChunkExtras(msgspec.Struct, frozen=True):
+    """Teneral's own fields of a chunk."""
+
+    drafted_tokens: int  # of the tokens since the choice's last chunk
+
+
+# -- /v1/chat/completions
+# -----------------------------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    teneral: ChunkExtras | UnsetType = UNSET
+
+
+# -- /v1/completions
+# ----------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Columns, one entry a token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The whole, and the chunks of a stream as well: the API has one shape for both."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    teneral: ChunkExtras | UnsetType = UNSET  # in chunks only
+
+
+# -- /v1/embeddings
+# -----------------------------------------------------------------------------------------------------
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+# -- /v1/models
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    object: Literal["model"] = "model"
+    owned_by: str = "teneral"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[Model]
+    object: Literal["list"] = "list"

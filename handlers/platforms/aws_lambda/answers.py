@@ -1,0 +1,230 @@
+"""What answers an invocation: the function that is served, or for an HTTP request the HTTP application.
+
+The function gets the event as it is, and what it gives is the answer; an HTTP request goes through the routes as if it
+had come over a socket. It knows no Runtime API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING, Any, cast
+
+from ....runtime.errors import CancelledError, RequestError
+from ...context import Context
+from ...function import Handler, run, up_to
+from .errors import MAX_RESPONSE_BYTES, ResponseTooLargeError
+from .events import EventKind, kind_of_event
+from .invocation import Invocation
+from .reply import Reply
+
+if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp import web
+
+    from ...model import ModelHost
+
+STREAM_OF_VALUES = "application/x-ndjson"
+STREAM_OF_BYTES = "application/octet-stream"
+BYTES = "application/unknown"  # as AWS's runtime for Python names them
+PIECE_BYTES = 64 << 10
+
+
+class Answers:
+    """Any number of invocations at a time, on one event loop. `close` it."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        handler: Handler,
+        make_app: Callable[[], web.Application],
+        *,
+        environment: Mapping[str, str],
+        is_streaming: bool,
+    ) -> None:
+        """`make_app` is called when the first HTTP request comes: many functions never see one."""
+        self._host = host
+        self._handler = handler
+        self._make_app = make_app
+        self._environment = environment
+        self._is_streaming = is_streaming
+        self._inside: asyncio.Task[aiohttp.ClientSession] | None = None
+        self._stack = AsyncExitStack()
+
+    async def answer(self, invocation: Invocation, reply: Reply) -> None:
+        """Answer one invocation. Raises what it failed with."""
+        event = invocation.event()
+        kind = kind_of_event(event)
+        if kind.is_http:
+            await self._answer_http(invocation, event, kind, reply)
+        else:
+            await self._answer_function(invocation, event, reply)
+
+    async def close(self) -> None:
+        if self._inside is not None:
+            await asyncio.wait({self._inside})
+        await self._stack.aclose()
+
+    # the function
+
+    async def _answer_function(self, invocation: Invocation, event: Any, reply: Reply) -> None:
+        context = Context(
+            self._host,
+            request_id=invocation.request_id,
+            timeout_s=invocation.timeout_s(),
+            platform=invocation.facts(self._environment),
+            trace_id=invocation.trace_id,
+        )
+        is_stream = asyncio.Event()  # it yields, whether or not its definition shows that
+        values = cast(AsyncGenerator[Any, None], run(self._handler, event, context, on_stream=is_stream.set))
+        async with aclosing(values):
+            given = [value async for value in up_to(1, values)]
+            is_several = self._handler.kind.is_generator
+            if self._is_streaming:  # the first piece goes out at once
+                is_several = is_several or is_stream.is_set()
+            elif not is_several:
+                given += [value async for value in up_to(1, values)]
+                is_several = len(given) > 1
+            if not is_several:
+                value = given[0] if given else None
+                await reply.whole(_encode(value), BYTES if isinstance(value, bytes) else "application/json")
+            elif self._is_streaming:
+                try:
+                    async with asyncio.timeout(invocation.timeout_s()):  # also where Lambda takes nothing
+                        await _stream(_chain(given, values), reply)
+                except TimeoutError:
+                    raise CancelledError(f"{self._handler.name} did not end before its deadline") from None
+            else:
+                await reply.whole(await _as_list(_chain(given, values)))
+
+    # HTTP
+
+    async def _answer_http(
+        self, invocation: Invocation, event: dict[str, Any], kind: EventKind, reply: Reply
+    ) -> None:
+        from .http_events import Head, request_of, response_of
+
+        timeout_s = invocation.timeout_s()
+        try:
+            async with asyncio.timeout(timeout_s):
+                request = request_of(event, kind)
+                if self._is_streaming and kind is EventKind.HTTP_V2:
+                    await self._stream_http(invocation, request, reply)
+                    return
+                head, body = await self._ask_inside(invocation, request)
+        except RequestError as error:
+            head, body = Head(400, _JSON), _error_body(error.message, "invalid_request_error", "bad_event")
+        except TimeoutError:
+            if timeout_s is None or reply.has_begun:
+                raise CancelledError("the request did not end before its deadline") from None
+            message = "the request took longer than the time that the function has"
+            head, body = Head(504, _JSON), _error_body(message, "server_error", "request_timeout")
+        answer = response_of(head, body, kind, event)
+        if len(answer) > MAX_RESPONSE_BYTES:
+            message = str(ResponseTooLargeError(len(answer)))
+            answer = response_of(
+                Head(500, _JSON), _error_body(message, "server_error", "response_too_large"), kind, event
+            )
+        await reply.whole(answer)
+
+    async def _ask_inside(self, invocation: Invocation, request: Any) -> tuple[Any, bytes]:
+        from .http_events import Head
+
+        async with await self._send(invocation, request) as response:
+            body = bytearray()
+            async for piece in response.content.iter_chunked(PIECE_BYTES):
+                body += piece
+                if len(body) > MAX_RESPONSE_BYTES:
+                    message = str(ResponseTooLargeError(len(body)))
+                    return Head(500, _JSON), _error_body(message, "server_error", "response_too_large")
+            return Head(response.status, list(response.headers.items())), bytes(body)
+
+    async def _stream_http(self, invocation: Invocation, request: Any, reply: Reply) -> None:
+        from .http_events import STREAM_CONTENT_TYPE, Head, prelude_of
+
+        async with await self._send(invocation, request) as response:
+            head = Head(response.status, list(response.headers.items()))
+            await reply.write(prelude_of(head), STREAM_CONTENT_TYPE)
+            async for piece in response.content.iter_any():
+                await reply.write(piece, STREAM_CONTENT_TYPE)
+        await reply.end()
+
+    async def _send(self, invocation: Invocation, request: Any) -> aiohttp.ClientResponse:
+        """The request, to our own application; with the invocation's id and time where the client gave none."""
+        from yarl import URL
+
+        session = await self._session()
+        headers = list(request.headers)
+        if request.header("x-request-id") is None:
+            headers.append(("x-request-id", invocation.request_id))
+        timeout_s = invocation.timeout_s()
+        if request.header("deadline-ms") is None and timeout_s is not None:
+            headers.append(("deadline-ms", str(max(1, round(1000 * timeout_s)))))
+        return await session.request(
+            request.method,
+            URL(request.target, encoded=True),
+            headers=headers,
+            data=request.body or None,
+            allow_redirects=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
+        )
+
+    async def _session(self) -> aiohttp.ClientSession:
+        """The way to our own application, made by whoever needs it first and then kept."""
+        if self._inside is None:
+            self._inside = asyncio.ensure_future(self._open_inside())
+        return await asyncio.shield(self._inside)
+
+    async def _open_inside(self) -> aiohttp.ClientSession:
+        from ...http.inside import serving_inside  # a web server, which few functions need
+
+        return await self._stack.enter_async_context(serving_inside(self._make_app()))
+
+
+_JSON = [("content-type", "application/json")]
+
+
+def _encode(value: Any) -> bytes:
+    """As AWS's runtime for Python encodes it. `run` has checked that it can be."""
+    return value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
+
+
+async def _chain(first: list[Any], rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    for value in first:
+        yield value
+    async for value in rest:
+        yield value
+
+
+async def _as_list(values: AsyncIterator[Any]) -> bytes:
+    """All of them as one JSON list; bytes, which JSON has no form for, are refused. Raises `ResponseTooLargeError` as
+    soon as it is one.
+    """
+    pieces, total_bytes = [], 2
+    async for value in values:
+        if isinstance(value, bytes):
+            raise RequestError("a function that yields bytes is for functions that stream", param="")
+        pieces.append(_encode(value))
+        total_bytes += len(pieces[-1]) + 2
+        if total_bytes > MAX_RESPONSE_BYTES:
+            raise ResponseTooLargeError(total_bytes)
+    return b"[" + b", ".join(pieces) + b"]"
+
+
+async def _stream(values: AsyncIterator[Any], reply: Reply) -> None:
+    """Each as it comes: as a line of JSON, bytes as they are."""
+    content_type = STREAM_OF_VALUES
+    async for value in values:
+        if not reply.has_begun and isinstance(value, bytes):
+            content_type = STREAM_OF_BYTES
+        await reply.write(value if isinstance(value, bytes) else _encode(value) + b"\n", content_type)
+    if not reply.has_begun:
+        await reply.write(b"", content_type)
+    await reply.end()
+
+
+def _error_body(message: str, kind: str, code: str) -> bytes:
+    """The shape that all of the application's errors have."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()

@@ -1,0 +1,192 @@
+"""`teneral serve` on AWS Lambda: no port, but the Runtime API, which invocations come from.
+
+The weights are sent for first, as everywhere. The first invocation is asked for as soon as the handler is imported,
+while they are still on their way: an init phase longer than 10 s is cut off, an invocation may take 15 minutes. Where
+Lambda starts instances ahead of time, which has no such limit, they ask when everything is there.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from ....loader.errors import TeneralError, UsageError
+from ....loader.timeline import Timeline
+from ....runtime.config import ServeConfig
+from ....runtime.start import Helpers, send_for
+from .. import TRAITS, Platform
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from ....loader.stream.prepare import Prepared
+    from ....runtime.instance import Instance
+    from ...function import Handler
+
+ADDRESS_VARIABLE = "AWS_LAMBDA_RUNTIME_API"
+KIND_VARIABLE = "AWS_LAMBDA_INITIALIZATION_TYPE"
+CONCURRENCY_VARIABLE = "AWS_LAMBDA_MAX_CONCURRENCY"
+MAX_CONCURRENCY = 1_000
+SNAP_START = "snap-start"
+DEFAULT_HANDLER = "teneral.handlers.plain:handler"
+OPENED_WITHIN_S = 3.0  # for a model that is not there to be told as what it is: an instance that cannot start
+AHEAD_WITHIN_S = 100.0  # an instance that is started ahead of time has 130 s
+EXIT_INIT_FAILED = 1
+
+_DOTTED = re.compile(r"([\w./-]+)\.([A-Za-z_]\w*)")
+
+
+def run_lambda(config: ServeConfig, prepared: Prepared | None = None) -> int:
+    """Answer invocations until Lambda ends the instance. Returns the exit status; raises the error that ended the
+    instance later than its start. Blocks. Changes the process: logging, and the variable that X-Ray's trace is in.
+    """
+    timeline = Timeline()
+    timeline.add("process", "start interpreter", 0.0, timeline.now_s())
+    address = os.environ.get(ADDRESS_VARIABLE, "")
+    try:
+        sent = send_for(config, timeline, prepared=prepared, fork=True)
+    except TeneralError as error:
+        return _could_not_start(address, error)
+    with sent.take_over(timeline) if sent else nullcontext() as helpers:
+        return _run(address, config, timeline, helpers)
+
+
+def _run(address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers | None) -> int:
+    with timeline.span("process", "import runtime"):
+        from ....runtime.instance import Instance
+        from .logs import set_up_logging
+    set_up_logging(config.log_level, os.environ)
+    with Instance(config, timeline=timeline, helpers=helpers) as instance:
+        instance.kind.add_done_callback(lambda _: _collect_garbage())
+        with timeline.span("process", "import handler"):
+            from ...function import load_handler
+        handler = None
+        try:
+            num_workers = concurrency(os.environ)
+            handler = load_handler(handler_spec(config, os.environ) or DEFAULT_HANDLER)
+            _wait(instance, os.environ)
+        except TeneralError as error:
+            if handler is not None:
+                handler.close()
+            return _could_not_start(address, error)
+        try:
+            return _serve(address, instance, handler, num_workers)
+        finally:
+            handler.close()
+
+
+def _serve(address: str, instance: Instance, handler: Handler, num_workers: int) -> int:
+    import asyncio  # here, not above: the first bytes were asked for before it was needed
+    import logging
+
+    if os.environ.get(KIND_VARIABLE) == SNAP_START:
+        from .snapstart import checkpoint
+
+        status = checkpoint(address, instance, say=logging.getLogger("teneral.lambda").error)
+        if status != 0:
+            return status
+    instance.timeline.mark("process", "asks for an invocation")
+    asyncio.run(_answer_invocations(address, instance, handler, num_workers))
+    return 0
+
+
+async def _answer_invocations(address: str, instance: Instance, handler: Handler, num_workers: int) -> None:
+    import asyncio
+    import time
+
+    from .answers import Answers
+    from .loop import InvocationLoop
+
+    config = instance.config
+    own_handler = handler if handler.name != DEFAULT_HANDLER else None
+
+    def make_app() -> web.Application:
+        from ...app import Limits, create_app  # a web server, which few functions need
+
+        limits = Limits.from_config(config)
+        return create_app(instance, handler=own_handler, limits=limits, platform=Platform.LAMBDA)
+
+    answers = Answers(
+        instance, handler, make_app, environment=os.environ, is_streaming=config.lambda_streaming
+    )
+    drain_s = config.drain_timeout_s
+    drain_s = TRAITS[Platform.LAMBDA].drain_timeout_s if drain_s is None else drain_s
+    loop = InvocationLoop(address, instance, answers.answer, num_workers=num_workers, drain_timeout_s=drain_s)
+    instance.ended.add_done_callback(lambda _: loop.request_stop())
+    try:
+        await loop.run()
+    finally:
+        await answers.close()
+        if loop.ends_by_s is not None:
+            await asyncio.to_thread(instance.save_snapshot, loop.ends_by_s - time.monotonic())
+
+
+def handler_spec(config: ServeConfig, environment: Mapping[str, str]) -> str | None:
+    """The function to serve: what --handler names, or the image's CMD (`_HANDLER`), in our form or in Lambda's
+    `module.function`; None where neither names one.
+    """
+    given = config.handler or environment.get("_HANDLER", "")
+    if config.handler is None and (given in sys.argv or given == config.model):
+        return None  # CMD holds arguments of this program's, of which Lambda shows the first
+    if ":" in given:
+        return None if "://" in given else given
+    if given.endswith(".py"):
+        return given if config.handler else None
+    found = _DOTTED.fullmatch(given)
+    if found is None:
+        return given if config.handler else None  # whose error says what it should be
+    return f"{found[1].strip('/').replace('/', '.')}:{found[2]}"
+
+
+def concurrency(environment: Mapping[str, str]) -> int:
+    """How many invocations may run at a time. Raises `UsageError`."""
+    given = environment.get(CONCURRENCY_VARIABLE, "1")
+    if not given.isdecimal() or not 1 <= int(given) <= MAX_CONCURRENCY:
+        raise UsageError(
+            f"{CONCURRENCY_VARIABLE} is {given!r}, not a number from 1 to {MAX_CONCURRENCY}",
+            key=CONCURRENCY_VARIABLE,
+        )
+    return int(given)
+
+
+def _wait(instance: Instance, environment: Mapping[str, str]) -> None:
+    """Until the first invocation may come. Raises the instance's failure."""
+    kind = environment.get(KIND_VARIABLE, "on-demand")
+    if kind == "on-demand" and CONCURRENCY_VARIABLE not in environment:
+        instance.wait_opened(OPENED_WITHIN_S)
+    else:
+        instance.wait_exact(None if kind == SNAP_START else AHEAD_WITHIN_S)
+    if instance.failure is not None:
+        raise instance.failure
+
+
+def _could_not_start(address: str, error: TeneralError) -> int:
+    """Tell Lambda and the log why. Returns the exit status."""
+    import asyncio
+
+    from .errors import init_report
+    from .runtime_api import RuntimeApi, RuntimeApiError
+
+    print(f"teneral: {error}", file=sys.stderr, flush=True)
+    told = init_report(error)
+
+    async def tell() -> None:
+        async with RuntimeApi(address) as api:
+            await api.init_error(told.body(), told.error_type)
+
+    try:
+        asyncio.run(tell())
+    except RuntimeApiError as lost:
+        print(f"teneral: {lost}", file=sys.stderr, flush=True)
+    return EXIT_INIT_FAILED
+
+
+def _collect_garbage() -> None:
+    """From now on: as in `http.command`."""
+    gc.freeze()
+    gc.enable()

@@ -1,0 +1,214 @@
+"""HTTP as Lambda's events have it, and HTTP: three shapes of requests and of responses, as pure functions.
+
+    function URL, API Gateway HTTP API   payload 2.0: cookies apart, headers of one name joined by commas
+    API Gateway REST API                 payload 1.0: headers and parameters once joined and once apart; decoded
+    application load balancer            the same, either joined or apart, as its target group says; not decoded
+
+Events are read with distrust: a client's request is in them. It knows no sockets and no routes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from ....runtime.errors import RequestError
+from .events import EventKind
+
+STREAM_CONTENT_TYPE = "application/vnd.awslambda.http-integration-response"
+PRELUDE_END = b"\0" * 8
+
+Headers = list[tuple[str, str]]
+
+# Of one hop only, or made anew by whoever sends.
+_NOT_PASSED_ON = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "transfer-encoding",
+        "te",
+        "trailer",
+        "upgrade",
+        "expect",
+    }
+    | {"host", "content-length"}
+)
+_SAFE_IN_PATHS = "/:@!$&'()*+,;=~%-._"
+_TEXTS = ("text/", "application/json", "application/x-ndjson", "application/javascript", "application/xml")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`target` is path and query, as they are sent."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+
+    def header(self, name: str) -> str | None:
+        return next((value for key, value in self.headers if key.lower() == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Of a response."""
+
+    status: int
+    headers: Headers
+
+
+def request_of(event: dict[str, Any], kind: EventKind) -> Request:
+    """The request that an event of an HTTP kind holds. Raises `RequestError` for one that cannot be meant."""
+    read = {
+        EventKind.HTTP_V2: _target_and_headers_v2,
+        EventKind.HTTP_V1: _target_and_headers_v1,
+        EventKind.ALB: _target_and_headers_alb,
+    }
+    method = event["requestContext"]["http"]["method"] if kind is EventKind.HTTP_V2 else event["httpMethod"]
+    if not (method.isascii() and method.isalpha()):
+        raise RequestError("the event's HTTP method is none", param="httpMethod")
+    target, headers = read[kind](event)
+    return Request(method.upper(), target, [pair for pair in headers if _passes(*pair)], _body(event))
+
+
+def response_of(head: Head, body: bytes, kind: EventKind, event: dict[str, Any]) -> bytes:
+    """The event's answer, in the shape that its service reads."""
+    value: dict[str, Any] = {"statusCode": head.status}
+    if kind is EventKind.HTTP_V2:
+        value.update(_joined(head.headers))
+    elif kind is EventKind.ALB:
+        value["statusDescription"] = f"{head.status} {_phrase(head.status)}".strip()
+        if "multiValueHeaders" in event:  # it reads only the one that it sends
+            value["multiValueHeaders"] = _apart(head.headers)
+        else:
+            value["headers"] = {name: values[-1] for name, values in _apart(head.headers).items()}
+    else:
+        value["multiValueHeaders"] = _apart(head.headers)
+    text = _as_text(head.headers, body)
+    value["body"] = base64.b64encode(body).decode() if text is None else text
+    value["isBase64Encoded"] = text is None
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+def prelude_of(head: Head) -> bytes:
+    """What an answer that is streamed begins with."""
+    return json.dumps({"statusCode": head.status, **_joined(head.headers)}).encode() + PRELUDE_END
+
+
+# requests
+
+
+def _target_and_headers_v2(event: dict[str, Any]) -> tuple[str, Headers]:
+    path, query = event["rawPath"], event.get("rawQueryString")
+    stage = event["requestContext"].get("stage")
+    if isinstance(stage, str) and stage != "$default" and path.startswith(f"/{stage}/"):
+        path = path[len(stage) + 1 :]  # API Gateway's own stages stand before the path
+    headers = _pairs(event.get("headers"))
+    cookies = event.get("cookies")
+    if isinstance(cookies, list):
+        headers.append(("cookie", "; ".join(str(cookie) for cookie in cookies)))
+    return _target(path, query if isinstance(query, str) else ""), headers
+
+
+def _target_and_headers_v1(event: dict[str, Any]) -> tuple[str, Headers]:
+    query = urlencode(_pairs_of(event, "multiValueQueryStringParameters", "queryStringParameters"))
+    return _target(event["path"], query), _pairs_of(event, "multiValueHeaders", "headers")
+
+
+def _target_and_headers_alb(event: dict[str, Any]) -> tuple[str, Headers]:
+    pairs = _pairs_of(event, "multiValueQueryStringParameters", "queryStringParameters")
+    query = "&".join(f"{name}={value}" for name, value in pairs)  # still encoded, as the client sent it
+    return _target(event["path"], query), _pairs_of(event, "multiValueHeaders", "headers")
+
+
+def _target(path: str, query: str) -> str:
+    """Only what may stand in a request's first line, however the event came about."""
+    target = quote(f"/{path.lstrip('/')}", safe=_SAFE_IN_PATHS)
+    return f"{target}?{quote(query, safe=_SAFE_IN_PATHS + '?')}" if query else target
+
+
+def _pairs_of(event: dict[str, Any], many: str, one: str) -> Headers:
+    several = event.get(many)
+    if not isinstance(several, dict):
+        return _pairs(event.get(one))
+    return [
+        (str(name), str(value))
+        for name, values in several.items()
+        for value in (values if isinstance(values, list) else [values])
+    ]
+
+
+def _pairs(values: Any) -> Headers:
+    return [(str(name), str(value)) for name, value in values.items()] if isinstance(values, dict) else []
+
+
+def _passes(name: str, value: str) -> bool:
+    if name.lower() in _NOT_PASSED_ON:
+        return False
+    if not name.isascii() or not all(char.isalnum() or char in "!#$%&'*+-.^_`|~" for char in name):
+        raise RequestError(f"{name[:100]!r} is no name of a header", param="headers")
+    if any(char in "\r\n\0" for char in value):
+        raise RequestError(f"the header {name[:100]!r} has a line break in it", param="headers")
+    return True
+
+
+def _body(event: dict[str, Any]) -> bytes:
+    body = event.get("body")
+    if body is None:
+        return b""
+    if not isinstance(body, str):
+        raise RequestError("the event's body must be a text", param="body")
+    if event.get("isBase64Encoded") is not True:
+        return body.encode("utf-8", "surrogatepass")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(
+            "the event's body is not the base64 that it is said to be", param="body"
+        ) from error
+
+
+# responses
+
+
+def _joined(headers: Headers) -> dict[str, Any]:
+    """Payload 2.0: cookies apart, the others joined."""
+    apart = _apart(headers)
+    cookies = apart.pop("set-cookie", [])
+    joined: dict[str, Any] = {"headers": {name: ",".join(values) for name, values in apart.items()}}
+    return joined | {"cookies": cookies} if cookies else joined
+
+
+def _apart(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    apart: dict[str, list[str]] = {}
+    for name, value in headers:
+        if name.lower() not in _NOT_PASSED_ON:
+            apart.setdefault(name.lower(), []).append(value)
+    return apart
+
+
+def _as_text(headers: Sequence[tuple[str, str]], body: bytes) -> str | None:
+    """The body where it is text; None where it must be sent as base64."""
+    named = {name.lower(): value.lower() for name, value in headers}
+    content_type = named.get("content-type", "")
+    if "content-encoding" in named or (body and not content_type.startswith(_TEXTS)):
+        return None
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _phrase(status: int) -> str:
+    try:
+        return http.HTTPStatus(status).phrase
+    except ValueError:
+        return ""

@@ -1,0 +1,282 @@
+"""A client of Lambda's Runtime API (version 2018-06-01): invocations in, answers out, over one kept connection.
+
+What is read is bounded. A connection that the other side has closed while it was idle is made anew, once, and the
+request sent again: the API takes one answer for an invocation, so that a second one changes nothing. It knows what is
+sent, and not what it means.
+
+Source: "Using the Lambda runtime API for custom runtimes" and "Building a custom runtime" in AWS's documentation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from .... import __version__
+from ....loader.errors import TeneralError, UsageError
+
+VERSION = "2018-06-01"
+MAX_HEAD_BYTES = 256 << 10  # of an answer; client contexts are headers
+MAX_EVENT_BYTES = 64 << 20  # ten times what Lambda sends
+MAX_CAUSE_BYTES = 64 << 10  # of the header that X-Ray gets
+ERROR_CONTENT_TYPE = "application/vnd.aws.lambda.error+json"
+TYPE_HEADER = "Lambda-Runtime-Function-Error-Type"
+BODY_TRAILER = "Lambda-Runtime-Function-Error-Body"
+INVOCATION_ID_HEADER = "Lambda-Runtime-Invocation-Id"  # of an attempt; sent back as it came
+
+
+class RuntimeApiError(TeneralError):
+    """The Runtime API cannot be reached, does not speak as it should, or refused something. `status` is 0 where there
+    was no answer.
+    """
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message, hint="Lambda starts another instance when this one ends.")
+        self.status = status
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether nothing more can be expected of this instance: a refusal of one answer (4xx) is not that."""
+        return not 400 <= self.status < 500
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`headers` by their names in small letters; of several with one name, the last."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class RuntimeApi:
+    """One conversation, request after request: for one task at a time. `close` it, or use it as a context manager."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is HOST:PORT, as `AWS_LAMBDA_RUNTIME_API` has it. Raises `UsageError`."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise UsageError(
+                f"{address!r} is no address of a Runtime API",
+                key="AWS_LAMBDA_RUNTIME_API",
+                hint="It is HOST:PORT; Lambda sets it, and so does aws-lambda-rie.",
+            )
+        self._host, self._port = host.strip("[]"), int(port)
+        self._common = f"Host: {address}\r\nUser-Agent: teneral/{__version__}\r\n"
+        self._next = self._head("GET", "invocation/next", {})
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def next(self) -> Answer:
+        """The next invocation, whenever it comes. Raises `RuntimeApiError`."""
+        return _expect(await self._exchange(self._next), "/invocation/next")
+
+    async def respond(
+        self, request_id: str, body: bytes, content_type: str, invocation_id: str | None
+    ) -> None:
+        """The whole answer to an invocation. Raises `RuntimeApiError`."""
+        headers = {"Content-Type": content_type} | _echoed(invocation_id)
+        await self._post(f"invocation/{request_id}/response", headers, body)
+
+    async def fail(
+        self, request_id: str, body: bytes, error_type: str, cause: str, invocation_id: str | None
+    ) -> None:
+        """An invocation's error, where nothing of an answer was sent; `cause` is X-Ray's. Raises `RuntimeApiError`."""
+        headers = {"Content-Type": ERROR_CONTENT_TYPE, TYPE_HEADER: _one_line(error_type)}
+        if len(cause) <= MAX_CAUSE_BYTES:
+            headers["Lambda-Runtime-Function-XRay-Error-Cause"] = cause
+        await self._post(f"invocation/{request_id}/error", headers | _echoed(invocation_id), body)
+
+    async def begin_stream(self, request_id: str, content_type: str, invocation_id: str | None) -> Stream:
+        """Begin an answer that is sent as it comes: `Stream.end` it. Raises `RuntimeApiError`."""
+        head = self._head(
+            "POST",
+            f"invocation/{request_id}/response",
+            {
+                "Content-Type": content_type,
+                "Lambda-Runtime-Function-Response-Mode": "streaming",
+                "Transfer-Encoding": "chunked",
+                "Trailer": f"{TYPE_HEADER}, {BODY_TRAILER}",
+            }
+            | _echoed(invocation_id),
+        )
+        try:
+            if self._writer is None or self.is_cut:
+                await self._connect()
+            assert self._writer is not None
+            self._writer.write(head)
+        except OSError as error:
+            raise self._lost(error) from error
+        return Stream(self, self._writer)
+
+    async def init_error(self, body: bytes, error_type: str) -> None:
+        """The instance could not start. Raises `RuntimeApiError`."""
+        await self._post("init/error", {"Content-Type": ERROR_CONTENT_TYPE, TYPE_HEADER: error_type}, body)
+
+    async def restore_next(self) -> None:
+        """Returns when this process goes on from a snapshot. Raises `RuntimeApiError`."""
+        _expect(await self._exchange(self._head("GET", "restore/next", {})), "/restore/next")
+
+    async def restore_error(self, body: bytes, error_type: str) -> None:
+        await self._post("restore/error", {"Content-Type": ERROR_CONTENT_TYPE, TYPE_HEADER: error_type}, body)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the other side has closed the connection."""
+        return self._reader is None or self._reader.at_eof()
+
+    def close(self) -> None:
+        """Idempotent. A request that is under way fails."""
+        writer, self._reader, self._writer = self._writer, None, None
+        if writer is not None:
+            writer.transport.abort()  # not `close`, which waits until all is sent that nobody may take
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+        await asyncio.sleep(0)  # the event loop closes it, if it goes round once more
+
+    # requests
+
+    def _head(self, method: str, path: str, headers: Mapping[str, str]) -> bytes:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"{method} /{VERSION}/runtime/{path} HTTP/1.1\r\n{self._common}{lines}\r\n"
+        return head.encode("utf-8", "replace")
+
+    async def _post(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
+        head = self._head("POST", path, {**headers, "Content-Length": str(len(body))})
+        _expect(await self._exchange(head + body), f"/{path}")
+
+    async def _exchange(self, request: bytes) -> Answer:
+        """Send a request and read its answer; once more, on a new connection, where one is lost without a word: it was
+        closed while nobody used it, or the process is a copy of the one that it belonged to.
+        """
+        try:
+            try:
+                return await self._ask(request)
+            except (ConnectionError, asyncio.IncompleteReadError) as error:
+                if isinstance(error, asyncio.IncompleteReadError) and error.partial:
+                    raise  # it has heard us
+                self.close()
+            return await self._ask(request)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise self._lost(error) from error
+        except asyncio.CancelledError:
+            self.close()  # the answer may still come, and would be taken for the next one's
+            raise
+
+    async def _ask(self, request: bytes) -> Answer:
+        if self._writer is None:
+            await self._connect()
+        assert self._writer is not None
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self.read_answer()
+
+    async def _connect(self) -> None:
+        self.close()
+        self._reader, self._writer = await asyncio.open_connection(
+            self._host, self._port, limit=MAX_HEAD_BYTES
+        )
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _lost(self, error: BaseException) -> RuntimeApiError:
+        self.close()
+        return RuntimeApiError(f"the Runtime API at {self._host}:{self._port} is lost: {_said(error)}")
+
+    # answers
+
+    async def read_answer(self) -> Answer:
+        """The next answer on the connection. Raises `OSError`, `EOFError` or `ValueError` for what is none."""
+        assert self._reader is not None
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        status_line, *lines = head[:-4].decode("utf-8", "replace").split("\r\n")
+        status = int(status_line.partition(" ")[2].partition(" ")[0])
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        body = await self._read_body(self._reader, headers)
+        if headers.get("connection", "").lower() == "close":
+            self.close()
+        return Answer(status, headers, body)
+
+    async def _read_body(self, reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            return await self._read_chunks(reader)
+        size_bytes = int(headers.get("content-length", 0))
+        if not 0 <= size_bytes <= MAX_EVENT_BYTES:
+            raise ValueError(f"an event of {size_bytes} bytes, where {MAX_EVENT_BYTES} are the most")
+        return await reader.readexactly(size_bytes) if size_bytes else b""
+
+    async def _read_chunks(self, reader: asyncio.StreamReader) -> bytes:
+        pieces, total_bytes = [], 0
+        while size_bytes := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            total_bytes += size_bytes
+            if size_bytes < 0 or total_bytes > MAX_EVENT_BYTES:
+                raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            pieces.append((await reader.readexactly(size_bytes + 2))[:-2])
+        while await reader.readuntil(b"\r\n") != b"\r\n":
+            pass  # trailers
+        return b"".join(pieces)
+
+
+class Stream:
+    """An answer that is being sent. `end` it, once."""
+
+    def __init__(self, api: RuntimeApi, writer: asyncio.StreamWriter) -> None:
+        self._api = api
+        self._writer = writer
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece, which must not be empty. Waits while Lambda is slow to take it. Raises `RuntimeApiError`."""
+        try:
+            if self._api.is_cut:
+                raise ConnectionResetError("closed by the other side")
+            self._writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await self._writer.drain()
+        except OSError as error:
+            raise self._api._lost(error) from error
+
+    async def end(self, *, error_type: str = "", error_body: bytes = b"") -> None:
+        """Say that all was sent, or what ended it. Closes the connection, as Lambda wants. Raises `RuntimeApiError`."""
+        trailers = b""
+        if error_type:
+            import base64  # errors are rare
+
+            body = base64.b64encode(error_body).decode()
+            trailers = f"{TYPE_HEADER}: {_one_line(error_type)}\r\n{BODY_TRAILER}: {body}\r\n".encode()
+        try:
+            self._writer.write(b"0\r\n" + trailers + b"\r\n")
+            await self._writer.drain()
+            _expect(await self._api.read_answer(), "/invocation/response")
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            raise self._api._lost(error) from error
+        finally:
+            self._api.close()
+
+
+def _expect(answer: Answer, path: str) -> Answer:
+    if 200 <= answer.status < 300:
+        return answer
+    told = answer.body[:500].decode("utf-8", "replace")
+    raise RuntimeApiError(f"the Runtime API answered {answer.status} to {path}: {told}", status=answer.status)
+
+
+def _echoed(invocation_id: str | None) -> dict[str, str]:
+    return {INVOCATION_ID_HEADER: invocation_id} if invocation_id else {}
+
+
+def _one_line(text: str) -> str:
+    """A header's value: what users call their exceptions is theirs."""
+    return "".join(char if " " <= char != "\x7f" else " " for char in text)[:256]
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

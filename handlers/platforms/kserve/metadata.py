@@ -1,0 +1,96 @@
+"""What there is to know of the server and of its model: metadata, Triton's configuration and statistics. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .... import __version__
+from .schemas import ModelMetadata, ServerMetadata, TensorMetadata
+from .tensors import BYTES
+
+VERSION = "1"  # artifacts do not count theirs
+PLATFORM = "teneral"
+EXTENSIONS = [
+    "binary_tensor_data",
+    "generate",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+]
+
+_TEXT_INPUT = TensorMetadata("text_input", BYTES, [-1])
+_TENSORS: dict[str, tuple[list[TensorMetadata], list[TensorMetadata]]] = {
+    "decoder": (
+        [_TEXT_INPUT],
+        [TensorMetadata("text_output", BYTES, [-1]), TensorMetadata("finish_reason", BYTES, [-1])],
+    ),
+    "encoder": ([_TEXT_INPUT], [TensorMetadata("embedding", "FP32", [-1, -1])]),
+    "function": ([], []),  # takes what it is sent
+}
+
+
+@dataclass(slots=True)
+class Counts:
+    """How many inferences there were, and how long they took. On the event loop only."""
+
+    succeeded: int = 0
+    succeeded_ns: int = 0
+    failed: int = 0
+    failed_ns: int = 0
+    last_unix_ms: int = 0
+
+
+def server_metadata() -> ServerMetadata:
+    return ServerMetadata("teneral", __version__, EXTENSIONS)
+
+
+def model_metadata(name: str, kind: str) -> ModelMetadata:
+    """`kind`: decoder, encoder, or function."""
+    inputs, outputs = _TENSORS[kind]
+    return ModelMetadata(name, [VERSION], PLATFORM, inputs, outputs)
+
+
+def model_config(name: str, kind: str, *, max_in_flight: int) -> dict[str, Any]:
+    """What Triton's model configuration says of such a model, as its JSON."""
+    inputs, outputs = _TENSORS[kind]
+    return {
+        "name": name,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        "version_policy": {"specific": {"versions": [int(VERSION)]}},
+        "max_batch_size": 0,  # a request's shapes are its own: whatever runs at a time is batched anyway
+        "input": [_config_tensor(tensor) for tensor in inputs],
+        "output": [_config_tensor(tensor) for tensor in outputs],
+        "model_transaction_policy": {"decoupled": False},
+        "parameters": {"max_in_flight": {"string_value": str(max_in_flight)}},
+    }
+
+
+def model_statistics(name: str, counts: Counts) -> dict[str, Any]:
+    """Triton's statistics of `infer`. What an inference's time was made of is not measured, and given as 0."""
+    unmeasured = {"count": 0, "ns": 0}
+    parts = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+    return {
+        "model_stats": [
+            {
+                "name": name,
+                "version": VERSION,
+                "last_inference": counts.last_unix_ms,
+                "inference_count": counts.succeeded,
+                "execution_count": counts.succeeded,
+                "inference_stats": {
+                    "success": {"count": counts.succeeded, "ns": counts.succeeded_ns},
+                    "fail": {"count": counts.failed, "ns": counts.failed_ns},
+                    **dict.fromkeys(parts, unmeasured),
+                },
+                "batch_stats": [],
+            }
+        ]
+    }
+
+
+def _config_tensor(tensor: TensorMetadata) -> dict[str, Any]:
+    kind = "STRING" if tensor.datatype == BYTES else tensor.datatype
+    return {"name": tensor.name, "data_type": f"TYPE_{kind}", "dims": tensor.shape}

@@ -1,0 +1,194 @@
+"""Texts to go on from, and what is generated: the decoder's side of `infer` and of Triton's `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from msgspec import UNSET
+
+from ....runtime.errors import RequestError
+from ....runtime.step.requests import FirstToken, GenerationRequest
+from ...http.json_bodies import Decoder, encode
+from ...http.sse import SSE, Framing
+from ...openai.parameters import check_extras, sequences, tokens_of, wanted_first_token
+from ...openai.responses import Usage
+from ...openai.schemas import GenerationBody
+from ...openai.sequences import Outcome, Step
+from .errors import error_body
+from .options import DEFAULT_MAX_TOKENS, OPTIONS, flag
+from .schemas import GenerateResponse
+from .tensors import BYTES, Tensor
+
+if TYPE_CHECKING:
+    from ....runtime.text.tokenizer import TextTokenizer
+
+TEXT_INPUTS = ("text_input", "text")  # the names that a prompt's tensor may have
+FRAMING = Framing(
+    SSE.content_type, SSE.prefix, SSE.suffix, SSE.has_comments, b"", error_body
+)  # Triton has no [DONE]
+
+# Inputs of Triton's vLLM backend that are no options.
+_STREAM, _NO_ECHO, _SAMPLING = "stream", "exclude_input_in_output", "sampling_parameters"
+_decode_object: Callable[[bytes], dict[str, Any]] = Decoder(dict[str, Any]).decode
+
+
+class TextRequest:
+    """Some prompts and one set of options: `respond.Asked`. Raises `RequestError` when made of what cannot be meant."""
+
+    def __init__(
+        self, prompts: Sequence[str], body: GenerationBody, *, first_token: FirstToken, request_id: str
+    ) -> None:
+        check_extras(body)
+        self.body = body
+        self.first_token = wanted_first_token(body, default=first_token)
+        self.num_sequences = len(prompts)
+        self.num_prompt_tokens = 0
+        self._prompts = prompts
+        self._request_id = request_id
+
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        encode_prompt = partial(tokenizer.encode, max_tokens=max_tokens)
+        prompts = [tokens_of(prompt, encode_prompt, param=TEXT_INPUTS[0]) for prompt in self._prompts]
+        self.num_prompt_tokens = sum(map(len, prompts))
+        body = self.body
+        return sequences(
+            body,
+            prompts,
+            request_id=self._request_id,
+            n=1,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            num_top_logprobs=None,
+            first_token=self.first_token,
+        )
+
+
+class GenerateFormat(TextRequest):
+    """One `generate` or `generate_stream`: `respond.Format`."""
+
+    looks_up_tokens = False
+
+    def __init__(
+        self,
+        prompt: str,
+        body: GenerationBody,
+        *,
+        first_token: FirstToken,
+        request_id: str,
+        model: str,
+        version: str,
+        given_id: str | None,
+        echo: bool,
+    ) -> None:
+        super().__init__([prompt], body, first_token=first_token, request_id=request_id)
+        self._model, self._version = model, version
+        self._given_id = UNSET if given_id is None else given_id
+        self._untold_prompt = prompt if echo else ""
+
+    def chunks(self, step: Step) -> list[bytes]:
+        _, event = step
+        text, self._untold_prompt = self._untold_prompt + event.text, ""
+        reason = None if event.finish_reason is None else str(event.finish_reason)
+        return [self._answer(text, reason)] if text or reason else []
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        raise NotImplementedError("Triton's streams have none, and none is asked for")
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+        (outcome,) = outcomes
+        return self._answer(self._untold_prompt + outcome.text, str(outcome.finish_reason))
+
+    def _answer(self, text: str, reason: str | None) -> bytes:
+        return encode(
+            GenerateResponse(
+                self._model, self._version, text, UNSET if reason is None else reason, self._given_id
+            )
+        )
+
+
+def prompts_of(tensors: dict[str, Tensor], *, max_prompts: int) -> tuple[str, list[str], tuple[int, ...]]:
+    """The prompt's tensor, taken out of `tensors`: its name, its texts and its shape. Raises `RequestError`."""
+    names = [name for name in TEXT_INPUTS if name in tensors]
+    if len(names) != 1:
+        raise RequestError(
+            f"there must be one input {TEXT_INPUTS[0]!r}, with the texts as BYTES", param="inputs"
+        )
+    tensor = tensors.pop(names[0])
+    if tensor.datatype != BYTES:
+        raise RequestError(
+            f"input {names[0]!r}: it is {tensor.datatype}, but texts are BYTES", param="inputs"
+        )
+    if not 0 < len(tensor.elements) <= max_prompts:
+        raise RequestError(
+            f"input {names[0]!r}: it has {len(tensor.elements)} texts, but may have 1 to {max_prompts}",
+            param="inputs",
+        )
+    return names[0], tensor.texts(), tensor.shape
+
+
+def options_of(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What inputs and parameters say of the generation, together. An input counts for all texts. Raises `RequestError`
+    for an input that the model does not have.
+    """
+    options = dict(parameters)
+    for name, tensor in tensors.items():
+        if name not in OPTIONS and name not in (_STREAM, _NO_ECHO, _SAMPLING):
+            raise RequestError(f"the model has no input {name!r}", param="inputs")
+        options[name] = _value(tensor)
+    more = options.pop(_SAMPLING, None)
+    if more is not None:
+        options = {**_sampling_parameters(more), **options}
+    return options
+
+
+def takes_prompt_back(options: dict[str, Any]) -> bool:
+    """Whether the answer is to begin with the prompt, as `exclude_input_in_output` = false says. Takes that out of the
+    options, and `stream`: whether there is one, the path says.
+    """
+    flag(options, _STREAM)
+    echo = not flag(options, _NO_ECHO, default=True)
+    for name in (_STREAM, _NO_ECHO):
+        options.pop(name, None)
+    return echo
+
+
+def wants_stream(options: Mapping[str, Any]) -> bool:
+    return flag(options, _STREAM)
+
+
+def _value(tensor: Tensor) -> Any:
+    """An option's value: of one element; several texts are a list, as stop strings are."""
+    if isinstance(tensor.elements, list):
+        texts = tensor.texts()
+        return texts[0] if len(texts) == 1 else texts
+    if len(tensor.elements) != 1:
+        raise RequestError(f"input {tensor.name!r}: an option has one element", param="inputs")
+    return tensor.elements[0].item()
+
+
+def _sampling_parameters(given: Any) -> dict[str, Any]:
+    """Options as one JSON text, which is how Triton's vLLM backend takes them."""
+    if not isinstance(given, str):
+        raise RequestError(f"{_SAMPLING} must be a JSON object in a text", param=_SAMPLING)
+    try:
+        return _decode_object(given.encode())
+    except RequestError as error:
+        raise RequestError(f"{_SAMPLING} is no JSON object: {error.message}", param=_SAMPLING) from None
+
+
+def read_generate(data: bytes | bytearray) -> tuple[str, str | None, dict[str, Any]]:
+    """The body of a `generate`: its text, its id, and its options, which may stand in `parameters` or beside it."""
+    body = _decode_object(bytes(data))
+    text, given_id, parameters = (
+        body.pop("text_input", None),
+        body.pop("id", None),
+        body.pop("parameters", None),
+    )
+    if not isinstance(text, str):
+        raise RequestError("text_input must be a string", param="text_input")
+    if not isinstance(given_id, str | None):
+        raise RequestError("id must be a string", param="id")
+    if not isinstance(parameters, dict | None):
+        raise RequestError("parameters must be an object", param="parameters")
+    return text, given_id, {**body, **(parameters or {})}

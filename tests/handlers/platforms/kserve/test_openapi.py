@@ -18,7 +18,7 @@ from teneral.handlers.platforms.kserve.repository import _STATES
 from teneral.handlers.platforms.kserve.tensors import DATATYPES
 
 DOCUMENT: dict[str, Any] = yaml.safe_load(
-    (Path(__file__).parents[3] / "docs" / "openapi-kserve.yaml").read_text(encoding="utf-8")
+    (Path(__file__).parents[4] / "docs" / "openapi-kserve.yaml").read_text(encoding="utf-8")
 )
 SCHEMAS = DOCUMENT["components"]["schemas"]
 STRUCTS = [

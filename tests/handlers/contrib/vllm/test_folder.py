@@ -16,7 +16,7 @@ from teneral.loader.errors import CheckpointError, IntegrityError
 from teneral.loader.sources.file import FileStore
 from teneral.loader.tools.pack import pack
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from teneral.loader.tools.pack import pack
 
 PYTHON = os.environ.get("TENERAL_TEST_VLLM_PYTHON", "")
 # Started where it stands, its neighbours would hide modules of the standard library.
-PROGRAM = (Path(__file__).parents[2] / "support" / "vllm_generation.py").read_text(encoding="utf-8")
+PROGRAM = (Path(__file__).parents[3] / "support" / "vllm_generation.py").read_text(encoding="utf-8")
 START_S = patience_s(240)
 
 pytestmark = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.handlers.kserve.conftest import KindlyInstance
+from tests.handlers.platforms.kserve.conftest import KindlyInstance
 from tests.support.http_server import running_server
 from tests.support.instances import TinyParts
 

@@ -22,7 +22,7 @@ from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
 
 CLIENTS = os.environ.get("TENERAL_KSERVE_CLIENTS", "")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 CALLS = ROOT / "tests" / "support" / "triton_calls.py"
 MAX_EXAMPLES = 40  # of each operation
 

@@ -118,7 +118,7 @@ def _frames(trace: TracebackType | None) -> list[Frame]:
     frames: list[Frame] = [
         (frame.filename, frame.lineno, frame.name, frame.line) for frame in traceback.extract_tb(trace)
     ]
-    ours = str(Path(__file__).parent.parent)
+    ours = str(Path(__file__).parents[2])
     while frames and _is_ours(Path(frames[0][0]), ours):
         del frames[0]
     return frames[:MAX_FRAMES]

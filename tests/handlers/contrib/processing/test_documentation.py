@@ -49,7 +49,7 @@ def test_every_public_name_exists_and_is_documented():
     [
         "import teneral.handlers.contrib.processing",
         "import teneral.handlers.contrib.processing.objects, teneral.handlers.contrib.processing.vectors",
-        "from teneral.handlers import processing; [getattr(processing, name) for name in processing.__all__]",
+        "from teneral.handlers.contrib import processing; [getattr(processing, name) for name in processing.__all__]",
         "import teneral.handlers.contrib.examples.summarise_upload, teneral.handlers.contrib.examples.embed_batch",
     ],
 )

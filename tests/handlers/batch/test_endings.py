@@ -88,8 +88,8 @@ def test_a_job_that_has_no_time_does_nothing_and_says_so(run: Run, tmp_path: Pat
     assert run(given, tmp_path / "out").status is Status.COMPLETE
 
 
-def test_what_was_finished_before_the_deadline_is_not_done_again(run: Run, tmp_path: Path) -> None:
-    """Even of a part that is longer than the time that there is: without that, such a job would never end."""
+def test_records_finished_before_a_stop_are_kept(run: Run, tmp_path: Path, staged: StagedInstance) -> None:
+    """Even those of a part that takes longer than the time left: otherwise such a job would never end."""
     lines = [*prompts(20), {"prompt": "ab", "max_tokens": 400, "ignore_eos": True, "custom_id": "long"}]
     given = write_lines(tmp_path / "in.jsonl", lines)
     lifetime = Lifetime(None)
@@ -98,15 +98,18 @@ def test_what_was_finished_before_the_deadline_is_not_done_again(run: Run, tmp_p
         if progress.run_records >= 8:
             lifetime.cancel()
 
-    spec = {"part_lines": 21}
-    report = _stopped(run, given, tmp_path / "out", lifetime, stop, **spec)
+    spec: dict[str, Any] = {"part_lines": 21, "model_identity": "m"}
+    # The long record takes at least 8 s, forty times as long as the interval of progress reports.
+    staged.model.step_s = 0.02
+    report = _stopped(staged, given, tmp_path / "out", lifetime, stop, **spec)
+    staged.model.step_s = 0.0
     assert (report.status, report.stopped_by, report.parts_done) == (Status.INCOMPLETE, "stop", 0)
     kept = (tmp_path / "out" / "partial" / "000000.jsonl").read_bytes().count(b"\n") + 1
     assert kept == report.run_records
-    rest = run(given, tmp_path / "out", **spec)
+    rest = run(given, tmp_path / "out", host=staged, **spec)
     assert rest.run_records == 21 - kept
     assert [record["custom_id"] for record in read_records(tmp_path / "out")] == [*ids(20), "long"]
-    assert run(given, tmp_path / "undisturbed", **spec).records == 21
+    assert run(given, tmp_path / "undisturbed", host=staged, **spec).records == 21
     assert read_records(tmp_path / "out") == read_records(tmp_path / "undisturbed")
     assert not (tmp_path / "out" / "partial").exists()
 
@@ -129,11 +132,10 @@ def test_what_is_kept_of_a_part_and_damaged_is_computed_again(
 
 
 def _stopped(
-    run: Run, given: Path, output: Path, lifetime: Lifetime, on_progress: Any, **fields: Any
+    host: Instance, given: Path, output: Path, lifetime: Lifetime, on_progress: Any, **fields: Any
 ) -> JobReport:
     import asyncio
 
-    host = run.__kwdefaults__["host"]
     spec = JobSpec(input=str(given), output=str(output), drain_s=0.0, **fields)
     return asyncio.run(arun_job(spec, host, lifetime=lifetime, on_progress=on_progress))
 

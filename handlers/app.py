@@ -12,26 +12,24 @@ from aiohttp.typedefs import Handler as RouteHandler
 
 from ..loader.timeline import Timeline
 from ..runtime.metrics import Metrics
-from .http.browsers import Origins, parse_origins
-from .http.debug import DebugRoutes
-from .http.edge import edge, stamp
+from .http.edge import Origins, edge, parse_origins, stamp
 from .http.errors import ApiError
-from .http.health import HealthRoutes
+from .http.health import DebugRoutes, HealthRoutes
 from .http.keys import ApiKeys, parse_keys
-from .http.limits import Limits, max_files
+from .http.limits import Limits
 from .http.server import serve
 from .http.service import SERVICE, Service
+from .http.sockets import max_files
 from .openai.chat import ChatRoute
 from .openai.completions import CompletionRoute
-from .openai.embeddings import EmbeddingRoute
-from .openai.models import ModelRoutes
+from .openai.embeddings import EmbeddingRoute, ModelRoutes
 from .platforms import TRAITS, Platform
 from .platforms.kserve.routes import kserve_routes
 
 if TYPE_CHECKING:
     from ..runtime.config import ServeConfig
     from ..runtime.instance import Instance
-    from .function import Handler
+    from .function.handler import Handler
 
 __all__ = ["Limits", "create_app", "serve"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 

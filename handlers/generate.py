@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from teneral.handlers.context import Context
-from teneral.handlers.options import check_options
+from teneral.handlers.function.context import Context
+from teneral.handlers.function.options import check_options
 from teneral.runtime.errors import RequestError
 
 

@@ -8,7 +8,6 @@ port is bound.
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import signal
@@ -18,22 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from ..loader.errors import UsageError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
-from ..runtime.errors import PortInUseError
 from ..runtime.start import SentFor, send_for
-from .http.limits import max_files, require_files
+from .http.sockets import listen, max_files, require_files
 from .platforms import TRAITS, Platform, platform_of
 
 if TYPE_CHECKING:
     from ..loader.stream.prepare import Prepared
     from ..runtime.instance import Instance
-
-BACKLOG = 1024
-# Of a stream, what a client may leave unread in the kernel, which would let it grow to megabytes. Linux takes twice the
-# number, for what it needs beside the bytes.
-SEND_BUFFER_BYTES = 64 << 10
 
 
 def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
@@ -113,7 +105,7 @@ def serve_on(
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
                 from .app import Limits, create_app, serve
-                from .function import load_handler
+                from .function.handler import load_handler
             instance.kind.add_done_callback(lambda _: _collect_garbage())
             limits = Limits.from_config(config)
             handler = load_handler(config.handler, max_calls=limits.max_in_flight) if config.handler else None
@@ -202,36 +194,6 @@ def _probe_socket(config: ServeConfig) -> AbstractContextManager[socket.socket |
     if config.health_port is None or config.health_port == config.port:
         return nullcontext()
     return listen(config.host, config.health_port)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises `PortInUseError` or `UsageError` naming the address."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host.encode() if host.isascii() else host,  # a text would have letters of all languages imported
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"cannot listen on {host!r}: {error}", key="host") from error
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # of what it accepts, too
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno != errno.EADDRINUSE:
-            raise UsageError(
-                f"cannot listen on {host}:{port}: {error.strerror}",
-                key="host",
-                hint="Give an address of this machine with --host, and a port that this user may take with --port.",
-            ) from error
-        hint = "Stop what listens there, or choose another with --port (0 takes a free one)."
-        raise PortInUseError(f"cannot listen on {host}:{port}: {error.strerror}", hint=hint) from error
-    return sock
 
 
 def _shown(host: str) -> str:

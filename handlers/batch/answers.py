@@ -18,9 +18,9 @@ import msgspec
 from ...loader.errors import TeneralError
 from ...runtime.errors import CapacityError, ContextLengthError, ModelError, RequestError
 from ...runtime.step.requests import Priority
-from ..context import Context
+from ..function.context import Context
+from ..function.options import check_options
 from ..http.keys import parse_keys
-from ..options import check_options
 from . import records
 from .index import JobIndex
 from .lines import Call, Embed, Generate, Line, Problem
@@ -160,8 +160,8 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
     """While in here the instance answers, which may still be loading."""
     # All routes, which a job of plain lines does not need before it has begun
     from ..app import create_app
-    from ..http.inside import serving_inside
     from ..http.limits import Limits
+    from ..http.server import serving_inside
 
     limits = Limits.from_config(host.config)
     max_body_bytes = max(limits.max_body_bytes, index.max_line_bytes + (1 << 16))

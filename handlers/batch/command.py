@@ -14,7 +14,7 @@ import sys
 from ...loader.errors import UsageError
 from ...runtime.config import ServeConfig
 from ...runtime.instance import Instance
-from ..lifetime import Lifetime
+from ..function.lifetime import Lifetime
 from .job import arun_job, finish_computed
 from .progress import ProgressLines
 from .spec import JobReport, JobSpec

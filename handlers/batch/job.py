@@ -19,7 +19,7 @@ from ...loader.pin import split_pin
 from ...loader.sources.open import open_source
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
-from ..lifetime import Lifetime, refuse_to_block_a_loop
+from ..function.lifetime import Lifetime, refuse_to_block_a_loop
 from .answers import answering
 from .finish import Finished, finish_job
 from .index import JobIndex, check_same_job

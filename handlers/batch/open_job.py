@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...loader.errors import AlreadyExistsError, NotFoundError, UsageError
 from ...loader.pin import split_pin
 from ...runtime.config import ServeConfig
-from ..lifetime import Lifetime
+from ..function.lifetime import Lifetime
 from .errors import JobMismatchError
 from .finish import MANIFEST_NAME
 from .index import (

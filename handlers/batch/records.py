@@ -16,7 +16,7 @@ from .lines import Line, Problem
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..streams import Completion
+    from ..function.streams import Completion
 
 
 @dataclass(frozen=True, slots=True)

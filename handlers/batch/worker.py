@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..lifetime import Lifetime, calling_on_loop
+from ..function.lifetime import Lifetime, calling_on_loop
 from .answers import Answers
 from .index import JobIndex
 from .lines import Embed, Line

@@ -132,3 +132,16 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allow} if allow else {})
     kind = INVALID_REQUEST if error.status < 500 else SERVER_ERROR
     return ApiError(error.status, error.reason or "the request failed", kind=kind)
+
+
+NOT_READY_RETRY_AFTER_S = 1.0
+MAX_RETRY_AFTER_S = 30.0  # a load gets faster and slower, and its first layers are enough
+
+
+def expected_wait_s(fraction: float, elapsed_s: float) -> float:
+    """How long to wait before asking again: until all is loaded, if the rest goes as fast as what has come so far,
+    within bounds. `fraction` is what has come of the load in `elapsed_s`.
+    """
+    if fraction <= 0:
+        return NOT_READY_RETRY_AFTER_S
+    return min(MAX_RETRY_AFTER_S, max(NOT_READY_RETRY_AFTER_S, elapsed_s * (1 - fraction) / fraction))

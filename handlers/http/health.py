@@ -1,4 +1,4 @@
-"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /metrics, /timeline."""
+"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /metrics, /timeline, /debug/kv."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from aiohttp import web
 
 from ...runtime.metrics import CONTENT_TYPE
 from ...runtime.state import State
-from .errors import ApiError, retry_after
+from .errors import NOT_READY_RETRY_AFTER_S, SERVER_ERROR, ApiError, expected_wait_s, retry_after
 from .json_bodies import encode
-from .retry import expected_wait_s
 from .service import Service
+
+if TYPE_CHECKING:
+    from ..function.calls import FunctionCalls
 
 MAX_READY_WAIT_S = 60.0
 READY_POLL_S = 0.01
-if TYPE_CHECKING:
-    from ..calls import FunctionCalls
 
 
 class HealthRoutes:
@@ -129,3 +129,23 @@ def _wait_s(request: web.Request) -> float:
     if not 0 <= wait_s <= MAX_READY_WAIT_S:
         raise ApiError(400, f"wait_s must be a number from 0 to {MAX_READY_WAIT_S:g}", param="wait_s")
     return wait_s
+
+
+class DebugRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def kv(self, request: web.Request) -> web.Response:
+        """The pool's blocks and chains as `PoolView`; 503 while the model loads."""
+        if not self._service.instance.engine.done():
+            raise ApiError(
+                503,
+                "the model is still loading: there is no KV pool yet",
+                kind=SERVER_ERROR,
+                code="loading",
+                headers=retry_after(NOT_READY_RETRY_AFTER_S),
+            )
+        engine = await self._service.ready(self._service.instance.engine)
+        # In a thread: a large pool takes some milliseconds, and the engine's lock.
+        view = await asyncio.to_thread(engine.kv_view)
+        return web.Response(body=encode(view), content_type="application/json")

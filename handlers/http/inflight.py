@@ -1,15 +1,18 @@
-"""The requests that are being worked on, so that a shutdown can wait for them, and end them when it can wait
-no longer. A request has one of the places once its body is there: one whose body is still to come keeps nobody out.
+"""Requests in flight: their places, their deadlines, and the drain.
 
-Ending a request is a timeout that comes early: inside it, the code sees `asyncio.CancelledError` at its next
-await, exactly as when its client goes away, and `Work.ended_by` tells the two apart.
+The header `Deadline-Ms` bounds a request in milliseconds from when its head is here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CapacityError, DrainingError
@@ -153,3 +156,44 @@ async def _all_ended(works: Collection[Work], timeout_s: float) -> bool:
         return True
     except TimeoutError:
         return False
+
+
+HEADER = "Deadline-Ms"
+MAX_DEADLINE_MS = 86_400_000  # a day, as for --request-timeout-s
+_NUMBER = re.compile(r"[0-9]{1,8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    given_ms: int
+    moment_s: float  # on `time.monotonic()`'s clock
+
+    def remaining_s(self) -> float:
+        """Below 0 when it has passed."""
+        return self.moment_s - time.monotonic()
+
+    def error(self) -> ApiError:
+        """What a caller is told that may be gone already."""
+        return ApiError(
+            504,
+            f"the deadline of {self.given_ms} ms that the request's {HEADER} gives has passed",
+            kind=SERVER_ERROR,
+            code="deadline_exceeded",
+        )
+
+
+def deadline_of(request: web.BaseRequest, arrived_s: float) -> Deadline | None:
+    """The request's own; None where it gives none. 400 for one that cannot be meant, 504 for one that has passed."""
+    given = request.headers.getall(HEADER, [])
+    if not given:
+        return None
+    if len(given) > 1 or not _NUMBER.fullmatch(given[0]) or int(given[0]) > MAX_DEADLINE_MS:
+        raise ApiError(
+            400,
+            f"{HEADER} must be given once, as a whole number of milliseconds from 0 to {MAX_DEADLINE_MS}",
+            param=HEADER,
+        )
+    deadline = Deadline(int(given[0]), arrived_s + int(given[0]) / 1000)
+    if deadline.remaining_s() <= 0:
+        raise deadline.error()
+    return deadline

@@ -14,8 +14,8 @@ from typing import Any, cast
 from aiohttp import web
 
 from ...runtime.errors import CancelledError
-from ..context import NO_FACTS, Context
-from ..function import Handler, run, up_to
+from ..function.context import NO_FACTS, Context
+from ..function.handler import Handler, run, up_to
 from .json_bodies import Decoder, encode
 from .service import CALL, Call, Service
 from .sse import NDJSON, SSE, EventStream, Framing, complete

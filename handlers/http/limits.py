@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...loader.errors import UsageError
+from .sockets import MIN_CONNECTIONS, RESERVED_FILES
 
 if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
@@ -16,18 +16,13 @@ MAX_HEADER_BYTES = 16 << 10
 MAX_HEADERS = 100
 # Ours, for a head as a whole.
 MAX_HEAD_BYTES = 64 << 10
-# Of a stream, what a client may leave unread in this process (in the kernel: `command.SEND_BUFFER_BYTES`). Written in
+# Of a stream, what a client may leave unread in this process (in the kernel: `sockets.SEND_BUFFER_BYTES`). Written in
 # pieces, with a look between any two.
 MAX_UNSENT_BYTES = 64 << 10
 PIECE_BYTES = 16 << 10
 # Longer than any load balancer keeps an idle connection (Google's 600 s is the longest): who closes first
 # must not be us, or a request that is on its way meets a closed socket.
 IDLE_CONNECTION_S = 620.0
-
-
-# Descriptors for all else: a server that works has 15 open, and a KV snapshot is read over connections of its own.
-RESERVED_FILES = 40
-MIN_CONNECTIONS = 24  # with fewer, probes and a platform's own connections would leave none for work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +68,3 @@ class Limits:
         """With no more connections than a process has room for that may have so many files open (`ulimit -n`)."""
         most = max(MIN_CONNECTIONS, num_files - RESERVED_FILES)
         return replace(self, max_connections=min(self.max_connections, most))
-
-
-def require_files(num_files: int) -> None:
-    """Raises `UsageError` where a process may have too few files open to serve at all."""
-    least = RESERVED_FILES + MIN_CONNECTIONS
-    if num_files < least:
-        raise UsageError(
-            f"this process may have {num_files} files open, too few to serve: {least} are the least",
-            key="ulimit -n",
-            hint="Raise the limit with `ulimit -n 1024`, or as nofile in the container's settings.",
-        )
-
-
-def max_files() -> int:
-    """Files that this process may have open."""
-    import resource  # not on every platform that may import this module
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft

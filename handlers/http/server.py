@@ -1,7 +1,8 @@
-"""Serving an application on a socket that is open already, until a signal, and ending in good order.
+"""An application served on open sockets until a signal, and to other parts of the same process.
 
-The socket is opened by the caller before anything heavy is imported: clients that come early wait in its
-backlog.
+The caller opens the sockets (`sockets.listen`) before anything heavy is imported: clients that come early wait in the
+backlog. `serving_inside` lets events that arrive by another way than HTTP go through everything that an HTTP request
+does, over a local socket in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from ...loader.errors import TeneralError
+from ...loader.errors import TeneralError, UsageError
 from .limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
 from .service import SERVICE, logger
 
@@ -130,3 +134,45 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
             signal.signal(number, before[number])
+
+
+BASE_URL = "http://inside"  # requests name their path behind it
+
+
+@asynccontextmanager
+async def serving_inside(app: web.Application) -> AsyncIterator[aiohttp.ClientSession]:
+    """While in here the session's requests reach the application. Any number at a time; no time-outs but the
+    application's own; nothing is decompressed. `UsageError` where no temporary folder can be made.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="teneral-")
+    except OSError as error:
+        raise UsageError(
+            f"a temporary folder is needed for a local socket: {error.strerror or error}",
+            key="TMPDIR",
+            hint="Name a folder that may be written to with TMPDIR.",
+        ) from error
+    with folder as place:
+        path = str(Path(place) / "http.sock")
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,
+            max_line_size=MAX_REQUEST_LINE_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+            shutdown_timeout=0.5,
+        )
+        await runner.setup()
+        try:
+            await web.UnixSite(runner, path).start()
+            async with aiohttp.ClientSession(
+                BASE_URL,
+                connector=aiohttp.UnixConnector(path, limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                auto_decompress=False,
+            ) as session:
+                yield session
+        finally:
+            await runner.cleanup()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiohttp import web
 
@@ -19,19 +21,13 @@ from ...runtime.state import State
 from ...runtime.step.requests import FirstToken, Priority
 from .admission import Admission
 from .connections import Connections
-from .deadline import Deadline
-from .errors import SERVER_ERROR, ApiError, as_api_error
-from .inflight import InFlight, Work
+from .errors import SERVER_ERROR, ApiError, as_api_error, expected_wait_s
+from .inflight import Deadline, InFlight, Work
 from .limits import MAX_HEAD_BYTES, Limits
 from .mailbox import Bridge
-from .model_slot import ModelSlot
-from .retry import expected_wait_s
-from .starts import count_start
-from .text_threads import TextThreads
+from .model_slot import ModelSlot, count_start
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ...runtime.engine.engine import EngineStatistics
     from ...runtime.instance import Instance
     from ...runtime.metrics import Metrics
@@ -206,3 +202,23 @@ class Service:
 
 
 SERVICE = web.AppKey("service", Service)  # the application's key for it
+
+
+P = ParamSpec("P")
+
+LONG_BYTES = 32 << 10  # of a body: what it holds takes 10 ms and more to tokenise
+MAX_SHORT, MAX_LONG = 8, 2  # threads; the tokenizer works on fewer texts at a time
+
+
+class TextThreads:
+    """Used on the event loop. Threads start when they are needed, and end with the process."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(MAX_SHORT, "teneral-text")
+        self._long = ThreadPoolExecutor(MAX_LONG, "teneral-long-text")
+
+    async def run(self, body_bytes: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """What `function` returns or raises. `body_bytes` is the length of what it looks at."""
+        threads = self._long if body_bytes > LONG_BYTES else self._short
+        call = functools.partial(function, *args, **options)
+        return await asyncio.get_running_loop().run_in_executor(threads, call)

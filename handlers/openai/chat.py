@@ -16,7 +16,7 @@ from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
 from ..http.json_bodies import Decoder, check_shape, encode
 from ..http.service import Service
-from .drafts import Untold
+from .generation import Outcome, Step, Untold, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import (
     check_extras,
@@ -26,7 +26,6 @@ from .parameters import (
     sequences,
     wanted_first_token,
 )
-from .respond import respond
 from .responses import (
     ChatChoice,
     ChatChunk,
@@ -38,7 +37,6 @@ from .responses import (
     Usage,
 )
 from .schemas import ChatBody, Message, ToolCall
-from .sequences import Outcome, Step
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer

@@ -15,7 +15,7 @@ from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationRequest, TokenLogprob
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
-from .drafts import Untold
+from .generation import Outcome, Step, Untold, respond
 from .logprobs import completion_logprobs, token_bytes
 from .parameters import (
     check_extras,
@@ -27,10 +27,8 @@ from .parameters import (
     tokens_of,
     wanted_first_token,
 )
-from .respond import respond
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .schemas import CompletionBody
-from .sequences import Outcome, Step
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""POST /v1/embeddings, GET /v1/models and /v1/models/{id}."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...runtime.errors import RequestError
 from ..http.json_bodies import Decoder, encode
 from ..http.service import CALL, Service
 from .parameters import split_prompt, tokens_of
-from .responses import Embedding, EmbeddingList, EmbeddingUsage
+from .responses import Embedding, EmbeddingList, EmbeddingUsage, Model, ModelList
 from .schemas import EmbeddingBody
 
 if TYPE_CHECKING:
@@ -83,3 +83,19 @@ def _numbers(vector: np.ndarray) -> list[float]:
 def _base64(vector: np.ndarray) -> str:
     """The numbers as little-endian float32, as OpenAI's clients ask for them."""
     return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode("ascii")
+
+
+class ModelRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list(self, request: web.Request) -> web.Response:
+        return web.Response(body=encode(ModelList([self._model()])), content_type="application/json")
+
+    async def get(self, request: web.Request) -> web.Response:
+        self._service.check_model(request.match_info["id"])
+        return web.Response(body=encode(self._model()), content_type="application/json")
+
+    def _model(self) -> Model:
+        instance = self._service.instance
+        return Model(instance.model_name, instance.created_unix_s)

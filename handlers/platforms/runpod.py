@@ -28,14 +28,14 @@ from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
 from ...runtime.start import send_for
-from ..lifetime import calling_on_loop
+from ..function.lifetime import calling_on_loop
 from . import TRAITS, Platform
 
 if TYPE_CHECKING:
     from ...loader.stream.prepare import Prepared
     from ...runtime.instance import Instance
-    from ..context import Context
-    from ..function import Handler
+    from ..function.context import Context
+    from ..function.handler import Handler
 
 logger = logging.getLogger("teneral.runpod")
 
@@ -63,8 +63,8 @@ def run_runpod_queue(config: ServeConfig, prepared: Prepared | None = None) -> i
         )
         logging.getLogger("torch").setLevel(logging.WARNING)
         with Instance(config, timeline=timeline, helpers=helpers) as instance:
-            from ..function import Handler, load_handler
-            from ..plain import handler as plain
+            from ..function.handler import Handler, load_handler
+            from ..function.plain import handler as plain
 
             handler = load_handler(config.handler) if config.handler else Handler(plain)
             try:
@@ -179,7 +179,7 @@ class Worker:
         yield {"error": told}
 
     async def _values(self, job: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        from ..function import run
+        from ..function.handler import run
 
         context = self._context(job)
         async with aclosing(run(self._handler, job.get("input"), context)) as values:  # type: ignore[type-var]
@@ -202,7 +202,7 @@ class Worker:
                 await asyncio.wait({step})  # the invocation has ended when this has
 
     def _context(self, job: dict[str, Any]) -> Context:
-        from ..context import Context
+        from ..function.context import Context
 
         last_s = -PROGRESS_INTERVAL_S
 

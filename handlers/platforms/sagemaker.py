@@ -30,7 +30,7 @@ from ..openai.embeddings import EmbeddingRoute
 from . import Platform
 
 if TYPE_CHECKING:
-    from ..function import Handler
+    from ..function.handler import Handler
     from ..http.service import Service
 
 SESSION_HEADER = "X-Amzn-SageMaker-Session-Id"

@@ -25,7 +25,7 @@ import aiohttp
 from ...loader.errors import TeneralError
 from ...loader.helper_process import Surroundings
 from ...runtime.config import ServeConfig
-from ..serve import listen
+from ..http.sockets import listen
 from ..standby.handover import Channel, HandoverError, Order
 
 HOST = "127.0.0.1"

@@ -28,7 +28,7 @@ from ...runtime.config import PREFIX, ServeConfig
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
-from ..serve import listen
+from ..http.sockets import listen
 from .codes import Code
 from .deployment import Deployment
 from .file import read_pool

@@ -138,7 +138,8 @@ def import_everything() -> None:
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
     library()  # its threads are made by the process that computes
-    from .. import app, function, serve  # noqa: F401
+    from .. import app, serve  # noqa: F401
+    from ..function import handler as function  # noqa: F401
 
 
 def listen_locally(path: str) -> socket.socket:

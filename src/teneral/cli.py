@@ -309,7 +309,7 @@ def _standby(options: argparse.Namespace) -> int:
 
 
 def _invoke(options: argparse.Namespace) -> int:
-    from .handlers.local import invoke_once
+    from .handlers.function.invoke import invoke_once
     from .runtime.config import resolve
 
     config = resolve(_settings(options), os.environ, options.config)

@@ -13,7 +13,7 @@ from tests.support.checkpoints import model_store, random_content
 from tests.support.engine_rig import EngineRig, finish
 from tests.support.format_artifacts import Shapes, build_format_artifact
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 from teneral.handlers.http.json_bodies import Decoder
 from teneral.handlers.openai.chat import ChatFormat
 from teneral.handlers.openai.completions import CompletionFormat

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.support.small_host import SmallHost, small_host
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 
 
 @pytest.fixture

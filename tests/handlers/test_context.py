@@ -12,7 +12,7 @@ from tests.support.drafting import tell_of_drafts
 from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import (
     CancelledError,
     CapacityError,

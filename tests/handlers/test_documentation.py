@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers.function import load_handler, run
-from teneral.handlers.model import Model
-from teneral.handlers.options import GenerateOptions
+from teneral.handlers.function.handler import load_handler, run
+from teneral.handlers.function.model import Model
+from teneral.handlers.function.options import GenerateOptions
 
 PAGE = (Path(__file__).parents[2] / "docs" / "handlers.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n# event: ([^\n]*)\n(.*?)```", PAGE, re.DOTALL)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from teneral.handlers.function import load_handler, run
+from teneral.handlers.function.handler import load_handler, run
 from teneral.runtime.errors import ContextLengthError, RequestError
 
 

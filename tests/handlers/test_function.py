@@ -13,8 +13,8 @@ import pytest
 from tests.support.load import patience_s
 from tests.support.small_host import SENTENCE
 
-from teneral.handlers.function import Handler, HandlerKind, load_handler, run
-from teneral.handlers.outlet import CAPACITY
+from teneral.handlers.function.handler import Handler, HandlerKind, load_handler, run
+from teneral.handlers.function.outlet import CAPACITY
 from teneral.runtime.errors import CancelledError, CapacityError, HandlerError, RequestError
 
 

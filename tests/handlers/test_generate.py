@@ -4,7 +4,7 @@ import pytest
 from tests.support.drafting import tell_of_drafts
 from tests.support.small_host import SENTENCE
 
-from teneral.handlers.function import load_handler, run
+from teneral.handlers.function.handler import load_handler, run
 from teneral.runtime.errors import RequestError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.small_host import SmallHost
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 from teneral.handlers.generate import handler as generate
 from teneral.runtime.errors import RequestError
 from teneral.runtime.step.requests import GenerationRequest, Priority

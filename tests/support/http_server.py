@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from teneral.handlers.app import Limits, create_app, serve
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.service import SERVICE, Service
 from teneral.handlers.platforms import Platform
 from teneral.loader.errors import TeneralError

@@ -19,7 +19,7 @@ from tests.support.instances import StagedInstance
 from tests.support.load import patience_s
 
 from teneral.handlers.app import create_app
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.platforms.aws_lambda.answers import Answers
 from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 

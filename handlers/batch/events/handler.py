@@ -19,7 +19,7 @@ import msgspec
 
 from ....loader.errors import ChangedError, TeneralError
 from ....runtime.errors import CancelledError
-from ...lifetime import Lifetime
+from ...function.lifetime import Lifetime
 from ..job import arun_job
 from ..spec import Status
 from .desk import Desk, open_desk
@@ -43,7 +43,7 @@ from .requests import answering_requests, lines_of
 
 if TYPE_CHECKING:
     from ....runtime.instance import Instance
-    from ...context import Context
+    from ...function.context import Context
 
 HAND_BACK_S = 1.0  # before the time is up: for telling of it
 HAND_BACK_SHARE = 0.1  # at most this part of the time

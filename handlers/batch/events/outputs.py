@@ -12,7 +12,7 @@ from typing import Self
 
 from ....loader.sources.base import MAX_NAME_BYTES
 from ....runtime.address_template import AddressTemplate
-from ...s3_events import ObjectRef
+from ...function.s3_events import ObjectRef
 from .errors import EventError, JobFailedError
 from .parse import Ignored, Job
 

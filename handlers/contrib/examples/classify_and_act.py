@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib import processing
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 LABELS = {"A": "urgent", "B": "routine", "C": "spam"}

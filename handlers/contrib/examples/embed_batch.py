@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib import processing
 from teneral.handlers.contrib.processing import objects
 from teneral.handlers.contrib.processing.objects import DerivedObject, ObjectRef, s3_client
 from teneral.handlers.contrib.processing.vectors import CONTENT_TYPES, vector_writer
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 MAX_BYTES = 1 << 30  # of the input

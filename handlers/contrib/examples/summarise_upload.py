@@ -18,7 +18,6 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib import processing
 from teneral.handlers.contrib.processing.objects import (
     DerivedObject,
@@ -27,6 +26,7 @@ from teneral.handlers.contrib.processing.objects import (
     read_text,
     s3_client,
 )
+from teneral.handlers.function.context import Context
 from teneral.loader.errors import ChangedError, NotFoundError
 
 MAX_BYTES = 64 << 20  # of one upload

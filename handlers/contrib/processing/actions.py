@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from ....runtime.errors import HandlerError
-from ...context import Context
-from ...function import kind_of
+from ...function.context import Context
+from ...function.handler import kind_of
 
 MAX_TIMEOUT_S = 60.0
 MAX_ANSWER_BYTES = 1 << 16  # of an HTTP answer: so much is read, so that the connection can be used again

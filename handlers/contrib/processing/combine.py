@@ -17,7 +17,7 @@ from .chunking import chunks
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...model import Model
+    from ...function.model import Model
 
 MAX_PARTS = 10_000  # of one text: beyond, somebody pays for much that nobody meant
 EMBEDDED_TOGETHER = 256  # chunks in one call of the model

@@ -13,7 +13,7 @@ from typing import Any
 
 from ....loader.errors import UsageError
 from ....runtime.errors import HandlerError, RefusedError, RequestError
-from ...context import Context
+from ...function.context import Context
 from .matching import MAX_HELD_CHARS, Finder, Scanner, Span
 
 MAX_CHARS = 1 << 20  # of all texts of one event or value together

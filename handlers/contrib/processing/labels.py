@@ -16,8 +16,8 @@ from ....runtime.errors import RequestError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...model import Model, Prompt
-    from ...streams import Completion
+    from ...function.model import Model, Prompt
+    from ...function.streams import Completion
 
 MAX_CHOICES = 20  # as many log-probabilities as the engine tells of one token
 _BIAS = 100.0  # beside so much, tokens that are no label have next to no probability

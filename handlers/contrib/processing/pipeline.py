@@ -22,8 +22,8 @@ from typing import Any
 
 from ....loader.errors import TeneralError
 from ....runtime.errors import HandlerError
-from ...context import Context
-from ...function import HandlerKind, kind_of
+from ...function.context import Context
+from ...function.handler import HandlerKind, kind_of
 
 Function = Callable[..., Any]
 Functions = Function | Sequence[Function]

@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any, cast
 
 from ....runtime.errors import CancelledError, RequestError
-from ...context import Context
-from ...function import Handler, run, up_to
+from ...function.context import Context
+from ...function.handler import Handler, run, up_to
 from .errors import MAX_RESPONSE_BYTES, ResponseTooLargeError
 from .events import EventKind, kind_of_event
 from .invocation import Invocation
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import aiohttp
     from aiohttp import web
 
-    from ...model import ModelHost
+    from ...function.model import ModelHost
 
 STREAM_OF_VALUES = "application/x-ndjson"
 STREAM_OF_BYTES = "application/octet-stream"
@@ -178,7 +178,7 @@ class Answers:
         return await asyncio.shield(self._inside)
 
     async def _open_inside(self) -> aiohttp.ClientSession:
-        from ...http.inside import serving_inside  # a web server, which few functions need
+        from ...http.server import serving_inside  # a web server, which few functions need
 
         return await self._stack.enter_async_context(serving_inside(self._make_app()))
 

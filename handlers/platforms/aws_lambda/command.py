@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from ....loader.stream.prepare import Prepared
     from ....runtime.instance import Instance
-    from ...function import Handler
+    from ...function.handler import Handler
 
 ADDRESS_VARIABLE = "AWS_LAMBDA_RUNTIME_API"
 KIND_VARIABLE = "AWS_LAMBDA_INITIALIZATION_TYPE"
 CONCURRENCY_VARIABLE = "AWS_LAMBDA_MAX_CONCURRENCY"
 MAX_CONCURRENCY = 1_000
 SNAP_START = "snap-start"
-DEFAULT_HANDLER = "teneral.handlers.plain:handler"
+DEFAULT_HANDLER = "teneral.handlers.function.plain:handler"
 OPENED_WITHIN_S = 3.0  # for a model that is not there to be told as what it is: an instance that cannot start
 AHEAD_WITHIN_S = 100.0  # an instance that is started ahead of time has 130 s
 EXIT_INIT_FAILED = 1
@@ -64,7 +64,7 @@ def _run(address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers
     with Instance(config, timeline=timeline, helpers=helpers) as instance:
         instance.kind.add_done_callback(lambda _: _collect_garbage())
         with timeline.span("process", "import handler"):
-            from ...function import load_handler
+            from ...function.handler import load_handler
         handler = None
         try:
             num_workers = concurrency(os.environ)

@@ -27,7 +27,7 @@ RESPONSE_TOO_LARGE = "Function.ResponseSizeTooLarge"
 BEFORE_CHECKPOINT = "Runtime.BeforeSnapshotError"
 AFTER_RESTORE = "Runtime.AfterRestoreError"
 
-_OUR_FRAMES = ("function.py", "user_code.py")  # of `handlers/`: what calls the user's code
+_OUR_FRAMES = ("handler.py",)  # of `handlers/function/`: what calls the user's code
 
 Frame = tuple[str, int | None, str, str | None]  # file, line, function, text
 
@@ -118,7 +118,7 @@ def _frames(trace: TracebackType | None) -> list[Frame]:
     frames: list[Frame] = [
         (frame.filename, frame.lineno, frame.name, frame.line) for frame in traceback.extract_tb(trace)
     ]
-    ours = str(Path(__file__).parents[2])
+    ours = str(Path(__file__).parents[2] / "function")
     while frames and _is_ours(Path(frames[0][0]), ours):
         del frames[0]
     return frames[:MAX_FRAMES]

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ....loader.errors import TeneralError
 from ....runtime.errors import DrainingError
-from ...lifetime import calling_on_loop
+from ...function.lifetime import calling_on_loop
 from .invocation import Invocation
 from .logs import REQUEST_ID
 from .reply import Reply

@@ -8,12 +8,11 @@ from typing import Any
 from aiohttp import web
 
 from ....runtime.errors import UnloadedError
-from ...function import Handler
-from ...http.errors import ApiError, retry_after
+from ...function.handler import Handler
+from ...http.errors import ApiError, expected_wait_s, retry_after
 from ...http.json_bodies import encode
-from ...http.retry import expected_wait_s
 from ...http.service import CALL, Service
-from ...openai.respond import respond
+from ...openai.generation import respond
 from .inference import Inference
 from .metadata import VERSION, Counts, model_config, model_metadata, model_statistics, server_metadata
 from .options import generation_body, split_parameters, timeout_s

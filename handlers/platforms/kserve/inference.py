@@ -17,13 +17,13 @@ from aiohttp import web
 from msgspec import UNSET
 
 from ....runtime.errors import CancelledError, RequestError
-from ...context import Context
-from ...function import Handler, run
+from ...function.context import Context
+from ...function.handler import Handler, run
 from ...http.invoke import SESSION_HEADER
 from ...http.json_bodies import Decoder, encode
 from ...http.service import CALL, Call, Service
+from ...openai.generation import generate
 from ...openai.parameters import tokens_of
-from ...openai.respond import generate
 from .options import flag, generation_body, split_parameters, timeout_s
 from .schemas import InferenceRequest, InferenceResponse, RequestOutput, ResponseOutput
 from .tensors import BYTES, MAX_TENSORS, Tensor, binary_data, json_data, read_tensors

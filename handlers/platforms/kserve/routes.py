@@ -13,7 +13,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from aiohttp.typedefs import Handler as RouteHandler
 
-    from ...function import Handler
+    from ...function.handler import Handler
     from ...http.service import Service
     from .api import KServeFace
 

@@ -12,10 +12,10 @@ from ....runtime.errors import RequestError
 from ....runtime.step.requests import FirstToken, GenerationRequest
 from ...http.json_bodies import Decoder, encode
 from ...http.sse import SSE, Framing
+from ...openai.generation import Outcome, Step
 from ...openai.parameters import check_extras, sequences, tokens_of, wanted_first_token
 from ...openai.responses import Usage
 from ...openai.schemas import GenerationBody
-from ...openai.sequences import Outcome, Step
 from .errors import error_body
 from .options import DEFAULT_MAX_TOKENS, OPTIONS, flag
 from .schemas import GenerateResponse

@@ -34,7 +34,7 @@ from teneral.handlers.batch.meter import JobProgress
 from teneral.handlers.batch.pace import MIN_MARGIN_S, PartPace
 from teneral.handlers.batch.parts import plan_order
 from teneral.handlers.batch.spec import JobReport, JobSpec, Share, Status
-from teneral.handlers.lifetime import Lifetime
+from teneral.handlers.function.lifetime import Lifetime
 from teneral.loader.errors import NoSpaceError, UnavailableError
 from teneral.runtime.instance import Instance
 

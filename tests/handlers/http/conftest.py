@@ -10,8 +10,8 @@ import torch
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.calls import DEFAULT_MAX_CALLS
-from teneral.handlers.function import Handler
+from teneral.handlers.function.calls import DEFAULT_MAX_CALLS
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
 from teneral.handlers.platforms import Platform
 

@@ -13,7 +13,7 @@ from tests.support.load import patience_s
 
 from teneral.handlers.http import connections
 from teneral.handlers.http.limits import MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES, Limits
-from teneral.handlers.openai.respond import LOGPROB_BYTES
+from teneral.handlers.openai.generation import LOGPROB_BYTES
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
 

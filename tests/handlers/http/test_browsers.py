@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from teneral.handlers.http.browsers import FORM_TYPES, parse_origins
+from teneral.handlers.http.edge import FORM_TYPES, parse_origins
 from teneral.handlers.platforms import Platform
 from teneral.loader.errors import UsageError
 

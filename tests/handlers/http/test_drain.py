@@ -177,7 +177,7 @@ async def test_a_client_that_takes_nothing_does_not_hold_up_the_end(start: Any) 
 # A process of its own, since a signal is the process's. No model is needed: a function does the work.
 PROGRAM = """
 import asyncio, socket, sys, time
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.app import create_app, serve
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
@@ -247,7 +247,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 FAILING = """
 import asyncio, socket, threading, time
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.app import create_app, serve
 from teneral.loader.errors import IntegrityError
 from teneral.runtime.config import ServeConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from teneral.handlers.http.starts import STANDBY_MARK
+from teneral.handlers.http.model_slot import STANDBY_MARK
 from teneral.loader.errors import AccessDeniedError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.app import create_app
-from teneral.handlers.http.inside import serving_inside
+from teneral.handlers.http.server import serving_inside
 
 
 async def test_what_comes_from_inside_goes_through_the_same_routes(tiny_parts: TinyParts) -> None:

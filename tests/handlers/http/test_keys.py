@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.support.instances import StagedInstance, TinyParts
 
 from teneral.handlers.app import create_app
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.keys import MAX_FILE_BYTES, MAX_KEYS, ApiKeys, parse_keys
 from teneral.handlers.platforms import Platform

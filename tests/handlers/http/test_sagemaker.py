@@ -15,7 +15,7 @@ from tests.support.http_server import events
 from tests.support.instances import TinyParts
 from tests.support.sagemaker_endpoint import sagemaker_endpoint
 
-from teneral.handlers.http.retry import expected_wait_s
+from teneral.handlers.http.errors import expected_wait_s
 from teneral.handlers.platforms import Platform
 from teneral.runtime.errors import RequestError
 from teneral.runtime.state import State

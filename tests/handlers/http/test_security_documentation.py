@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from teneral.handlers import serve as command
-from teneral.handlers.http import deadline, limits
+from teneral.handlers.http import inflight as deadline
 from teneral.handlers.http import json_bodies as json_bounds
+from teneral.handlers.http import limits
 from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.config import ServeConfig

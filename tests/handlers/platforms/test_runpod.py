@@ -23,7 +23,7 @@ from tests.support.runpod_service import RunPodService, environment, runpod_serv
 from tests.support.small_host import SmallHost
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.platforms.runpod import Worker, check_surroundings
 from teneral.loader.errors import UsageError
 from teneral.loader.sources.file import FileStore

@@ -13,7 +13,7 @@ from tests.support.models import DictWeights, build_model, embed
 from tests.support.tiny_classifiers import save_classifier, tiny_classifier
 from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of
 
-from teneral.handlers.context import Context
+from teneral.handlers.function.context import Context
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ContextLengthError, ModelError
 from teneral.runtime.instance import Instance

@@ -15,8 +15,8 @@ from moto.server import ThreadedMotoServer
 from tests.support.aws_environment import use_test_credentials
 from tests.support.batch_jobs import config_of
 
-from teneral.handlers.context import Context
-from teneral.handlers.function import load_handler, run
+from teneral.handlers.function.context import Context
+from teneral.handlers.function.handler import load_handler, run
 from teneral.runtime.instance import Instance
 
 Invoke = Callable[..., Awaitable[Any]]

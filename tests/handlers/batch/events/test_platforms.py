@@ -17,8 +17,8 @@ from tests.support.fake_runtime_api import FakeRuntimeApi
 
 from teneral.cli import run as teneral
 from teneral.handlers.app import create_app
-from teneral.handlers.function import load_handler
-from teneral.handlers.http.inside import serving_inside
+from teneral.handlers.function.handler import load_handler
+from teneral.handlers.http.server import serving_inside
 from teneral.handlers.platforms.aws_lambda.answers import Answers
 from teneral.handlers.platforms.aws_lambda.loop import InvocationLoop
 from teneral.runtime.instance import Instance

@@ -12,8 +12,8 @@ import pytest
 from moto import mock_aws
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.context import Context
-from teneral.handlers.function import load_handler, run
+from teneral.handlers.function.context import Context
+from teneral.handlers.function.handler import load_handler, run
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ import json
 import boto3
 import pytest
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib.examples.classify_and_act import LABELS, PROMPT
 from teneral.handlers.contrib.processing import choose
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import HandlerError, RequestError
 
 

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib import processing
 from teneral.handlers.contrib.examples import embed_batch
+from teneral.handlers.function.context import Context
 from teneral.loader.errors import AlreadyExistsError, NotFoundError
 from teneral.runtime.errors import RequestError
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from teneral.handlers.context import Context
-from teneral.handlers.function import Handler, run
+from teneral.handlers.function.context import Context
+from teneral.handlers.function.handler import Handler, run
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from tests.test_imports import HEAVY
 
 from teneral.handlers.contrib import processing
-from teneral.handlers.function import load_handler, run
+from teneral.handlers.function.handler import load_handler, run
 
 PAGE = (Path(__file__).parents[4] / "docs" / "processing.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n# event: ([^\n]*)\n(.*?)```", PAGE, re.DOTALL)

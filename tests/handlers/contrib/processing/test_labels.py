@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.support.instances import StagedInstance, TinyParts
 from tests.support.tiny_models import tiny_model
 
-from teneral.handlers.context import Context
 from teneral.handlers.contrib.processing import Prototypes, achoose, choose, decide, sigmoid, softmax
+from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 SCORES = st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=10)

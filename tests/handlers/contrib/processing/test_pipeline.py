@@ -9,7 +9,7 @@ import pytest
 from tests.support.small_host import SENTENCE
 
 from teneral.handlers.contrib.processing import handler
-from teneral.handlers.function import HandlerKind, kind_of
+from teneral.handlers.function.handler import HandlerKind, kind_of
 from teneral.runtime.errors import HandlerError, RequestError
 
 
@@ -221,7 +221,7 @@ async def test_leaving_a_stream_closes_the_handlers_own(make_context, post):
         kept.append(count())
         return kept[0]
 
-    from teneral.handlers.function import Handler, run
+    from teneral.handlers.function.handler import Handler, run
 
     decorated = Handler(handler(post=post)(endless))
     values = run(decorated, None, make_context())

@@ -10,7 +10,7 @@ import torch
 from tests.support.http_server import running_server
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
 
 

@@ -17,7 +17,7 @@ import yaml
 from tests.support.http_server import Server, running_server
 from tests.support.tiny_models import save_tiny
 
-from teneral.handlers.function import Handler
+from teneral.handlers.function.handler import Handler
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
 

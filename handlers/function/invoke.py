@@ -15,12 +15,12 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..loader.errors import UsageError
-from ..runtime.config import ServeConfig
-from ..runtime.errors import HandlerError
-from ..runtime.instance import Instance
+from ...loader.errors import UsageError
+from ...runtime.config import ServeConfig
+from ...runtime.errors import HandlerError
+from ...runtime.instance import Instance
 from .context import Context
-from .function import Handler, load_handler, run
+from .handler import Handler, load_handler, run
 
 MAX_EVENT_BYTES = 64 << 20
 

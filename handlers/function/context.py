@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..runtime.step.requests import check_owner
+from ...runtime.step.requests import check_owner
 from .lifetime import Lifetime
 from .model import Model, ModelHost
 

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from ..runtime.errors import CancelledError, HandlerError, ModelError
-from ..runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+from ...runtime.errors import CancelledError, HandlerError, ModelError
+from ...runtime.step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
 from .lifetime import Lifetime, calling_on_loop, refuse_to_block_a_loop
 
 if TYPE_CHECKING:
-    from ..runtime.engine.generation import Generation
+    from ...runtime.engine.generation import Generation
 
 Submit = Callable[[GenerationRequest, Callable[[GenerationEvent], None]], "Generation"]
 

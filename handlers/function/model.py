@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
-from ..runtime.errors import RequestError
-from ..runtime.step.requests import FirstToken, GenerationRequest
+from ...runtime.errors import RequestError
+from ...runtime.step.requests import FirstToken, GenerationRequest
 from .lifetime import Lifetime, refuse_to_block_a_loop
 from .options import GenerateOptions, ParsedOptions, parse_options
 from .streams import AsyncTextStream, Completion, TextStream
@@ -22,10 +22,10 @@ from .streams import AsyncTextStream, Completion, TextStream
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..runtime.config import ServeConfig
-    from ..runtime.engine.embedder import Embedder
-    from ..runtime.engine.engine import Engine
-    from ..runtime.text.tokenizer import TextTokenizer
+    from ...runtime.config import ServeConfig
+    from ...runtime.engine.embedder import Embedder
+    from ...runtime.engine.engine import Engine
+    from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_EMBEDDED_TEXTS = 2_048
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_plus
 
-from ..runtime.errors import RequestError
+from ...runtime.errors import RequestError
 
 MAX_OBJECTS = 1_000  # of one event
 TEST_EVENT = "s3:TestEvent"  # comes once, when a bucket is told whom to notify

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from ..runtime.errors import HandlerError, RequestError
-from ..runtime.step.requests import FirstToken, Priority, SamplingParams
+from ...runtime.errors import HandlerError, RequestError
+from ...runtime.step.requests import FirstToken, Priority, SamplingParams
 
 MAX_LOGIT_BIASES = 1_024
 

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..runtime.errors import HandlerBusyError
+from ...runtime.errors import HandlerBusyError
 
 DEFAULT_MAX_CALLS = 352  # as many as a server's requests in work, by default
 TOLD_AFTER_S = 1.0  # a function that looks at `context.cancelled` has ended by then

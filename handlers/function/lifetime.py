@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ..runtime.errors import CancelledError, HandlerError
+from ...runtime.errors import CancelledError, HandlerError
 
 T = TypeVar("T")
 

@@ -1,0 +1,1 @@
+"""User functions: what they are given, and how they are called."""

@@ -1,0 +1,322 @@
+"""A generation over HTTP, the same for completions and chats: admitted, prepared, submitted, and answered whole or as
+a stream.
+
+A `Format` knows the wire. The numbers of drafted tokens in a stream's chunks add up to those of its usage: a drafted
+token whose text is still held back is counted with the next chunk of its choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from ...loader.errors import TeneralError
+from ...runtime.errors import CancelledError, ModelError
+from ...runtime.step.requests import (
+    FinishReason,
+    FirstToken,
+    GenerationEvent,
+    GenerationRequest,
+    TokenLogprob,
+)
+from ..http.mailbox import Mailbox
+from ..http.service import CALL, Call, Service
+from ..http.sse import SSE, EventStream, Framing, complete
+from .parameters import priority_of, queue_of
+from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
+from .schemas import GenerationBody
+
+if TYPE_CHECKING:
+    from ...runtime.engine.engine import Engine
+    from ...runtime.engine.generation import Generation
+    from ...runtime.text.tokenizer import TextTokenizer
+
+DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of a request, of all its sequences together, as they add up."""
+
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
+    num_cached: int = 0  # of the prompts, each counted once
+
+    def add(self, event: GenerationEvent) -> None:
+        self.num_tokens += len(event.tokens)
+        self.num_drafted += event.num_drafted
+        self.num_accepted += event.num_accepted
+        self.num_rejected += event.num_rejected
+
+    def usage(self, num_prompt_tokens: int, first_token: FirstToken) -> Usage:
+        """With the details where the request allowed drafts, so that a 0 says that there were none, and where there is
+        something to tell; else as OpenAI's servers have it.
+        """
+        told = first_token.sends_drafts or self.num_drafted or self.num_accepted or self.num_rejected
+        details = CompletionTokensDetails(self.num_drafted, self.num_accepted, self.num_rejected)
+        return Usage(
+            num_prompt_tokens,
+            self.num_tokens,
+            num_prompt_tokens + self.num_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.num_cached),
+            completion_tokens_details=details if told else UNSET,
+        )
+
+
+@dataclass(slots=True)
+class Untold:
+    """Drafted tokens, by choice, that no chunk has told of yet."""
+
+    _num_drafted: dict[int, int] = field(default_factory=dict)
+
+    def add(self, index: int, event: GenerationEvent) -> None:
+        if event.num_drafted:
+            self._num_drafted[index] = self._num_drafted.get(index, 0) + event.num_drafted
+
+    def take(self, index: int) -> ChunkExtras | UnsetType:
+        """What the next chunk of this choice says."""
+        num_drafted = self._num_drafted.pop(index, 0)
+        return ChunkExtras(num_drafted) if num_drafted else UNSET
+
+
+Step = tuple[int, GenerationEvent]  # which sequence, and how it went on
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All of one sequence, as it adds up."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, event: GenerationEvent) -> None:
+        self.texts.append(event.text)
+        self.logprobs.extend(event.logprobs)
+        self.finish_reason = event.finish_reason
+
+
+class Sequences:
+    """A context manager: whatever happens inside, what has not ended on leaving is cancelled."""
+
+    def __init__(
+        self,
+        service: Service,
+        call: Call,
+        *,
+        max_pending_events: int | None = None,
+        on_overflow: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_overflow` is called once when the reader is so many events behind; the sequences are cancelled
+        then.
+        """
+        self.tally = Tally()  # of what `next_steps` has given
+        self._metrics = service.metrics
+        self._call = call
+        self._generations: list[Generation] = []
+        self._is_first_choice: list[bool] = []  # of its prompt
+        self._last_token_s: list[float | None] = []
+        self._num_open = 0
+        self._failure: TeneralError | None = None
+        self._on_overflow = on_overflow
+        self._mailbox: Mailbox[Step]
+        self._post: Callable[[Step], None]
+        self._mailbox, self._post = service.bridge.open(max_pending_events, self._overflow)
+
+    def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
+        """All, or none: raises the engine's `CapacityError`, `ContextLengthError` or `DrainingError`."""
+        for index, request in enumerate(requests):
+            # The choices of one prompt follow one another, and have the same tuple.
+            is_first = index == 0 or request.prompt_tokens is not requests[index - 1].prompt_tokens
+            self._is_first_choice.append(is_first)
+            self._generations.append(engine.submit(request, partial(self._on_event, index), joins=index > 0))
+        self._last_token_s = [None] * len(requests)
+        self._num_open = len(requests)
+
+    async def next_steps(self) -> list[Step]:
+        """What came since the last time, in order, at least one; [] once all sequences have ended. Raises the
+        first failure of any, after what came before it.
+        """
+        if self._failure is None and not self._num_open:
+            return []
+        steps: list[Step] = []
+        while self._failure is None and not steps:
+            for index, event in await self._mailbox.take():
+                if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                    self._failure = _failure(event)
+                    break
+                self._count(index, event)
+                steps.append((index, event))
+        if self._failure is not None and not steps:
+            raise self._failure
+        return steps
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for generation in self._generations:
+            generation.cancel()
+
+    def _overflow(self) -> None:
+        self._cancel()
+        self._on_overflow()
+
+    def _on_event(self, index: int, event: GenerationEvent) -> None:
+        self._post((index, event))  # in the engine's thread
+
+    def _count(self, index: int, event: GenerationEvent) -> None:
+        self.tally.add(event)
+        if event.finish_reason is not None:
+            self._num_open -= 1
+            if self._is_first_choice[index]:
+                self.tally.num_cached += self._generations[index].num_cached_tokens
+        if event.tokens:
+            now_s, last_s = time.monotonic(), self._last_token_s[index]
+            if last_s is None:
+                self._metrics.first_token(now_s - self._call.arrived_s)
+            self._metrics.tokens_generated(len(event.tokens), None if last_s is None else now_s - last_s)
+            self._last_token_s[index] = now_s
+
+
+def _failure(event: GenerationEvent) -> TeneralError:
+    if event.error is not None:
+        return event.error
+    if event.finish_reason is FinishReason.CANCELLED:
+        return CancelledError("the generation was cancelled")
+    return ModelError("the generation failed")
+
+
+LOGPROB_BYTES = 128  # of one token's, while it is held and as JSON
+
+
+class Asked(Protocol):
+    """What a request wants to have generated. Does no I/O."""
+
+    num_sequences: int
+    first_token: FirstToken  # what its sequences ask for
+
+    @property
+    def body(self) -> GenerationBody: ...
+
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        """What the engine is asked. Called once, in a thread, before all that follows. A prompt has room for
+        `max_tokens`; None: not known yet. Raises `RequestError`.
+        """
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
+class Format(Asked, Protocol):
+    """One request's side of the wire, too: `completions.CompletionFormat` or `chat.ChatFormat`."""
+
+    @property
+    def looks_up_tokens(self) -> bool:
+        """Whether `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
+
+    def chunks(self, step: Step) -> list[bytes]:
+        """What a stream says of a step: any number of JSON items."""
+
+    def usage_chunk(self, usage: Usage) -> bytes: ...
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes: ...
+
+
+async def respond(
+    service: Service, request: web.Request, fmt: Format, *, body_bytes: int, framing: Framing = SSE
+) -> web.StreamResponse:
+    """The response to a request whose body, of `body_bytes`, was decoded and checked into `fmt`. `framing` is that of
+    streams.
+    """
+    if not fmt.body.stream:
+        return await _whole(service, CALL.get(), fmt, body_bytes)
+    call = CALL.get()
+    async with EventStream(request, framing, service.limits, comment=service.load_comment) as stream:
+        return await complete(stream, call, _send_steps(stream, service, call, fmt, body_bytes))
+
+
+async def generate(
+    service: Service,
+    call: Call,
+    asked: Asked,
+    body_bytes: int,
+    *,
+    charge: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Outcome], Usage]:
+    """All of it, once it is there. `charge` is called with the memory that is held of it, and may raise."""
+    outcomes = [Outcome() for _ in range(asked.num_sequences)]
+    with Sequences(service, call) as sequences:
+        await _submit(service, call, asked, sequences, body_bytes)
+        while steps := await sequences.next_steps():
+            for index, event in steps:
+                if event.logprobs:
+                    charge(LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs))
+                outcomes[index].add(event)
+    return outcomes, sequences.tally.usage(asked.num_prompt_tokens, asked.first_token)
+
+
+async def _whole(service: Service, call: Call, fmt: Format, body_bytes: int) -> web.Response:
+    with service.admission.answer() as charge:
+        outcomes, usage = await generate(service, call, fmt, body_bytes, charge=charge)
+        if fmt.looks_up_tokens:
+            answer = await service.text_threads.run(body_bytes, fmt.whole, outcomes, usage)
+        else:
+            answer = fmt.whole(outcomes, usage)
+    details = usage.completion_tokens_details
+    return web.Response(
+        body=answer,
+        content_type="application/json",
+        headers={} if details is UNSET else {DRAFTED_TOKENS_HEADER: str(details.drafted_tokens)},
+    )
+
+
+async def _send_steps(
+    stream: EventStream, service: Service, call: Call, fmt: Format, body_bytes: int
+) -> None:
+    bound = service.limits.max_pending_events
+    with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
+        await _submit(service, call, fmt, sequences, body_bytes)
+        while steps := await sequences.next_steps():
+            if fmt.looks_up_tokens:
+                items = await service.text_threads.run(body_bytes, _chunks, fmt, steps)
+            else:
+                items = _chunks(fmt, steps)
+            if items:
+                await stream.send(*items)
+    if fmt.body.includes_usage:
+        await stream.send(fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)))
+
+
+def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:
+    return [item for step in steps for item in fmt.chunks(step)]
+
+
+async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences, body_bytes: int) -> None:
+    """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
+    with service.admission.waiting(fmt.num_sequences):
+        service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
+        tokenizer = await service.tokenizer()
+        requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
+        engine = await service.ready(service.instance.engine)
+        sequences.submit(engine, requests)
+    service.metrics.prompt_taken(fmt.num_prompt_tokens)
+    call.limit(service.limits.request_timeout_s)

@@ -71,7 +71,7 @@ def test_the_instance_starts_to_fetch_without_torch_or_a_web_server() -> None:
 def test_a_function_on_lambda_that_no_http_request_reaches_needs_no_web_server() -> None:
     loaded = loaded_by(
         "import teneral.handlers.platforms.aws_lambda.loop, teneral.handlers.platforms.aws_lambda.answers; "
-        "import teneral.handlers.function.plain"
+        "import teneral.handlers.plain"
     )
     assert not loaded & {"aiohttp", "boto3", "torch", "http.client"}
 
@@ -92,7 +92,7 @@ def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> Non
     loaded = loaded_by("import teneral.handlers.serve, teneral.handlers.app")
     platforms = ("sagemaker", "cloudevents", "runpod", "aws_lambda.command", "kserve.api")
     assert not loaded & {f"teneral.handlers.platforms.{name}" for name in platforms}
-    assert "teneral.handlers.function.plain" not in loaded
+    assert "teneral.handlers.plain" not in loaded
 
 
 def test_the_public_names_exist() -> None:

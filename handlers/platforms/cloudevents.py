@@ -27,10 +27,10 @@ from aiohttp import web
 from ...loader.errors import TeneralError
 from ...runtime.errors import HandlerError, RequestError
 from ..function.handler import Handler
-from ..function.plain import handler as plain
 from ..http.errors import ApiError, as_api_error
 from ..http.invoke import invoking
 from ..http.json_bodies import Decoder, encode
+from ..plain import handler as plain
 
 if TYPE_CHECKING:
     from ..function.context import Context

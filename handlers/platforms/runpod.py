@@ -64,7 +64,7 @@ def run_runpod_queue(config: ServeConfig, prepared: Prepared | None = None) -> i
         logging.getLogger("torch").setLevel(logging.WARNING)
         with Instance(config, timeline=timeline, helpers=helpers) as instance:
             from ..function.handler import Handler, load_handler
-            from ..function.plain import handler as plain
+            from ..plain import handler as plain
 
             handler = load_handler(config.handler) if config.handler else Handler(plain)
             try:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.support.http_server import Server
 
+from teneral.handlers.function import calls as calls_module
 from teneral.handlers.function.calls import FunctionCalls
 from teneral.handlers.function.handler import Handler
-from teneral.handlers.function.handler import calls as calls_module
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.errors import HandlerBusyError
 

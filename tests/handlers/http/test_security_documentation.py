@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teneral.handlers import serve as command
-from teneral.handlers.http import inflight as deadline
-from teneral.handlers.http import json_bodies as json_bounds
-from teneral.handlers.http import limits
+from teneral.handlers.http import inflight, json_bodies, limits, sockets
 from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.limits import Limits
 from teneral.runtime.config import ServeConfig
@@ -19,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 PROOFS = sorted(set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE)))
 BOUNDS = re.findall(
-    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|command|json_bounds|deadline)\.(\w+)`", PAGE, re.MULTILINE
+    r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|sockets|json_bodies|inflight)\.(\w+)`", PAGE, re.MULTILINE
 )
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
@@ -35,9 +32,9 @@ def test_a_bound_has_the_number_that_it_says(default: str, place: str, name: str
     owner = {
         "Limits": Limits.from_config(ServeConfig(model="m")),
         "limits": limits,
-        "command": command,
-        "json_bounds": json_bounds,
-        "deadline": deadline,
+        "sockets": sockets,
+        "json_bodies": json_bodies,
+        "inflight": inflight,
     }[place]
     if default == "none":
         assert hasattr(owner, name)

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...runtime.errors import RequestError
-from ..generate import handler as generate
-from .context import Context
+from ..runtime.errors import RequestError
+from .function.context import Context
+from .generate import handler as generate
 
 
 def handler(event: Any, context: Context) -> Any:

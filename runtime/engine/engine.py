@@ -353,7 +353,7 @@ class Engine:
         if has_batch:
             victims = make_way(
                 roster.running,
-                roster.wanted_blocks(),
+                roster.prospects(),
                 lending.num_available,
                 self._limits,
                 lending.num_freed_by,

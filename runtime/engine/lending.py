@@ -25,6 +25,7 @@ from ..kv.sessions import SessionPins
 from ..kv.spill.media import open_media
 from ..kv.spill.spill import BlockContent, Spill
 from .options import EngineOptions
+from .scheduler import Prospect
 from .sequence import Lane, Sequence
 
 CopyTokens = Callable[[int, int, int], None]
@@ -107,9 +108,17 @@ class Lending:
         num_given_up = Counter(block for each in sequences for block in each.blocks)
         return sum(self.prefixes.num_users(block) == count for block, count in num_given_up.items())
 
-    def num_wanted(self, sequence: Sequence) -> int:
-        """Available blocks that it needs to begin, with what is there of its beginning."""
-        return self._num_to_take(sequence, self.prefixes.find(self._hashes_to_find(sequence)))
+    def prospect(self, sequence: Sequence) -> Prospect:
+        """The waiting sequence as it would be planned with the blocks of its prefix that are cached. Idle ones among
+        those count as blocks still to take.
+        """
+        found = self.prefixes.find(self._hashes_to_find(sequence))
+        return Prospect(
+            num_tokens=sequence.num_tokens,
+            num_blocks=len(found) - self.prefixes.num_idle_among(found),
+            num_computed=len(found) * self._block_size,
+            queue_name=sequence.queue_name,
+        )
 
     # -- prefixes --------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from .expected_wait import steps_until_place
 from .generation import Generation
 from .lending import CopyTokens, Lending
 from .options import EngineOptions
-from .scheduler import Preempted, StepPlan
+from .scheduler import Preempted, Prospect, StepPlan, shortest_first
 from .sequence import Sequence
 from .waiting import WaitingList
 
@@ -214,10 +214,15 @@ class Roster:
         """Available ones that those who run will need."""
         return self.lending.num_promised(self.running)
 
-    def wanted_blocks(self) -> list[int]:
-        """Available blocks that each interactive sequence in the queue needs, in its order; of as many as could run."""
+    def prospects(self) -> list[Prospect]:
+        """The interactive sequences of the queue that the next step could admit, in the queue's order: its first one,
+        and as many as can run of those that the scheduler takes first.
+        """
         interactive = [each for each in self.ready() if not each.is_batch]
-        return [self.lending.num_wanted(each) for each in interactive[: self.options.max_running]]
+        first = {
+            id(each) for each in (*interactive[:1], *shortest_first(interactive)[: self.options.max_running])
+        }
+        return [self.lending.prospect(each) for each in interactive if id(each) in first]
 
     # -- ending ----------------------------------------------------------------------------------------------
 

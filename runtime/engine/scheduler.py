@@ -22,9 +22,9 @@ Nothing here is changed, allocated or computed; tensors and threads are unknown.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 
@@ -117,30 +117,49 @@ def plan_step(
     return StepPlan(tuple(step.preempted), tuple(step.admitted), shares)
 
 
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """A waiting sequence as it would be planned once it holds the blocks of its prefix that the cache has."""
+
+    num_tokens: int
+    num_blocks: int
+    num_computed: int
+    queue_name: str
+    is_batch: bool = False
+
+
 def make_way(
     running: Sequence[SequenceT],
-    wanted: Sequence[int],
+    waiting: Sequence[Schedulable],
     num_free_blocks: int,
     limits: SchedulerLimits,
     freed_by: FreedBy[SequenceT],
 ) -> tuple[SequenceT, ...]:
-    """Batch work that is to be preempted, the latest admitted first, before the next step is planned.
+    """Batch work to preempt, the latest admitted first, before the next step is planned.
 
-    `wanted` has the blocks that each interactive sequence in the queue needs, in its order. As many of these get their
-    places and blocks as can, and nobody is preempted in vain.
+    `waiting` holds the interactive sequences of the queue, in its order. The planner itself counts how many of them
+    the next step admits: the fewest batch sequences leave with which it admits as many as it would without any.
     """
-    staying = list(running)
     batch = [sequence for sequence in reversed(running) if sequence.is_batch]
-    leaving: list[SequenceT] = []
-    num_leaving = 0
-    for number, num_blocks in enumerate(accumulate(wanted), 1):
-        while not _fits(staying, number, num_blocks, num_free_blocks + freed_by(leaving), limits):
-            if len(leaving) == len(batch):
-                return tuple(leaving[:num_leaving])
-            leaving.append(batch[len(leaving)])
-            staying.remove(leaving[-1])
-        num_leaving = len(leaving)
-    return tuple(leaving)
+
+    def num_admitted(num_leaving: int) -> int:
+        leaving = batch[:num_leaving]
+        gone = set(map(id, leaving))
+        staying = [sequence for sequence in running if id(sequence) not in gone]
+        num_freed = freed_by(leaving)
+
+        def freed_after(victims: Sequence[Schedulable]) -> int:
+            chosen = set(map(id, victims))
+            return freed_by([*leaving, *(each for each in staying if id(each) in chosen)]) - num_freed
+
+        plan = plan_step(
+            list[Schedulable](staying), waiting, num_free_blocks + num_freed, limits, freed_by=freed_after
+        )
+        return len(plan.admitted)
+
+    most = num_admitted(len(batch))
+    # The count never falls as more leave, because more blocks and places only lengthen the run of admitted ones.
+    return tuple(batch[: bisect_left(range(len(batch)), most, key=num_admitted)])
 
 
 def shortest_first(candidates: Sequence[SequenceT]) -> list[SequenceT]:
@@ -167,19 +186,6 @@ def _amounts(
         amount = min(_num_missing(sequence), left + own)
         left -= amount - own
         yield sequence, amount
-
-
-def _fits(
-    running: Sequence[Schedulable], number: int, num_blocks: int, num_free: int, limits: SchedulerLimits
-) -> bool:
-    """Whether so many more can be admitted that need so many blocks together."""
-    num_others = len(running) + number - 1
-    if num_others >= limits.max_running:
-        return False
-    promised = sum(
-        max(0, -(-(each.num_tokens + 1) // limits.block_size) - each.num_blocks) for each in running
-    )
-    return num_blocks <= num_free - promised - num_others
 
 
 def _all_their_own(sequences: Sequence[Schedulable]) -> int:

@@ -172,48 +172,60 @@ def all_their_own(jobs):
     return sum(job.num_blocks for job in jobs)
 
 
+def queue_of(*num_blocks):
+    """Prompts that need this number of blocks each, for their tokens and the next one."""
+    return [Job(f"w{number}", 4 * blocks - 1) for number, blocks in enumerate(num_blocks)]
+
+
 def test_batch_work_makes_way_when_no_place_is_free():
     running = [
         decoding(name, 9, is_batch=name.startswith("batch")) for name in ("batch 1", "a", "batch 2", "b")
     ]
-    assert names_of(make_way(running, [3], 100, LIMITS, all_their_own)) == ["batch 2"]
-    assert names_of(make_way(running, [3, 3], 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
+    assert names_of(make_way(running, queue_of(3), 100, LIMITS, all_their_own)) == ["batch 2"]
+    assert names_of(make_way(running, queue_of(3, 3), 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
     # a third one gets no place, whoever leaves
-    assert names_of(make_way(running, [3, 3, 3], 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
+    assert names_of(make_way(running, queue_of(3, 3, 3), 100, LIMITS, all_their_own)) == [
+        "batch 2",
+        "batch 1",
+    ]
 
 
 def test_batch_work_makes_way_when_blocks_are_missing_and_only_then():
     running = [decoding("a", 9), decoding("batch", 9, is_batch=True)]
     # a and the batch work need one more block each now, and one each is kept for them
-    assert make_way(running, [3], 7, LIMITS, all_their_own) == ()
-    assert names_of(make_way(running, [3], 6, LIMITS, all_their_own)) == ["batch"]
+    assert make_way(running, queue_of(3), 7, LIMITS, all_their_own) == ()
+    assert names_of(make_way(running, queue_of(3), 6, LIMITS, all_their_own)) == ["batch"]
 
 
 def test_nobody_makes_way_in_vain():
     running = [decoding("a", 9), decoding("batch", 9, is_batch=True)]
-    assert make_way(running, [50], 6, LIMITS, all_their_own) == ()
+    assert make_way(running, queue_of(50), 6, LIMITS, all_their_own) == ()
     # nor for the second, when only the first can be helped
-    assert names_of(make_way(running, [3, 50], 6, LIMITS, all_their_own)) == ["batch"]
+    assert names_of(make_way(running, queue_of(3, 50), 6, LIMITS, all_their_own)) == ["batch"]
 
 
 def test_what_is_interactive_makes_way_for_nobody():
-    assert make_way([decoding(str(number), 9) for number in range(4)], [1], 0, LIMITS, all_their_own) == ()
+    assert (
+        make_way([decoding(str(number), 9) for number in range(4)], queue_of(1), 0, LIMITS, all_their_own)
+        == ()
+    )
 
 
 @settings(deadline=None)
 @given(
     running=st.lists(st.tuples(st.integers(1, 30), st.booleans()), max_size=4),
-    waiting=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    waiting=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=5),
     num_free=st.integers(0, 20),
 )
-def test_who_makes_way_makes_it_for_as_many_as_are_then_admitted(running, waiting, num_free):
+def test_batch_work_makes_way_for_as_many_as_are_then_admitted(running, waiting, num_free):
     running = [
         decoding(str(number), tokens, is_batch=batch) for number, (tokens, batch) in enumerate(running)
     ]
-    # a tenant each: none overtakes another, and the queue's order is that in which places are wanted
-    queue = [Job(f"w{number}", tokens, queue_name=f"w{number}") for number, tokens in enumerate(waiting)]
-    wanted = [blocks_for(job.num_tokens + 1) for job in queue]
-    leaving = make_way(running, wanted, num_free, ROOMY, all_their_own)
+    queue = [
+        Job(f"w{number}", tokens, queue_name=f"tenant {tenant}")
+        for number, (tokens, tenant) in enumerate(waiting)
+    ]
+    leaving = make_way(running, queue, num_free, ROOMY, all_their_own)
     assert all(job.is_batch for job in leaving)
     before = plan_step(running, queue, num_free, ROOMY)
     if before.preempted:
@@ -230,12 +242,9 @@ def test_who_makes_way_makes_it_for_as_many_as_are_then_admitted(running, waitin
         assert num_admitted(leaving[:-1]) < num_admitted(leaving), "one made way in vain"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="make_way reckons in the queue's order, and short prompts overtake within a tenant"
-)
 def test_batch_work_makes_way_for_prompts_of_one_tenant():
     running, queue = [decoding("batch", 1, is_batch=True)], [Job("a", 4), Job("b", 4), Job("c", 1)]
-    leaving = make_way(running, [blocks_for(job.num_tokens + 1) for job in queue], 4, ROOMY, all_their_own)
+    leaving = make_way(running, queue, 4, ROOMY, all_their_own)
     admitted = plan_step([job for job in running if job not in leaving], queue, 4, ROOMY).admitted
     assert len(admitted) == len(plan_step([], queue, 4 + all_their_own(running), ROOMY).admitted)
 

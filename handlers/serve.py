@@ -1,9 +1,9 @@
 """`teneral serve`: the port and the stream of weights first, then everything else beside it.
 
 The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog instead of
-being refused. The loader's and the tokenizer's processes are forked off while this one is still small. The instance's
-threads then import while the web server is being imported here. Or a standby process takes it all over, as soon as the
-port is bound.
+being refused. The tokenizer's process, and the loader's where there is one, are forked off while this one is still
+small. The instance's threads then import while the web server is being imported here. Or a standby process takes it all
+over, as soon as the port is bound.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from .http.sockets import listen, max_files, require_files
 from .platforms import TRAITS, Platform, platform_of
 
 if TYPE_CHECKING:
-    from ..loader.stream.prepare import Prepared
     from ..runtime.instance import Instance
 
 
-def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
+def run_server(config: ServeConfig) -> int:
     """Serve until a signal ends it. Returns 0; raises the error that ended the instance.
 
-    `prepared` is a loader's process that waits for its task, where there is one. Blocks. Changes the process: logging,
-    and the OpenMP policy.
+    Blocks. Changes the process: logging, and the OpenMP policy.
     """
     platform = platform_of(config.platform, os.environ)
     config = config.replace(platform=str(platform))
@@ -40,16 +38,16 @@ def run_server(config: ServeConfig, prepared: Prepared | None = None) -> int:
         from .platforms.aws_lambda.command import run_lambda  # few run there
 
         with _ending_at_once():
-            return run_lambda(config, prepared)
+            return run_lambda(config)
     with _ending_at_once() as ending:
         if platform is Platform.RUNPOD_QUEUE:
             from .platforms.runpod import run_runpod_queue  # and there
 
-            return run_runpod_queue(config, prepared)
-        return _run(config, prepared, ending)
+            return run_runpod_queue(config)
+        return _run(config, ending)
 
 
-def _run(config: ServeConfig, prepared: Prepared | None, ending: Ending) -> int:
+def _run(config: ServeConfig, ending: Ending) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     require_files(max_files())
@@ -58,10 +56,10 @@ def _run(config: ServeConfig, prepared: Prepared | None, ending: Ending) -> int:
         if config.standby_socket is not None:
             from .standby.client import hand_over  # few have a pool
 
-            status = hand_over(config, sock, timeline, taken=prepared.discard if prepared else lambda: None)
+            status = hand_over(config, sock, timeline)
             if status is not None:
                 return status
-        sent = send_for(config, timeline, prepared=prepared, fork=True)
+        sent = send_for(config, timeline, fork=True)
         serve_on(sock, config, timeline, sent, ending)
     return 0
 
@@ -83,8 +81,8 @@ def serve_on(
         _probe_socket(config) as probe_sock,
         sent.take_over(timeline) if sent else nullcontext() as helpers,
     ):
-        if helpers is not None:
-            load = helpers.load
+        load = helpers.load if helpers is not None else None
+        if load is not None:
             ending.has_failed = lambda: load.failure is not None
         with timeline.span("process", "import runtime"):
             import logging

@@ -214,9 +214,10 @@ class ServeConfig:
     )
     # Loading
     loader: str = _setting(
-        "process",
-        _choice("process", "thread"),
-        "where the weights are read and decoded: in a process beside the server, or in its own threads",
+        "auto",
+        _choice("auto", "process", "thread"),
+        "where weights are read and decoded: in a process beside the server, or in its own threads; auto: in threads, "
+        "but for a GPU and beside torch; thread: the tokenizer, too, is parsed in one",
         metavar="WHERE",
     )
     connections: int = _setting(

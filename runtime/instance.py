@@ -176,8 +176,8 @@ class Instance:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._helpers is not None:
-            self._helpers.load.let_go()  # who started them may hold them still
+        if self._helpers is not None and self._helpers.load is not None:
+            self._helpers.load.let_go()  # the process that launched them may hold them still
         self.tokenizer, self.engine, self.embedder, self._opened = Future(), Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
         self._load = self._helpers = self._source = self._snapshots = None

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class SentFor(NamedTuple):
-    """Processes at work of which nobody takes heed yet."""
+    """Processes at work, launched and not yet adopted."""
 
-    load: Launched
+    load: Launched | None  # None: the instance loads in its own threads
     tokenizer: LaunchedTokenizer
     kernel_dir: str | None = None  # as the configuration has it
     chat_worker: ChatWorker | None = None  # one that waits
@@ -43,7 +43,9 @@ class SentFor(NamedTuple):
         tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
         return Helpers(self._follow(timeline), tokenizer)
 
-    def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad:
+    def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad | None:
+        if self.load is None:
+            return None
         device = self.load.task.device
         if device == CPU:
             from ..loader.stream.process_load import ProcessLoad  # as above
@@ -57,12 +59,13 @@ class SentFor(NamedTuple):
 class Helpers(NamedTuple):
     """The processes beside an instance's own: each does what must not wait for this one's GIL."""
 
-    load: ProcessLoad | DeviceLoad
+    load: ProcessLoad | DeviceLoad | None  # None: the instance loads in its own threads
     tokenizer: TokenizerProcess
 
     def close(self) -> None:
         """End them. The weights that have arrived stay. Idempotent."""
-        self.load.close()
+        if self.load is not None:
+            self.load.close()
         self.tokenizer.close()
 
     def __enter__(self) -> Self:
@@ -82,13 +85,13 @@ def send_for(
     surroundings: Surroundings | None = None,
     fork: bool = False,
 ) -> SentFor | None:
-    """Both at work; None where the configuration or the system wants threads instead.
+    """The processes beside an instance, at work; None with `loader = thread`, which has none.
 
     Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process
-    that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an address that cannot be
-    meant, or a device that cannot be used, and `OSError` when the system refuses another process.
+    that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an invalid address, or a
+    device that cannot be used, and `OSError` when the system refuses another process.
     """
-    if config.loader != "process" or not is_possible():
+    if config.loader == "thread":
         for each in (prepared, tokenizer):
             if each is not None:
                 each.discard()
@@ -98,16 +101,26 @@ def send_for(
     address, digest = split_pin(config.model)
     source, options = config.source_options, config.load_options
     device = choose_device(config.device)
-    prepared = prepared or Prepared(fork=fork)
-    if device != CPU:
-        prepared.give_up_reserve()
     began_at = timeline.started_at
-    load = launch(Task(address, digest, source, options, began_at, device, surroundings), prepared)
+    load = files = None
+    if prepared is not None or _loads_in_process(config, device):
+        prepared = prepared or Prepared(fork=fork)
+        if device != CPU:
+            prepared.give_up_reserve()
+        files = prepared.files
+        load = launch(Task(address, digest, source, options, began_at, device, surroundings), prepared)
     from .text.launch import PreparedTokenizer, TokenizerTask  # the weights are sent for without it
 
-    tokenizer = tokenizer or PreparedTokenizer(files=prepared.files, fork=fork)
+    tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, surroundings))
     return SentFor(load, launched, config.kernel_dir, chat_worker)
+
+
+def _loads_in_process(config: ServeConfig, device: str) -> bool:
+    """Whether weights are better read in a process beside this one: where the import of torch would hold up threads."""
+    if config.loader == "process":
+        return is_possible()
+    return is_possible() and (device != CPU or config.backend == "torch")
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:

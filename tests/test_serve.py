@@ -180,7 +180,8 @@ def test_a_server_whose_loader_is_killed_says_so_and_ends(
     with StoreServer(
         tmp_path, fault=lambda request: stalling if "blobs" in (request.key or "") else None
     ) as store:
-        server = Server("s3://bucket/model", "--endpoint-url", store.url, "--region", "us-east-1")
+        flags = ("--endpoint-url", store.url, "--region", "us-east-1", "--loader", "process")
+        server = Server("s3://bucket/model", *flags)
         try:
             while not (loaders := [child for child in children(server.process.pid) if holds_weights(child)]):
                 time.sleep(0.01)

@@ -32,7 +32,6 @@ from ..function.lifetime import calling_on_loop
 from . import TRAITS, Platform
 
 if TYPE_CHECKING:
-    from ...loader.stream.prepare import Prepared
     from ...runtime.instance import Instance
     from ..function.context import Context
     from ..function.handler import Handler
@@ -48,13 +47,13 @@ POLL_S = 0.02  # how often the SDK is asked whether all results are posted, duri
 _END = object()
 
 
-def run_runpod_queue(config: ServeConfig, prepared: Prepared | None = None) -> int:
+def run_runpod_queue(config: ServeConfig) -> int:
     """Work on jobs until a signal ends it. Returns 0; raises the error that ended the instance, and `UsageError` where
     the SDK or its variables are missing. Blocks; changes the process: logging, signal handlers.
     """
     check_surroundings(os.environ)
     timeline = Timeline()
-    sent = send_for(config, timeline, prepared=prepared, fork=True)
+    sent = send_for(config, timeline, fork=True)
     with sent.take_over(timeline) if sent else nullcontext() as helpers:
         from ...runtime.instance import Instance  # from here on beside the load
 

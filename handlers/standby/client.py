@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ...loader.helper_process import ProcessLimits, Surroundings
@@ -24,14 +24,11 @@ ANSWER_TIMEOUT_S = (
 LOST_STATUS = 1
 
 
-def hand_over(
-    config: ServeConfig, listener: socket.socket, timeline: Timeline, *, taken: Callable[[], None]
-) -> int | None:
+def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) -> int | None:
     """The exit status of the standby that served; None, at once, when there was none. Raises `UsageError` for a path
     that is no socket's.
 
-    Calls `taken` when there is one, and blocks as long as it serves. After a hand-over this process does not hold the
-    listening socket any more.
+    Blocks as long as it serves. After a hand-over this process does not hold the listening socket any more.
     """
     assert config.standby_socket is not None
     channel = _connect(check_path(config.standby_socket))
@@ -49,7 +46,6 @@ def hand_over(
         channel.close()
         return None
     listener.close()
-    taken()
     with _passing_on_signals(process_id):
         try:
             return int(channel.receive()["status"])

@@ -8,7 +8,6 @@ import threading
 
 def main() -> int:
     """Run the command line; returns the process's exit code."""
-    prepared = None
     if sys.argv[1:2] == ["serve"]:
         # What is made while importing stays: looking through it for garbage, again and again, takes a tenth of the
         # imports. The server has it looked for from when it can answer.
@@ -16,15 +15,9 @@ def main() -> int:
         # Where numpy brings OpenBLAS along, its threads wait for work by spinning: 60 ms of a core in each process that
         # imports it. They sleep at once instead.
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-        # The loader imports what it needs while this process reads its flags, and everything else after that.
-        from .loader import pin, timeline  # noqa: F401 - of both processes, so once for the two
-        from .loader.stream import launch  # noqa: F401 - as above
-        from .loader.stream.prepare import Prepared, is_possible
-
-        prepared = Prepared(fork=True) if is_possible() else None
     from .cli import run
 
-    code = run(sys.argv[1:], prepared)
+    code = run(sys.argv[1:])
     if code:
         _keep_exit_code()
     return code

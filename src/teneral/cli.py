@@ -22,7 +22,6 @@ from .loader import errors as loading
 
 if TYPE_CHECKING:
     from .loader.sources.base import SourceOptions
-    from .loader.stream.prepare import Prepared
     from .loader.tools.quantize_plan import QuantizeOptions
 
 # One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
@@ -64,16 +63,12 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM came: to be cleaned up after as Ctrl-C is."""
 
 
-def run(arguments: list[str], prepared: Prepared | None = None) -> int:
-    """Run one command. Returns the exit code; never raises for an error that a user can cause.
-
-    `prepared` is a loader's process that `serve` may have; it ends when this one does.
-    """
+def run(arguments: list[str]) -> int:
+    """Run one command. Returns the exit code; never raises for an error that a user can cause."""
     debug = "--debug" in arguments
     try:
         with _sigterm_raising():
             options = parse(arguments)  # in here: it imports, which Ctrl-C may interrupt
-            options.prepared = prepared
             code = COMMANDS[options.command](options)
         if sys.stdout is not None:
             sys.stdout.flush()  # in here, where what becomes of it can still be told
@@ -294,7 +289,7 @@ def _serve(options: argparse.Namespace) -> int:
     from .handlers.serve import run_server
     from .runtime.config import resolve
 
-    return run_server(resolve(_settings(options), os.environ, options.config), options.prepared)
+    return run_server(resolve(_settings(options), os.environ, options.config))
 
 
 def _standby(options: argparse.Namespace) -> int:

@@ -24,7 +24,6 @@ from .. import TRAITS, Platform
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from ....loader.stream.prepare import Prepared
     from ....runtime.instance import Instance
     from ...function.handler import Handler
 
@@ -41,7 +40,7 @@ EXIT_INIT_FAILED = 1
 _DOTTED = re.compile(r"([\w./-]+)\.([A-Za-z_]\w*)")
 
 
-def run_lambda(config: ServeConfig, prepared: Prepared | None = None) -> int:
+def run_lambda(config: ServeConfig) -> int:
     """Answer invocations until Lambda ends the instance. Returns the exit status; raises the error that ended the
     instance later than its start. Blocks. Changes the process: logging, and the variable that X-Ray's trace is in.
     """
@@ -49,7 +48,7 @@ def run_lambda(config: ServeConfig, prepared: Prepared | None = None) -> int:
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     address = os.environ.get(ADDRESS_VARIABLE, "")
     try:
-        sent = send_for(config, timeline, prepared=prepared, fork=True)
+        sent = send_for(config, timeline, fork=True)
     except TeneralError as error:
         return _could_not_start(address, error)
     with sent.take_over(timeline) if sent else nullcontext() as helpers:

@@ -157,9 +157,9 @@ def _load(url: str, connections: int, *, hedges: bool) -> dict[str, Any]:
     """Load everything, as a server would."""
     from teneral.loader.artifact import open_artifact
     from teneral.loader.errors import TeneralError
+    from teneral.loader.load.load import LoadOptions, WeightLoad
     from teneral.loader.sources.base import SourceOptions
-    from teneral.loader.sources.http import HttpSource
-    from teneral.loader.stream.load import LoadOptions, WeightLoad
+    from teneral.loader.sources.http.source import HttpSource
 
     source = HttpSource(url, SourceOptions() if hedges else SourceOptions(hedge_after_s=0))
     manifest = open_artifact(source)

@@ -163,8 +163,8 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _load(url: str, connections: int) -> dict[str, Any]:
     """Load everything, as a server would."""
     from teneral.loader.artifact import open_artifact
+    from teneral.loader.load.load import LoadOptions, WeightLoad
     from teneral.loader.sources.open import open_source
-    from teneral.loader.stream.load import LoadOptions, WeightLoad
 
     source = open_source(url)
     manifest = open_artifact(source)

@@ -35,7 +35,7 @@ WITHOUT_MODEL = """
 import sys, torch, tokenizers
 import teneral.handlers.serve, teneral.handlers.http.server, teneral.runtime.instance
 import teneral.runtime.engine.engine, teneral.runtime.models.build, teneral.runtime.weights
-import teneral.loader.stream.process_load, teneral.runtime.text.tokenizer
+import teneral.loader.load.process_load, teneral.runtime.text.tokenizer
 print("ready", flush=True)
 sys.stdin.read()
 """

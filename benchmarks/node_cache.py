@@ -106,9 +106,9 @@ def _run(url: str, cache: Path | None) -> dict[str, Any]:
 
 def _load(url: str, cache: str | None) -> dict[str, Any]:
     from teneral.loader.artifact import open_artifact
+    from teneral.loader.load.load import WeightLoad
+    from teneral.loader.load.options import LoadOptions
     from teneral.loader.sources.open import open_source
-    from teneral.loader.stream.load import WeightLoad
-    from teneral.loader.stream.options import LoadOptions
 
     source = open_source(url)
     manifest = open_artifact(source)

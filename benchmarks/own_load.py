@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
-    from teneral.loader.stream.prepare import Prepared
+    from teneral.loader.load.launch import Prepared
 
     clock = Clock()
     prepared = Prepared(fork=True)
@@ -55,7 +55,7 @@ def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
 
 def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
     from teneral.handlers.standby.pool import import_everything
-    from teneral.loader.stream.prepare import Prepared
+    from teneral.loader.load.launch import Prepared
 
     import_everything()
     gc.collect()
@@ -70,12 +70,12 @@ def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
 
 
 def _by_prepared(address: str, prepared: Any, clock: "Clock") -> dict[str, Any]:
+    from teneral.loader.load.launch import Task, launch
+    from teneral.loader.load.options import LoadOptions
     from teneral.loader.sources.base import SourceOptions
-    from teneral.loader.stream.launch import Task, launch
-    from teneral.loader.stream.options import LoadOptions
 
     launched = launch(Task(address, None, SourceOptions(), LoadOptions(), time.monotonic()), prepared)
-    from teneral.loader.stream.process_load import ProcessLoad
+    from teneral.loader.load.process_load import ProcessLoad
 
     with ProcessLoad(launched) as load:
         for group in load.manifest.groups:
@@ -92,8 +92,8 @@ def by_threads(address: str, beside: threading.Thread | None) -> dict[str, Any]:
     from contextlib import closing
 
     from teneral.loader.artifact import open_artifact
+    from teneral.loader.load.load import WeightLoad
     from teneral.loader.sources.open import open_source
-    from teneral.loader.stream.load import WeightLoad
 
     clock = Clock()
     with closing(open_source(address)) as source:

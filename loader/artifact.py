@@ -85,7 +85,7 @@ def _open_denied(source: Source, denied: AccessDeniedError) -> Manifest:
             raise
         raise denied from None
     if not is_certain and not any(file.name.endswith(".json") for file in manifest.files):
-        from .sources.absence import undecided
+        from .sources.base import undecided
 
         raise undecided(source, MANIFEST_NAME) from denied
     return manifest
@@ -97,7 +97,7 @@ def _check_absent(source: Source, denied: AccessDeniedError) -> bool:
     """
     if not denied.may_be_absent:
         raise denied
-    from .sources.absence import denies_absent, is_listed  # only after a denial
+    from .sources.base import denies_absent, is_listed  # only after a denial
 
     listed = is_listed(source, MANIFEST_NAME)
     if listed or (listed is None and not denies_absent(source)):

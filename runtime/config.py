@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from ..loader.device.detect import parse_device
 from ..loader.errors import UsageError
+from ..loader.load.options import LoadOptions, Order
 from ..loader.sources.base import SourceOptions
-from ..loader.stream.options import LoadOptions, Order
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,8 @@ from ..loader.errors import CheckpointError
 if TYPE_CHECKING:
     from ..loader.cache.part_cache import PartCache
     from ..loader.format.manifest import Manifest
+    from ..loader.load.options import LoadOptions
     from ..loader.sources.base import Source
-    from ..loader.stream.options import LoadOptions
 
 
 class ModelFiles:

@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..loader.errors import TeneralError, UsageError
+from ..loader.load.options import Order
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
+from ..loader.sources.http.outage import show_outages
 from ..loader.sources.open import open_source
-from ..loader.sources.outage import show_outages
-from ..loader.stream.options import Order
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
@@ -489,7 +489,7 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
 
 
 def _weights_of(load: AnyLoad) -> Weights:
-    from ..loader.stream.device_load import DeviceLoad
+    from ..loader.load.device_load import DeviceLoad
     from .weights import StreamedWeights
 
     if not isinstance(load, DeviceLoad):

@@ -14,9 +14,9 @@ from .start import opener
 if TYPE_CHECKING:
     from ..loader.device.base import DeviceStatistics
     from ..loader.format.manifest import Manifest, Tensor
+    from ..loader.load.device_load import DeviceLoad
+    from ..loader.load.load import WeightLoad
     from ..loader.sources.base import Source
-    from ..loader.stream.device_load import DeviceLoad
-    from ..loader.stream.load import WeightLoad
     from ..loader.timeline import Timeline
     from .config import ServeConfig
     from .files import ModelFiles
@@ -33,11 +33,11 @@ def load_here(
         manifest = open_artifact(source, digest=digest)
     options, device = config.load_options, choose_device(config.device)
     if device != CPU:
-        from ..loader.stream.device_load import DeviceLoad  # as above
+        from ..loader.load.device_load import DeviceLoad  # as above
 
         open_device = opener(device, config.kernel_dir, timeline)
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
-    from ..loader.stream.load import WeightLoad  # as above
+    from ..loader.load.load import WeightLoad  # as above
 
     load = WeightLoad(source, manifest, options=options, timeline=timeline)
     load.start()
@@ -46,7 +46,7 @@ def load_here(
 
 def wait_exact(load: AnyLoad) -> None:
     """Block until all weights are exact, where they are to be. Raises the load's error."""
-    from ..loader.stream.device_load import DeviceLoad
+    from ..loader.load.device_load import DeviceLoad
 
     for group in range(len(load.manifest.groups)):
         load.wait(group)
@@ -74,7 +74,7 @@ def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
 def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
     """Raises `IntegrityError` naming a tensor that is not what was packed."""
     from ..loader.format.tensor_digests import wrong_tensors
-    from ..loader.stream.device_load import DeviceLoad
+    from ..loader.load.device_load import DeviceLoad
 
     def content(tensor: Tensor) -> memoryview:
         end_bytes = tensor.offset_bytes + tensor.size_bytes
@@ -93,7 +93,7 @@ def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
 
 def untaken_bytes(load: AnyLoad) -> int:
     """The weights' memory, but for what a standby process had taken from the system before the load."""
-    from ..loader.stream.process_load import ProcessLoad
+    from ..loader.load.process_load import ProcessLoad
 
     ahead_bytes = load.reserved_bytes if isinstance(load, ProcessLoad) else 0
     return load.manifest.weight_bytes - ahead_bytes
@@ -101,7 +101,7 @@ def untaken_bytes(load: AnyLoad) -> int:
 
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
     """What another device did and holds; None where there is none, or while it is being opened."""
-    from ..loader.stream.device_load import DeviceLoad  # who loads in another process has it not
+    from ..loader.load.device_load import DeviceLoad  # who loads in another process has it not
 
     return load.device_statistics() if isinstance(load, DeviceLoad) else None
 

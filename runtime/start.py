@@ -10,17 +10,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..loader.device.detect import CPU, choose_device, index_of
+from ..loader.load.launch import Launched, Prepared, Task, is_possible, launch
 from ..loader.pin import split_pin
-from ..loader.stream.launch import Launched, Task, launch
-from ..loader.stream.prepare import Prepared, is_possible
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 
 if TYPE_CHECKING:
     from ..loader.device.base import Device
-    from ..loader.helper_process import Surroundings
-    from ..loader.stream.device_load import DeviceLoad
-    from ..loader.stream.process_load import ProcessLoad
+    from ..loader.load.device_load import DeviceLoad
+    from ..loader.load.process_load import ProcessLoad
+    from ..loader.process.helper import Surroundings
     from .text.chat import ChatWorker
     from .text.launch import LaunchedTokenizer, PreparedTokenizer
     from .text.remote import TokenizerProcess
@@ -48,10 +47,10 @@ class SentFor(NamedTuple):
             return None
         device = self.load.task.device
         if device == CPU:
-            from ..loader.stream.process_load import ProcessLoad  # as above
+            from ..loader.load.process_load import ProcessLoad  # as above
 
             return ProcessLoad(self.load, timeline=timeline)
-        from ..loader.stream.device_load import DeviceLoad  # as above
+        from ..loader.load.device_load import DeviceLoad  # as above
 
         return DeviceLoad.follow(self.load, opener(device, self.kernel_dir, timeline), timeline=timeline)
 

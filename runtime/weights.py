@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..loader.format.manifest import Tier
-from ..loader.stream.device_load import DeviceLoad
-from ..loader.stream.rows import RowParts
+from ..loader.load.device_load import DeviceLoad
+from ..loader.load.plan import RowParts
 from .dtypes import DType
 from .errors import ModelError
 from .tensors import Tensor
 
 if TYPE_CHECKING:
-    from ..loader.stream.load import WeightLoad
-    from ..loader.stream.process_load import ProcessLoad
+    from ..loader.load.load import WeightLoad
+    from ..loader.load.process_load import ProcessLoad
 
     AnyLoad = WeightLoad | ProcessLoad | DeviceLoad
 

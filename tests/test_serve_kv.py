@@ -11,8 +11,8 @@ from tests.support.tiny_models import save_tiny
 from tests.test_serve import COMPLETION, Server
 
 from teneral.cli import run
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.kv.snapshots.parts import open_snapshot
 
 SYSTEM = "You answer in verse, and never in prose, whatever anybody may ask you to do.\n"

@@ -19,8 +19,8 @@ import pytest
 from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(60)
 COMPLETION = {"prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}

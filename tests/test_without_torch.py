@@ -19,8 +19,8 @@ from tests.support.tiny_models import save_tiny
 from tests.test_serve import Server
 
 from teneral.loader.native.library import library
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no native library for this processor")
 

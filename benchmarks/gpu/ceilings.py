@@ -71,7 +71,7 @@ def from_memory_file() -> float | None:
     """As the loader's ring: shared memory that is pinned where it lies. None where it cannot be."""
     import cupy
 
-    from teneral.loader.stream.arena import map_bytes
+    from teneral.loader.memory.arena import map_bytes
 
     runtime = cupy.cuda.runtime
     ring = map_bytes(COPY_BYTES, what="a benchmark's ring")

@@ -39,8 +39,8 @@ def rate(made: Any, num_threads: int) -> float:
     from teneral.loader.device.ring import DEFAULT_BYTES, ImageRing
     from teneral.loader.device.sink import ImageSink, SentImage
     from teneral.loader.format.manifest import Tier
-    from teneral.loader.stream.arena import map_bytes
-    from teneral.loader.switch_interval import quick_turns
+    from teneral.loader.memory.arena import map_bytes
+    from teneral.loader.process.cpu import quick_turns
     from teneral.loader.timeline import Timeline
 
     ring = ImageRing(map_bytes(DEFAULT_BYTES, what="a benchmark's ring"))

@@ -43,9 +43,9 @@ print(f"result {size} {ended_s - begun_s} {ended_s - started_s}")
 PROGRAMS = {
     "teneral": """
 from teneral.loader.device.cuda import CudaDevice
-from teneral.loader.stream.device_load import DeviceLoad
-from teneral.loader.stream.launch import Task, launch
-from teneral.loader.stream.options import LoadOptions
+from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.launch import Task, launch
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.timeline import Timeline
 begun_s = time.time()

@@ -23,11 +23,11 @@ from benchmarks.gpu.planes import Parts, coded_parts, open_device
 from benchmarks.report import machine, note, table, versions
 
 from teneral.loader.device.base import Placed
-from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import PartImage, plan_image, slab_starts
 from teneral.loader.device.ring import DEFAULT_BYTES
+from teneral.loader.device.sink import fill_image
 from teneral.loader.format.manifest import Tier, align
-from teneral.loader.stream.arena import map_bytes
+from teneral.loader.memory.arena import map_bytes
 
 STREAM_GOAL, APPEAR_GOAL = 0.85, 1.4
 PART_ELEMENTS = 54 << 16  # an image of 5 MiB, as a load makes them

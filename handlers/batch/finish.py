@@ -18,7 +18,7 @@ from typing import Any
 from ...loader.errors import AlreadyExistsError, NotFoundError, SourceError, UnavailableError
 from ...loader.format.json_object import Document, JsonObject
 from ...loader.sources.base import ObjectInfo
-from ...loader.sources.throttle import pause_s
+from ...loader.sources.http.retry import pause_s
 from .errors import JobFormatError, JobMismatchError
 from .index import FORMAT_NAME, FORMAT_VERSION, JobIndex
 from .partial import PARTIAL_FOLDER

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from ...loader.errors import TeneralError
-from ...loader.helper_process import Surroundings
+from ...loader.process.helper import Surroundings
 from ...runtime.config import ServeConfig
 from ..http.sockets import listen
 from ..standby.handover import Channel, HandoverError, Order

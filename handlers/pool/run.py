@@ -22,7 +22,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ...loader.errors import TeneralError, UsageError
-from ...loader.memory import available_bytes
+from ...loader.memory.limits import available_bytes
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
 from ..http.errors import as_api_error

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ...loader.helper_process import ProcessLimits, Surroundings
+from ...loader.process.helper import ProcessLimits, Surroundings
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from .handover import Channel, HandoverError, Order, check_path

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.helper_process import ProcessLimits, Surroundings
+from ...loader.process.helper import ProcessLimits, Surroundings
 from ...runtime.config import ServeConfig
 
 MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it

@@ -24,8 +24,8 @@ from contextlib import suppress
 from typing import NamedTuple, Self
 
 from ...loader.errors import TeneralError, UsageError
-from ...loader.memory import available, check_fits
-from ...loader.stream.prepare import Prepared
+from ...loader.load.launch import Prepared
+from ...loader.memory.limits import available, check_fits
 from ...loader.timeline import Timeline
 from ...runtime.errors import ModelError, PortInUseError
 from ...runtime.start import send_for
@@ -126,10 +126,10 @@ def import_everything() -> None:
     import tokenizers  # noqa: F401
 
     from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
+    from ...loader.load import child, load, process_load  # noqa: F401
+    from ...loader.memory import arena  # noqa: F401
     from ...loader.native.library import library
-    from ...loader.sources import file, http, s3  # noqa: F401
-    from ...loader.sources.gs import store  # noqa: F401
-    from ...loader.stream import arena, child, load, process_load  # noqa: F401
+    from ...loader.sources.open import import_all
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.backends import choose, host  # noqa: F401
     from ...runtime.backends.native import backend  # noqa: F401
@@ -137,6 +137,7 @@ def import_everything() -> None:
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
+    import_all()
     library()  # its threads are made by the process that computes
     from .. import app, serve  # noqa: F401
     from ..function import handler as function  # noqa: F401

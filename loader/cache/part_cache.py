@@ -19,9 +19,7 @@ import time
 from collections.abc import Callable
 
 from .folder import CacheFolder, WrongEntryError
-from .pace import ReadGate, is_crawling
-from .tally import CacheStatistics, Tally
-from .writer import CacheWriter
+from .writer import CacheStatistics, CacheWriter, ReadGate, Tally, is_crawling
 
 SLICE_BYTES = 1024 * 1024  # between two slices a read notices that the disk crawls
 

@@ -1,18 +1,18 @@
-"""What every device promises that weights are placed on: one protocol, and the values it speaks in.
+"""The `Device` protocol for weights in another memory, the values it speaks in, and the check that a model fits.
 
     ring (host memory) ── upload ──► the same ring on the device ── merge ──► weights (device memory)
                         own stream                                own stream
 
-A device works asynchronously, in streams: `place` only says what is to be done. A `Ticket` is a point in that work.
-Between streams tickets make order: nothing here makes the host wait but `Ticket.wait`, `read_back` and `close`.
+A device works asynchronously, in streams: `place` only queues work. A `Ticket` is a point in that work. Between streams
+tickets make order: nothing here makes the host wait but `Ticket.wait`, `read_back` and `close`.
 
-Why no kernel sees half a layer, and why nothing can wait in a circle: who computes has its stream wait for the
-tickets of the parts that it needs (`order_after`), and tells where its last use of a group ends (`record`); what
-replaces bits of values that somebody may have used waits for that (`place(after=…)`). A stream can only be told to
-wait for a ticket that is there already, so each waits for what was asked for before, and never for what comes after.
+Why no kernel sees half a layer, and why nothing can wait in a circle: a computing stream waits for the tickets of the
+parts that it needs (`order_after`), and records where its last use of a group ends (`record`); an upload that replaces
+bits of values in use waits for that (`place(after=…)`). A stream can only wait for a ticket that exists already, so
+each waits for earlier work, and never for later work.
 
-Implementations: `cuda.py` and `simulated.py`, which pass one contract suite. A device belongs to one load. Its
-methods may be called from any thread, `place` from one at a time.
+`cuda.py` and the tests' simulated device pass one contract suite. A device belongs to one load. Its methods may be
+called from any thread, `place` from one at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from ..errors import InsufficientMemoryError
+from ..memory.limits import MIB
 from .image import PartImage
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+# Left for what is allocated behind the counter's back: other libraries' handles, and the code of their kernels. A
+# guess. Keys and values are their pool's to account for, which takes what is left.
+MARGIN_BYTES = 256 * MIB
+
+
+def check_device_fits(name: str, free_bytes: int, *, weights_bytes: int, ring_bytes: int) -> None:
+    """Raise `InsufficientMemoryError` when the device has less than this takes, and a margin."""
+    needed_bytes = weights_bytes + ring_bytes + MARGIN_BYTES
+    if needed_bytes > free_bytes:
+        made_of = (
+            f"weights {weights_bytes / MIB:,.0f}, images on their way {ring_bytes / MIB:,.0f}, "
+            f"a margin of {MARGIN_BYTES / MIB:,.0f}"
+        )
+        raise device_refused(name, needed_bytes, free_bytes, made_of)
+
+
+def device_refused(
+    name: str, needed_bytes: int, free_bytes: int | None, made_of: str
+) -> InsufficientMemoryError:
+    """For memory that a device does not have, or, with None, did not give."""
+    have = "it gave less" if free_bytes is None else f"{free_bytes / MIB:,.0f} MiB are free"
+    return InsufficientMemoryError(
+        f"the model needs {needed_bytes / MIB:,.0f} MiB of the memory of {name} ({made_of}), but {have}",
+        needed_bytes=needed_bytes,
+        available_bytes=free_bytes,
+        hint="End what else uses the device, name another one (--device cuda:1), serve a smaller or quantised model, "
+        "or use the CPU (--device cpu).",
+    )
 
 
 class Ticket(Protocol):

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 from ..errors import LoadError, TeneralError
 from ..format.manifest import align
 from ..timeline import Timeline
-from .base import DeviceStatistics, Placed, Ticket
+from .base import DeviceStatistics, Placed, Ticket, check_device_fits, device_refused
 from .compile import cubin_for
-from .image import CHUNK_STATUS_BYTES, PartImage
-from .memory import check_device_fits, device_refused
+from .image import CHUNK_STATUS_BYTES, KERNELS, RESOLVE_KERNEL, PartImage
 from .nvcomp import Decompressor, find_library
-from .recipe import KERNELS, RESOLVE_KERNEL
 
 if TYPE_CHECKING:
     import numpy as np

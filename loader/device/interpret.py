@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .image import CHUNK_ENTRY_BYTES, FRAME_ENTRY_BYTES, Chunks, Launch
-from .recipe import RECIPE_BYTES, Recipe
+from .image import CHUNK_ENTRY_BYTES, FRAME_ENTRY_BYTES, RECIPE_BYTES, Chunks, Launch, Recipe
 
 Bytes = npt.NDArray[np.uint8]
 

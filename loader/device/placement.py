@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Part
-from ..stream.guards import Guards
-from ..switch_interval import quick_turns
+from ..memory.refine_locks import Guards
+from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .base import Device, DeviceStatistics, Placed, Ticket
 from .image import PartImage, plan_image, slab_starts
 from .paths import DeviceSpeed
-from .pieces import cut_part, with_plane_sizes
+from .ring import cut_part, with_plane_sizes
 from .sink import SentImage
 
 MAX_IMAGES = 8  # placed at a time: enough frames for a large device's decompressor, in 84 MiB of scratch

@@ -1,20 +1,164 @@
-"""Where images wait for the device: one piece of host memory, lent out image by image.
+"""The ring of images: host memory lent out image by image, and the pieces of a part that become images.
 
-Who fills images takes memory, which may have to wait; it is given back once the device needs it no more. That never
-waits for who fills, so the ring cannot lock up: what is on loan is being filled, or on its way.
+A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few threads could decode at
+once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a part with fewer frames: whole frames of
+some segments, so that the code that plans and fills images of parts does so for pieces. The process that fills images
+and the one that sends them cut alike, by the manifest alone. Where the stored frames of a piece lie is known only with
+the part's bytes.
+
+A thread that fills images takes memory, which may have to wait; it is given back once the device needs it no more. That
+never waits for a filling thread, so the ring cannot lock up: what is on loan is being filled, or on its way.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
-from ..errors import LoadCancelledError
-from ..format.manifest import FRAME_ELEMENTS, Manifest, Part, align
-from ..stream.staging import ALIGNMENT_BYTES, Buffer, Staging
-from .image import CHUNK_ENTRY_BYTES, CHUNK_STATUS_BYTES, FRAME_ENTRY_BYTES, PLANE_BYTES
-from .pieces import cut_part
-from .recipe import MAX_PLANES, RECIPE_BYTES
+from ..errors import IntegrityError, LoadCancelledError
+from ..format.manifest import (
+    FRAME_ELEMENTS,
+    Codec,
+    Manifest,
+    Part,
+    Plane,
+    Segment,
+    align,
+    decoded_plane_bytes,
+    plane_shares,
+)
+from ..format.zstd import FrameReader
+from ..memory.staging import ALIGNMENT_BYTES, Buffer, Staging
+from .image import (
+    CHUNK_ENTRY_BYTES,
+    CHUNK_STATUS_BYTES,
+    FRAME_ENTRY_BYTES,
+    MAX_PLANES,
+    PLANE_BYTES,
+    RECIPE_BYTES,
+)
+
+MAX_PIECE_BYTES = 11 << 19  # 5.5 MiB of planes: with its tables, or coded, an image stays near 6
+
+
+def cut_part(manifest: Manifest, part: Part) -> tuple[Part, ...]:
+    """The part's pieces in order, about equally large; the part itself where it is small enough.
+
+    The planes of several pieces have their decoded sizes, and no place in the part: `with_stored` gives them one.
+    """
+    total_bytes = sum(_decoded_bytes(manifest, part, segment, segment.count) for segment in part.segments)
+    if total_bytes <= MAX_PIECE_BYTES:
+        return (part,)
+    most_bytes = -(-total_bytes // -(-total_bytes // MAX_PIECE_BYTES))
+    pieces: list[list[Segment]] = [[]]
+    room_bytes = most_bytes
+    for segment in part.segments:
+        first = 0
+        while first < segment.count:
+            if room_bytes <= 0:
+                pieces.append([])
+                room_bytes = most_bytes
+            frame_bytes = max(1, _decoded_bytes(manifest, part, segment, FRAME_ELEMENTS))
+            count = min(segment.count - first, -(-room_bytes // frame_bytes) * FRAME_ELEMENTS)
+            pieces[-1].append(_stretch(manifest, part, segment, first, count))
+            room_bytes -= _decoded_bytes(manifest, part, segment, count)
+            first += count
+    if len(pieces) == 1:  # few large frames, which are never cut
+        return (part,)
+    return tuple(part._replace(segments=tuple(segments)) for segments in pieces)
+
+
+def with_stored(
+    manifest: Manifest, pieces: Sequence[Part], part: Part, stored: memoryview
+) -> tuple[Part, ...]:
+    """The pieces with the place of each plane in the part's verified bytes.
+
+    The headers of all frames are read. Raises `IntegrityError` where a plane has not the frames that it should have.
+    """
+    if len(pieces) == 1:
+        return tuple(pieces)
+    places = iter([_frame_places(manifest, part, segment, stored) for segment in part.segments])
+    begins = iter(part.segments)
+    segment, frames = next(begins), next(places)
+    found = []
+    for piece in pieces:
+        located = []
+        for stretch in piece.segments:
+            while stretch.tensor != segment.tensor or not (
+                segment.start <= stretch.start < segment.start + max(1, segment.count)
+            ):
+                segment, frames = next(begins), next(places)
+            first = (stretch.start - segment.start) // FRAME_ELEMENTS
+            last = first + -(-stretch.count // FRAME_ELEMENTS)
+            planes = tuple(
+                Plane(plane.codec, of_plane[first], of_plane[last] - of_plane[first])
+                for plane, of_plane in zip(segment.planes, frames, strict=True)
+            )
+            located.append(stretch._replace(planes=planes))
+        found.append(piece._replace(segments=tuple(located)))
+    return tuple(found)
+
+
+def plane_sizes(piece: Part) -> tuple[int, ...]:
+    """The stored bytes of each plane: all that planning the image of a coded piece takes beside the manifest."""
+    return tuple(plane.size_bytes for segment in piece.segments for plane in segment.planes)
+
+
+def with_plane_sizes(piece: Part, sizes: Sequence[int]) -> Part:
+    """The reverse of `plane_sizes`, for the process that has no bytes."""
+    left = iter(sizes)
+    segments = tuple(
+        segment._replace(planes=tuple(plane._replace(size_bytes=next(left)) for plane in segment.planes))
+        for segment in piece.segments
+    )
+    return piece._replace(segments=segments)
+
+
+def _stretch(manifest: Manifest, part: Part, segment: Segment, first: int, count: int) -> Segment:
+    """Elements [first, first + count) of the segment."""
+    sizes = _plane_bytes(manifest, part, segment, count)
+    planes = tuple(
+        Plane(plane.codec, 0, size_bytes) for plane, size_bytes in zip(segment.planes, sizes, strict=True)
+    )
+    return segment._replace(start=segment.start + first, count=count, planes=planes)
+
+
+def _frame_places(manifest: Manifest, part: Part, segment: Segment, stored: memoryview) -> list[list[int]]:
+    """Of each plane where each of its frames begins in the part, and at last where the plane ends."""
+    tensor = manifest.tensors[segment.tensor]
+    sizes = _plane_bytes(manifest, part, segment, segment.count)
+    shares = (
+        plane_shares(tensor.encoding, part.tier, tensor.element_bytes) if not tensor.encoding.is_whole else ()
+    )
+    where = f"tensor {tensor.name!r}, elements from {segment.start}"
+    found = []
+    for number, (plane, size_bytes) in enumerate(zip(segment.planes, sizes, strict=True)):
+        frame_bytes = FRAME_ELEMENTS // shares[number] if shares else FRAME_ELEMENTS * tensor.element_bytes
+        end = plane.offset_bytes + plane.size_bytes
+        if plane.codec is Codec.ZSTD:
+            frames = FrameReader(stored[plane.offset_bytes : end], frame_bytes, where=where)
+            begins = [plane.offset_bytes + begin for begin, _ in frames.skip(size_bytes)]
+            frames.finish()
+        elif plane.size_bytes == size_bytes:
+            begins = list(range(plane.offset_bytes, end, frame_bytes))
+        else:
+            raise IntegrityError(
+                f"{where}: a raw plane of {size_bytes} bytes was expected, and the part holds {plane.size_bytes}",
+                where=where,
+            )
+        found.append([*begins, end])
+    return found
+
+
+def _plane_bytes(manifest: Manifest, part: Part, segment: Segment, count: int) -> tuple[int, ...]:
+    tensor = manifest.tensors[segment.tensor]
+    return decoded_plane_bytes(tensor.encoding, part.tier, tensor.element_bytes, count)
+
+
+def _decoded_bytes(manifest: Manifest, part: Part, segment: Segment, count: int) -> int:
+    return sum(_plane_bytes(manifest, part, segment, count))
+
 
 # 16 images of 4 to 6 MiB that are being filled, and some on their way; all of it is pinned, which takes its time.
 DEFAULT_BYTES = 128 * 1024 * 1024

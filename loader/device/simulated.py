@@ -15,9 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import LoadError, TeneralError
-from .base import DeviceStatistics, Placed, Ticket
+from .base import DeviceStatistics, Placed, Ticket, check_device_fits
 from .image import PartImage
-from .memory import check_device_fits
 
 if TYPE_CHECKING:
     import numpy as np

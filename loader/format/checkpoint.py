@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
-from ..side_by_side import map_side_by_side
+from ..process.parallel_map import map_side_by_side
 from ..sources.base import ObjectInfo, Remote, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
 from .limits import MAX_SMALL_FILE_BYTES
@@ -287,7 +287,7 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
 
 
 def _check_denied(source: Source, denied: list[AccessDeniedError], found: Mapping[str, ObjectInfo]) -> None:
-    from ..sources.absence import denies_absent, undecided  # only after a denial
+    from ..sources.base import denies_absent, undecided  # only after a denial
 
     refused = next((error for error in denied if not error.may_be_absent), None)
     if refused is not None:

@@ -5,7 +5,7 @@ Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Decodes
 few, since each one gives the GIL up and has to get it back. It does not know parts, blobs, digests or whose
 memory it writes to.
 
-How floats are cut into bits is in `float_planes.py` and `bit_planes.py`. `share` below is the number of elements that
+`planes.py` cuts floats into bits. `share` below is the number of elements that
 share one byte of a plane (`plane_shares`): 2 for nibbles.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import IntegrityError
 from ..native import merge as native
-from . import bit_planes, float_planes, zstd
+from . import zstd
 from .manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -31,6 +31,7 @@ from .manifest import (
     Tier,
     plane_shares,
 )
+from .planes import Room, has_unused_bits, merge_floats, split_floats, word_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,7 +60,7 @@ class Scratch:
     def __init__(self) -> None:
         elements = _MAX_BATCH_FRAMES * FRAME_ELEMENTS
         self.planes: Bytes = np.empty(2 * elements, np.uint8)  # decompressed
-        self.room = float_planes.Room(
+        self.room = Room(
             np.empty(2 * elements, np.uint8), np.empty(elements, np.uint8), np.empty(elements, np.uint8)
         )
 
@@ -96,7 +97,7 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
         columns = data.reshape(-1, element_bytes)
         planes = (np.ascontiguousarray(columns[:, place]) for place in range(element_bytes))
         return {encoding.tiers[0]: [_code_plane(plane, share=1) for plane in planes]}
-    words = data.view(float_planes.word_type(encoding.float_format))
+    words = data.view(word_type(encoding.float_format))
     return {tier: _split_float(words, encoding, tier) for tier in encoding.tiers}
 
 
@@ -133,7 +134,7 @@ def _split_float(words: NDArray[Any], encoding: Encoding, tier: Tier) -> list[Co
         pieces = [
             plane[begin // share : -(-end // share)] for plane, share in zip(planes, shares, strict=True)
         ]
-        float_planes.split(words[begin:end], encoding, tier, pieces)
+        split_floats(words[begin:end], encoding, tier, pieces)
         begin = end
     return [_code_plane(plane, share=share) for plane, share in zip(planes, shares, strict=True)]
 
@@ -179,7 +180,7 @@ def decode_planes(
         else:
             if tier is encoding.tiers[0]:
                 _check_exponents(pieces[0], encoding.float_format, where)
-            float_planes.merge(elements[begin:end], pieces, encoding, tier, scratch.room)
+            merge_floats(elements[begin:end], pieces, encoding, tier, scratch.room)
         begin = end
 
 
@@ -261,7 +262,7 @@ def _raw_plane(stored: memoryview, plane: Plane, size_bytes: int, where: str) ->
 
 def _check_unused_bits(count: int, pieces: list[Bytes], shares: tuple[int, ...], where: str) -> None:
     for piece, share in zip(pieces, shares, strict=True):
-        if count % share and bit_planes.has_unused_bits(piece, 8 // share, count):
+        if count % share and has_unused_bits(piece, 8 // share, count):
             raise IntegrityError(f"{where}: the unused bits behind the last element are not 0", where=where)
 
 

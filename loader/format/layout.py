@@ -1,15 +1,21 @@
-"""Where tensors lie: their groups, their places in the slabs, and the stretches that parts are made of.
+"""Layer groups, places in slabs, and the stretches that parts are made of: from names, dtypes and shapes.
 
-Pure functions over names, dtypes and shapes. The packer and the reader of plain safetensors share them, so a
-model has the same slabs whichever way it comes. Knows no files, planes or codecs.
+The order inside a group becomes the order in memory: q, k and v lie next to each other, and so do gate and
+up, so that a model can take them as one matrix without a copy. No name is an error: one that says nothing
+only comes a little earlier or later than it might. The result depends on the names, not on their order.
+
+Pure functions. The packer and the reader of plain safetensors share them, so a model has the same slabs whichever way
+it comes. Nothing here knows files, planes or codecs.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import NamedTuple
 
-from .grouping import group_tensors
 from .manifest import (
     FRAME_ELEMENTS,
     MAX_PART_DECODED_BYTES,
@@ -21,6 +27,202 @@ from .manifest import (
     place_tensors,
     tensor_bytes,
 )
+
+EMBED, HEAD = "embed", "head"
+
+# What runs in a layer, step after step. Tensors of one step, in one module, are neighbours: their weights in
+# the order of the step's entries, then their biases. An entry lists the names that one thing goes by.
+_ATTENTION_STEPS = (
+    (
+        "input_layernorm attention_norm attn_norm layer_norm self_attn_layer_norm encoder_attn_layer_norm "
+        "sa_layer_norm layernorm_before ln_1 ln_attn norm1 norm_1 layer_norm1",
+    ),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("q_a_layernorm", "kv_a_layernorm"),
+    (
+        "q q_proj q_b_proj q_lin wq query to_q",
+        "k k_proj kv_b_proj k_lin wk key to_k",
+        "v v_proj v_lin wv value to_v",
+        "qkv qkv_proj Wqkv query_key_value c_attn in_proj W_pack",
+    ),
+    ("q_norm q_layernorm", "k_norm k_layernorm"),
+    (
+        "o o_proj out_proj out_lin wo attn.c_proj attn.proj attention.dense self_attention.dense "
+        "attention.output.dense crossattention.output.dense",
+    ),
+    ("attention.output.LayerNorm crossattention.output.LayerNorm",),
+)
+_MLP_STEPS = (
+    (
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm ffn_norm layernorm_after final_layer_norm ln_2 norm2 norm_2 layer_norm2",
+    ),
+    ("mlp.gate block_sparse_moe.gate router mlp.router shared_expert_gate",),
+    (
+        "gate_proj w1 wi_0",
+        "up_proj w3 wi wi_1 fc1 c_fc lin1 linear1 intermediate.dense dense_h_to_4h",
+        "gate_up_proj",
+    ),
+    ("down_proj w2 fc2 mlp.c_proj lin2 linear2 output.dense dense_4h_to_h DenseReluDense.wo",),
+    ("post_feedforward_layernorm output_layer_norm output.LayerNorm",),
+)
+
+
+def _index_steps(steps: tuple[tuple[str, ...], ...], first: int) -> dict[str, tuple[int, int]]:
+    """Name → (number of its step, place in the step)."""
+    return {
+        name: (first + number, place)
+        for number, step in enumerate(steps)
+        for place, names in enumerate(step)
+        for name in names.split()
+    }
+
+
+_CROSS_ATTENTION_AT = len(_ATTENTION_STEPS)  # it runs the same steps again, after self-attention
+_MLP_AT = 2 * len(_ATTENTION_STEPS)
+_UNKNOWN = _MLP_AT + len(_MLP_STEPS), 0
+_STEPS = _index_steps(_ATTENTION_STEPS, 0) | _index_steps(_MLP_STEPS, _MLP_AT)
+_MAX_STEP_WORDS = 3
+_MAX_STACK_DEPTH = 8
+_MAX_WORDS = 32  # of a name are looked at; real names have up to 15
+
+_CROSS_ATTENTION = re.compile(r"encoder_attn|cross_?att|EncDec")
+_CONTAINER = re.compile(r"(?:\w+_)?(?:layers?|blocks?|resblocks|h)")
+_EARLY_STACK = re.compile(r"vision|visual|image|audio|encoder|down_blocks")
+_LATE_STACK = re.compile(r"decoder|up_blocks")
+_NUMBER = re.compile(r"([0-9]+)")
+_STEM = re.compile(r"emb(?!ed_out)|patch|stem|ln_pre|norm_pre|pre_?la?ye?rnorm", re.IGNORECASE)
+_NORM = re.compile(r"norm|\bln_", re.IGNORECASE)
+_OUTPUT = re.compile(
+    r"head|embed_out|pooler|classifier|score|logits|qa_outputs|_projection\b|proj_out|\bcls\b|^output\b|^fc\b"
+)
+
+_SortKey = tuple[object, ...]
+
+
+class _Place(NamedTuple):
+    """Where in its model a layer's tensor stands: "model.layers", 3, "mlp.up_proj.weight"."""
+
+    stack: str
+    number: int
+    rest: str
+
+
+def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list[str]]]:
+    """Groups in forward order, each with its tensors in slab order; every name stands in exactly one.
+
+    They are called "embed", "layers.0", "layers.1", … and "head"; where a model has several stacks of layers,
+    "encoder.layers.0" and so on. Groups without tensors are left out.
+    """
+    layers: dict[tuple[str, int], list[str]] = defaultdict(list)
+    last_number: dict[str, int] = defaultdict(int)  # by stack
+    others: list[str] = []
+    for name in shapes:
+        if place := _locate(name):
+            layers[place.stack, place.number].append(name)
+            last_number[place.stack] = max(last_number[place.stack], place.number)
+        else:
+            others.append(name)
+    stacks = sorted(last_number, key=_stack_key)
+    labels = _label_stacks(stacks)
+    ended_by = {stack.rpartition(".")[0]: stack for stack in stacks[:-1]}
+    embed: list[str] = []
+    head: list[str] = []
+    for name in others:
+        if _STEM.search(name) or not (_NORM.search(name) or _OUTPUT.search(name)):
+            embed.append(name)
+        elif stack := _find_ended_stack(name, ended_by):
+            layers[stack, last_number[stack]].append(name)
+        else:
+            head.append(name)
+    groups = [(EMBED, sorted(embed, key=lambda name: (bool(_NORM.search(name)), _natural(name))))]
+    rank = {stack: index for index, stack in enumerate(stacks)}
+    for stack, number in sorted(layers, key=lambda layer: (rank[layer[0]], layer[1])):
+        groups.append((f"{labels[stack]}.{number}", sorted(layers[stack, number], key=_layer_key)))
+    groups.append((HEAD, sorted(head, key=lambda name: (not _NORM.search(name), _natural(name)))))
+    return [(label, names) for label, names in groups if names]
+
+
+def _locate(name: str) -> _Place | None:
+    """The outermost numbered layer that the tensor belongs to: experts and nested blocks stay in theirs."""
+    words = name.split(".", _MAX_WORDS)
+    for index in range(1, len(words) - 1):
+        if _is_number(words[index]) and _CONTAINER.fullmatch(words[index - 1]):
+            return _Place(".".join(words[:index]), int(words[index]), ".".join(words[index + 1 :]))
+    return None
+
+
+def _stack_key(stack: str) -> _SortKey:
+    """What encodes runs before what decodes."""
+    rank = 2 if _LATE_STACK.search(stack) else 0 if _EARLY_STACK.search(stack) else 1
+    return rank, _natural(stack)
+
+
+def _label_stacks(stacks: list[str]) -> dict[str, str]:
+    """Short names that tell the stacks apart: "layers", or "encoder.layers" and "decoder.layers"."""
+    parents = {stack: stack.split(".")[:-1] for stack in stacks}
+    # The words that the first and the last in order begin with, all begin with.
+    ends = zip(min(parents.values(), default=[]), max(parents.values(), default=[]), strict=False)
+    num_common = len(list(takewhile(lambda pair: pair[0] == pair[1], ends)))
+    labels = {stack: ".".join([*words[num_common:], "layers"]) for stack, words in parents.items()}
+    if len(set(labels.values())) == len(stacks):
+        return labels
+    return {stack: stack for stack in stacks}
+
+
+def _find_ended_stack(name: str, ended_by: Mapping[str, str]) -> str | None:
+    """The stack that this runs right after: "encoder.layers" for "encoder.norm.weight".
+
+    `ended_by` has the stacks by the modules that they are in.
+    """
+    words = name.split(".", _MAX_STACK_DEPTH)[:-1]
+    prefixes = (".".join(words[:depth]) for depth in range(len(words), 0, -1))
+    return next((ended_by[prefix] for prefix in prefixes if prefix in ended_by), None)
+
+
+def _layer_key(name: str) -> _SortKey:
+    place = _locate(name)
+    if place is None:  # the final norm of a stack
+        return (float("inf"), _natural(name))
+    module, kind = _split_kind(place.rest)
+    words = module.split(".")
+    # T5 numbers what runs in a layer: layer.0 is self-attention, the last one the MLP.
+    sublayer = int(words[1]) if words[0] == "layer" and len(words) > 1 and _is_number(words[1]) else 0
+    step, member = _find_step(words)
+    if step < _CROSS_ATTENTION_AT and _CROSS_ATTENTION.search(module):
+        step += _CROSS_ATTENTION_AT
+    return sublayer, step, _natural(".".join(words[:-1])), kind, member, _natural(name)
+
+
+def _split_kind(rest: str) -> tuple[str, tuple[bool, str]]:
+    """The module that a tensor belongs to, and what it is there; weights sort before everything else."""
+    for kind in ("weight", "bias"):
+        for separator in "._":
+            if rest.endswith(separator + kind):
+                return rest[: -len(kind) - 1], (kind != "weight", kind)
+    module, _, kind = rest.rpartition(".")
+    if _find_step(rest.split(".")) != _UNKNOWN:  # a bare parameter, such as experts.gate_up_proj
+        return rest, (False, "")
+    return module, (True, kind)
+
+
+def _find_step(words: list[str]) -> tuple[int, int]:
+    """By the last words of a module's name; the longest run of them that is known decides."""
+    for num_words in range(_MAX_STEP_WORDS, 0, -1):
+        if found := _STEPS.get(".".join(words[-num_words:])):
+            return found
+    return _UNKNOWN
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit()
+
+
+def _natural(name: str) -> _SortKey:
+    """Under it "expert.10" comes after "expert.9"; only equal names have equal keys."""
+    pieces = _NUMBER.split(name, _MAX_WORDS)
+    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name
+
 
 FINE_PART_ELEMENTS = 1024 * 1024
 MAX_FINE_PARTS = 256

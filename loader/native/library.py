@@ -12,7 +12,7 @@ import functools
 import os
 
 from ..errors import NativeLibraryError, UsageError
-from ..host import available_cores
+from ..process.cpu import available_cores
 
 VERSION = 1  # of the interface, `TN_VERSION` in core.h
 ISA_VARIABLE = "TENERAL_ISA"

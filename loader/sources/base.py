@@ -1,20 +1,31 @@
-"""What a place that holds bytes must be able to do: the protocols `Source` and `Store`.
+"""The protocols `Source` and `Store`, and the checks and errors that all kinds of sources share.
 
 A source is opened on one folder (an artifact, or a model directory); names are relative to it, with '/'
 between their components, and were validated by `check_name`. A source knows nothing of manifests, parts or
 tensors.
+
+Amazon S3 answers 403 instead of 404 to a reader without s3:ListBucket, and some web servers do so to everyone. A denial
+alone is therefore no proof that an object is absent; `is_listed` and `denies_absent` look for one.
 
 Every implementation passes the one contract suite in `tests/loader/test_source_contract.py`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, runtime_checkable
 
-from ..errors import UsageError
+from ..errors import (
+    AccessDeniedError,
+    ChangedError,
+    FormatError,
+    NotFoundError,
+    SourceClosedError,
+    UsageError,
+)
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
 
@@ -174,3 +185,94 @@ def check_name(name: str) -> str:
             hint="Names are relative, with '/' between their components, none of which is empty, '.' or '..'.",
         )
     return name
+
+
+def byte_view(buffer: memoryview) -> memoryview:
+    """The buffer as plain bytes, without a copy. Raises `ValueError` for a read-only one (a caller's bug)."""
+    view = memoryview(buffer).cast("B")
+    if view.readonly:
+        raise ValueError("a read-only buffer cannot be read into")
+    return view
+
+
+def is_name(name: str) -> bool:
+    """Whether a listed name is one that the loader could ask for again."""
+    try:
+        check_name(name)
+    except UsageError:
+        return False
+    return True
+
+
+def too_large(source: str, name: str, size_bytes: int | None, max_bytes: int) -> FormatError:
+    """`size_bytes` is None where only so much is known that it is more than `max_bytes`."""
+    size = "larger" if size_bytes is None else f"{size_bytes:,} bytes, more"
+    return FormatError(
+        f"{name} in {source} is {size} than the {max_bytes:,} bytes allowed for it", where=name
+    )
+
+
+def changed(source: str, name: str, detail: str) -> ChangedError:
+    return ChangedError(
+        f"{name} in {source} was replaced or truncated while it was being read: {detail}",
+        source=source,
+        name=name,
+        hint="Start again; an artifact must not be written to while it is served.",
+    )
+
+
+def ended_early(source: str, name: str, start: int, end: int, size_bytes: int | None) -> ChangedError:
+    """Bytes [start, end) were asked for and the object does not reach that far."""
+    size = "it is shorter" if size_bytes is None else f"it has only {size_bytes:,} bytes"
+    return changed(source, name, f"bytes {start:,} to {end:,} were expected, but {size}")
+
+
+def closed(source: str, name: str) -> SourceClosedError:
+    return SourceClosedError(
+        f"reading {name or source} was given up: its source is closed", source=source, name=name
+    )
+
+
+LIST_HINT = (
+    "Grant s3:ListBucket on the bucket, so that the store says which objects exist, and s3:GetObject on them."
+)
+
+
+def is_listed(source: Source, name: str) -> bool | None:
+    """Whether the folder's list has the object; None where the folder cannot be listed. Blocks for one request.
+
+    Raises `AccessDeniedError` for credentials that are not valid, and the source's other errors.
+    """
+    try:
+        first = next(iter(source.list(name)), None)  # in name order: no longer name comes before it
+    except UsageError:
+        return None
+    except AccessDeniedError as error:
+        if not error.may_be_absent:
+            raise
+        return None
+    return first is not None and first.name == name
+
+
+def denies_absent(source: Source) -> bool:
+    """Whether the source denies an object that surely does not exist. Blocks for one request. Raises as `is_listed`."""
+    try:
+        source.stat(f"absent-{os.urandom(8).hex()}.json")
+    except NotFoundError:
+        return False
+    except AccessDeniedError as error:
+        if not error.may_be_absent:
+            raise
+        return True
+    return False
+
+
+def undecided(source: Source, names: str) -> AccessDeniedError:
+    """The error where no other object shows whether `names` exist."""
+    return AccessDeniedError(
+        f"access to {names} in {source.url} is denied, and the folder cannot be listed: "
+        "it is unknown whether there is such an object",
+        source=source.url,
+        name=names,
+        hint=LIST_HINT,
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..errors import AlreadyExistsError, NotFoundError
-from . import checks
+from . import base
 from .base import ObjectInfo, check_name
 from .writer import Writer
 
@@ -48,19 +48,19 @@ class MemoryStore:
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
         data, info = self._find(name)
         if info.size_bytes > max_bytes:
-            raise checks.too_large(self._url, name, info.size_bytes, max_bytes)
+            raise base.too_large(self._url, name, info.size_bytes, max_bytes)
         return data, info
 
     def read_into(
         self, name: str, start: int, buffer: memoryview, *, version: str | None = None
     ) -> str | None:
-        view = checks.byte_view(buffer)
+        view = base.byte_view(buffer)
         data, info = self._find(name)
         if version is not None and info.version != version:
-            raise checks.changed(self._url, name, f"version {version} was expected, {info.version} is there")
+            raise base.changed(self._url, name, f"version {version} was expected, {info.version} is there")
         end = start + len(view)
         if end > len(data):
-            raise checks.ended_early(self._url, name, start, end, len(data))
+            raise base.ended_early(self._url, name, start, end, len(data))
         view[:] = data[start:end]
         return info.version
 
@@ -113,7 +113,7 @@ class MemoryStore:
 
     def _check_open(self, name: str) -> None:
         if self._closed:
-            raise checks.closed(self._url, name)
+            raise base.closed(self._url, name)
 
 
 class MemoryWriter(Writer):

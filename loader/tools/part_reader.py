@@ -20,10 +20,10 @@ from blake3 import blake3
 from ..errors import IntegrityError
 from ..format.codec import Scratch, decode_planes
 from ..format.manifest import Manifest, Part, Segment
-from ..host import available_cores
+from ..load.accounting import describe_part
+from ..load.fetch import BlobVersions
+from ..process.cpu import available_cores
 from ..sources.base import Source
-from ..stream.trace import describe_part
-from ..stream.versions import BlobVersions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

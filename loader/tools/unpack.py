@@ -1,30 +1,229 @@
-"""Turn an artifact back into a directory of safetensors and small files, every tensor equal bit for bit.
+"""`teneral unpack`: an artifact back into a directory of safetensors and small files, bit for bit.
 
 Tensors get their original names, tied ones included, which are written out as often as they have names. A
 model of more than `max_shard_bytes` becomes several files with an index. Everything is written into a hidden
 folder inside the target and renamed at the end, so the target holds all of it or nothing.
+
+Parts are decoded into the files in any order and from several threads: room for all tensors is reserved first, then
+every part's segments go to their places. What one tier says of a split tensor is written, and read back when the next
+one's part comes, so that memory holds no more than the parts in work.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import secrets
 import shutil
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..artifact import open_artifact, read_file
-from ..errors import AlreadyExistsError, ManifestError
-from ..format.checkpoint import INDEX_SUFFIX, SUFFIX
-from ..format.manifest import Manifest
+from ..errors import AlreadyExistsError, LoadCancelledError, ManifestError
+from ..format.checkpoint import INDEX_NAME, INDEX_SUFFIX, SINGLE_NAME, SUFFIX
+from ..format.manifest import Manifest, Part, Segment, Tensor, Tier
+from ..format.safetensors import TensorSpec, make_header
 from ..format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from ..sources.base import Source
-from ..sources.file_folder import Folder
+from ..sources.file.folder import Folder
+from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
-from .shard_writer import MAX_SHARD_BYTES, plan_shards, write_shards
+
+if TYPE_CHECKING:
+    from .part_reader import Bytes
+
+MAX_SHARD_BYTES = 5_000_000_000  # what Hugging Face's own tools write
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A safetensors file to be written, with its tensors in the order of their bytes."""
+
+    file_name: str
+    names: tuple[str, ...]
+
+
+def plan_shards(manifest: Manifest, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
+    """Which names go into which file; aliases get copies of their own.
+
+    Tensors with large elements come first, so that all are aligned in the file, and otherwise stay in
+    forward order.
+    """
+    names = sorted(manifest.by_name, key=lambda name: -manifest.by_name[name].element_bytes)
+    shards: list[list[str]] = [[]]
+    filled_bytes = 0
+    for name in names:
+        size_bytes = manifest.by_name[name].size_bytes
+        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(name)
+        filled_bytes += size_bytes
+    if len(shards) == 1:
+        return (Shard(SINGLE_NAME, tuple(names)),)
+    return tuple(
+        Shard(f"model-{number:05}-of-{len(shards):05}{SUFFIX}", tuple(members))
+        for number, members in enumerate(shards, start=1)
+    )
+
+
+def write_shards(
+    source: Source,
+    manifest: Manifest,
+    shards: tuple[Shard, ...],
+    folder: Path,
+    *,
+    threads: int | None,
+    progress: Callable[[TransferProgress], None] | None,
+) -> None:
+    """Create the files, and their index if there are several, and decode all parts into them.
+
+    Raises `OSError`, before anything is read, when there is no room; `IntegrityError` naming the bad part;
+    and the source's errors. What it leaves behind on a failure is the caller's to remove.
+    """
+    with ExitStack() as opened:
+        places = _create_files(shards, manifest, folder, opened)
+        unpacker = _PartUnpacker(PartReader(source, manifest), manifest, places)
+        ordered = sorted(manifest.parts, key=lambda part: (part.group, part.tier, part.index))
+        total_bytes = sum(part.size_bytes for part in ordered)
+        done_bytes = 0
+        written = opened.enter_context(closing(map_in_order(unpacker.write, ordered, threads)))
+        for part, _ in zip(ordered, written, strict=True):
+            done_bytes += part.size_bytes
+            if progress is not None:
+                progress(TransferProgress(done_bytes, total_bytes))
+    if len(shards) > 1:
+        (folder / INDEX_NAME).write_bytes(_index_of(shards, manifest))
+
+
+def _index_of(shards: tuple[Shard, ...], manifest: Manifest) -> bytes:
+    weight_map = {name: shard.file_name for shard in shards for name in shard.names}
+    total_bytes = sum(manifest.by_name[name].size_bytes for name in weight_map)
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor's bytes begin in an open file."""
+
+    fd: int
+    offset_bytes: int
+
+
+def _create_files(
+    shards: tuple[Shard, ...], manifest: Manifest, folder: Path, opened: ExitStack
+) -> dict[int, list[_Place]]:
+    """Files with headers and room for all tensors. Returns where each goes; a tied one has several places."""
+    places: dict[int, list[_Place]] = {}
+    for shard in shards:
+        tensors = [manifest.by_name[name] for name in shard.names]
+        specs = [
+            TensorSpec(name, tensor.dtype, tensor.shape)
+            for name, tensor in zip(shard.names, tensors, strict=True)
+        ]
+        header, layout = make_header(specs, manifest.metadata, where=shard.file_name)
+        fd = os.open(folder / shard.file_name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        opened.callback(os.close, fd)
+        _reserve(fd, layout.size_bytes)
+        _write_at(fd, memoryview(header), 0)
+        for name, tensor in zip(shard.names, tensors, strict=True):
+            places.setdefault(tensor.index, []).append(_Place(fd, layout.entries[name].begin))
+    return places
+
+
+class _TiersBefore:
+    """Which groups have all parts of which tiers in the files."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._left = Counter((part.group, part.tier) for part in manifest.parts)
+        self._failed: set[tuple[int, Tier]] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def counted(self, part: Part) -> Iterator[None]:
+        """The block writes the part."""
+        try:
+            yield
+        except BaseException:
+            self._failed.add((part.group, part.tier))
+            raise
+        finally:
+            with self._changed:
+                self._left[part.group, part.tier] -= 1
+                self._changed.notify_all()
+
+    def wait(self, part: Part) -> None:
+        """Until all parts of the tiers before are written that its group has; they must have been begun. Raises
+        when one failed.
+        """
+        before = [(part.group, tier) for tier in Tier if tier < part.tier]
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._left[key] for key in before))
+        if not self._failed.isdisjoint(before):  # of its own tier, or a later one, is no concern of this part
+            raise LoadCancelledError(
+                "a part of a tier before could not be written"
+            )  # whose own error is reported
+
+
+class _PartUnpacker:
+    """Writes parts into the files. Thread-safe: parts of one tier never share elements."""
+
+    def __init__(self, reader: PartReader, manifest: Manifest, places: dict[int, list[_Place]]) -> None:
+        self._reader = reader
+        self._manifest = manifest
+        self._places = places
+        self._before = _TiersBefore(manifest)
+
+    def write(self, part: Part) -> None:
+        """Verify, decode and write one part. Of a group, each tier's parts must be begun before the next one's."""
+        with self._before.counted(part):
+            stored = self._reader.read(part)
+            self._before.wait(part)
+            for segment in part.segments:
+                self._write(part, segment, stored)
+
+    def _write(self, part: Part, segment: Segment, stored: memoryview) -> None:
+        tensor = self._manifest.tensors[segment.tensor]
+        offset_bytes = segment.start * tensor.element_bytes
+        out = self._reader.workspace(segment)
+        if part.tier is not tensor.encoding.tiers[0]:
+            self._read_back(tensor, offset_bytes, out)
+        self._reader.decode(part, segment, stored, out)
+        for place in self._places[tensor.index]:
+            _write_at(place.fd, out.data, place.offset_bytes + offset_bytes)
+
+    def _read_back(self, tensor: Tensor, offset_bytes: int, out: Bytes) -> None:
+        place = self._places[tensor.index][0]
+        view, done = out.data, 0
+        while done < len(view):
+            count = os.preadv(place.fd, [view[done:]], place.offset_bytes + offset_bytes + done)
+            if count == 0:
+                raise OSError("a file that is being written was cut off by somebody else")
+            done += count
+
+
+def _write_at(fd: int, data: memoryview, offset_bytes: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], offset_bytes + done)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Make the file so large, on the disk where the file system can promise that."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ..artifact import open_artifact, read_file
 from ..errors import ChangedError, FormatError, NotFoundError
 from ..format.manifest import Manifest, Part
+from ..load.accounting import describe_part
 from ..sources.base import Source
-from ..stream.trace import describe_part
 from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
 

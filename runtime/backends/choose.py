@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.host import available_cores
+from ...loader.process.cpu import available_cores
 from ...loader.timeline import Timeline
 from ..models.executor import ExecutorFactory
 from ..step.backend import Backend, BackendOptions
@@ -108,7 +108,7 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
     untouched yet.
     """
     if model.device == CPU:
-        from ...loader.memory import available_bytes
+        from ...loader.memory.limits import available_bytes
         from ..kv.sizing import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())

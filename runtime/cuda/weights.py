@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...loader.stream.device_load import DeviceLoad
+from ...loader.load.device_load import DeviceLoad
 from ..backends.torch.tensors import TORCH_DTYPES, stacked_view
 from ..dtypes import DType
 from ..tensors import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ...loader.format.manifest import Tier
-from ...loader.stream.options import Order
-from ...loader.stream.policy import WEIGHT_BYTES_PER_S
+from ...loader.load.options import Order
+from ...loader.load.plan import WEIGHT_BYTES_PER_S
 
 if TYPE_CHECKING:
     from ..weights import AnyLoad

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...loader.format.manifest import Tier
-from ...loader.stream.options import Order
+from ...loader.load.options import Order
 from ..errors import ModelError
 from ..kv.blocks import Epoch
 from ..step.backend import Backend, OnLayer

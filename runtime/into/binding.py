@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...loader.errors import UsageError
-from ...loader.stream.load import WeightLoad
+from ...loader.load.load import WeightLoad
 from ..errors import ModelError
 from .match import Filling
 from .slots import Slot

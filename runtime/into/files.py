@@ -9,8 +9,8 @@ from contextlib import closing
 import torch
 
 from ...loader.errors import NotFoundError, UsageError
+from ...loader.load.load import WeightLoad
 from ...loader.sources.open import scheme_of
-from ...loader.stream.load import WeightLoad
 from .address import Address, open_weights
 from .views import tensor_over
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.format.manifest import Manifest
+from ...loader.load.accounting import LoadProgress
+from ...loader.load.load import WeightLoad
+from ...loader.load.options import LoadOptions
 from ...loader.sources.base import Source, SourceOptions
-from ...loader.stream.load import WeightLoad
-from ...loader.stream.options import LoadOptions
-from ...loader.stream.progress import LoadProgress
 from .address import Address, open_weights
 from .binding import Action, bind, check_bindable
 from .gates import Gate, find_gates

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...loader.format.manifest import Tensor
-from ...loader.stream.load import WeightLoad
+from ...loader.load.load import WeightLoad
 from ..backends.torch.tensors import TORCH_DTYPES
 from ..errors import ModelError
 

@@ -13,10 +13,10 @@ import torch
 from ...loader.artifact import open_artifact
 from ...loader.errors import UsageError
 from ...loader.format.manifest import Manifest, Part, Tier
-from ...loader.host import available_cores
-from ...loader.memory import MIB, available, check_fits
+from ...loader.load.options import LoadOptions
+from ...loader.memory.limits import MIB, available, check_fits
+from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
-from ...loader.stream.options import LoadOptions
 from ...loader.tools.part_reader import PartReader
 from ...loader.tools.progress_bar import TransferProgress
 from ..backends.torch.backend import TorchBackend

@@ -6,9 +6,9 @@ import pickle
 import socket
 from typing import NamedTuple
 
-from ...loader.helper_process import HelperProcess, Surroundings
+from ...loader.load.options import LoadOptions
+from ...loader.process.helper import HelperProcess, Surroundings
 from ...loader.sources.base import SourceOptions
-from ...loader.stream.options import LoadOptions
 
 NUM_LINES = 3  # requests that it works on at the same time: a long text must not hold up all others
 

@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...loader.helper_process import OWNER_GONE
+from ...loader.process.helper import OWNER_GONE
 
 if TYPE_CHECKING:
     from io import BufferedRWPair
@@ -99,8 +99,8 @@ def _load(
     with timeline.span("tokenizer", "import"):
         import tokenizers  # noqa: F401
 
+        from ...loader.sources.http.outage import show_outages
         from ...loader.sources.open import open_source
-        from ...loader.sources.outage import show_outages
         from ..files import ModelFiles
         from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file

@@ -21,8 +21,9 @@ from .cli_flags import parse
 from .loader import errors as loading
 
 if TYPE_CHECKING:
+    from .loader.load.launch import Prepared
     from .loader.sources.base import SourceOptions
-    from .loader.tools.quantize_plan import QuantizeOptions
+    from .loader.tools.pack.quantize_plan import QuantizeOptions
 
 # One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
 # docs/cli.md.
@@ -148,9 +149,9 @@ def exit_code(error: loading.TeneralError) -> int:
 
 def _pack(options: argparse.Namespace) -> int:
     from .loader.sources.open import open_source, open_store
-    from .loader.tools.pack import pack
+    from .loader.tools.pack.pack import pack
+    from .loader.tools.pack.plan import TierOptions
     from .loader.tools.progress_bar import ProgressBar
-    from .loader.tools.tier_options import TierOptions
 
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     source = open_source(options.model, _source_options(options))
@@ -170,7 +171,7 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
-    from .loader.tools.quantize_plan import QuantizeOptions
+    from .loader.tools.pack.quantize_plan import QuantizeOptions
 
     if options.quantize is not None:
         return QuantizeOptions(

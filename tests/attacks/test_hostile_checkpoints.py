@@ -16,7 +16,7 @@ from tests.support.checkpoints import (
 from teneral.loader.errors import ChangedError, CheckpointError, FormatError
 from teneral.loader.format import checkpoint as checkpoint_module
 from teneral.loader.format.checkpoint import open_checkpoint, parse_index
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
 
 INDEX = "model.safetensors.index.json"

@@ -18,7 +18,7 @@ from teneral.loader.device.image import pack_tables, plan_image, slab_starts
 from teneral.loader.device.interpret import run_launch
 from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
-from teneral.loader.stream.arena import map_bytes
+from teneral.loader.memory.arena import map_bytes
 
 COUNT = 2 * FRAME_ELEMENTS
 

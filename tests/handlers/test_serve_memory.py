@@ -23,11 +23,11 @@ from tests.support.tiny_models import save_tiny, tiny_config
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.loader.memory import MIB, taken_bytes
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
-from teneral.loader.tools.pack import pack
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.memory.limits import MIB, taken_bytes
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(90)
 LIMIT_BYTES = 512 * MIB  # Python and torch fit

@@ -31,10 +31,10 @@ from tests.support.tiny_models import save_tiny
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
 from teneral.handlers.standby.pool import listen_locally
 from teneral.loader.errors import UsageError
-from teneral.loader.helper_process import ProcessLimits, Surroundings
+from teneral.loader.load.launch import Task
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.process.helper import ProcessLimits, Surroundings
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.stream.launch import Task
-from teneral.loader.stream.options import LoadOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import PortInUseError
 
@@ -372,7 +372,7 @@ def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
     client = """if True:
         import os, resource, socket, sys
         from teneral.handlers.standby.handover import Channel, Order
-        from teneral.loader.helper_process import ProcessLimits, Surroundings
+        from teneral.loader.process.helper import ProcessLimits, Surroundings
         from teneral.runtime.config import ServeConfig
 
         os.umask(0o027)

@@ -25,8 +25,8 @@ from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are handed over as Linux does it")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.support.load import patience_s
 
-from teneral.loader.sources.addresses import AddressBook
-from teneral.loader.sources.web_address import Origin
+from teneral.loader.sources.http.address import Origin
+from teneral.loader.sources.http.wire import AddressBook
 
 HOST = Origin("https", "store.example", 443)
 FOUR = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{number}", 443)) for number in (1, 2, 3)]
@@ -68,8 +68,8 @@ def test_a_host_that_is_forgotten_is_looked_up_again(lookups: list[str]) -> None
 
 def test_looking_up_a_name_imports_no_tables_of_letters() -> None:
     code = (
-        "import sys; from teneral.loader.sources.addresses import AddressBook; "
-        "from teneral.loader.sources.web_address import Origin; "
+        "import sys; from teneral.loader.sources.http.wire import AddressBook; "
+        "from teneral.loader.sources.http.address import Origin; "
         "assert AddressBook().addresses(Origin('http', 'localhost', 80)); "
         "assert 'encodings.idna' not in sys.modules and 'unicodedata' not in sys.modules"
     )

@@ -18,13 +18,13 @@ from tests.support.store_http import Request
 from teneral.loader.errors import ChangedError, IntegrityError, ManifestError
 from teneral.loader.format.manifest import Blob, Manifest, Part
 from teneral.loader.format.manifest_json import dump_manifest, parse_manifest
-from teneral.loader.memory import MIB
+from teneral.loader.load import fetch as ahead
+from teneral.loader.load.fetch import ROOM_BYTES, ReadAhead
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.memory.limits import MIB
 from teneral.loader.sources.base import Source, SourceOptions
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.stream import ahead
-from teneral.loader.stream.ahead import ROOM_BYTES, ReadAhead
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
+from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.timeline import Timeline
 
 SLICE_BYTES = 10_000

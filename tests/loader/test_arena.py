@@ -19,8 +19,8 @@ from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
 from teneral.loader.format.manifest import SLAB_ALIGNMENT_BYTES
-from teneral.loader.stream import arena as arena_module
-from teneral.loader.stream.arena import (
+from teneral.loader.memory import arena as arena_module
+from teneral.loader.memory.arena import (
     MAX_SLOW_STEPS,
     PREFAULT_STEP_BYTES,
     Arena,
@@ -230,7 +230,7 @@ def test_huge_pages_that_become_slow_are_given_up(
 ) -> None:
     slab = as_array((arena := Arena([6 * PREFAULT_STEP_BYTES])).slabs[0])
     tried_ms = [0.2] * MAX_SLOW_STEPS
-    monkeypatch.setattr("teneral.loader.stream.arena.time", CostlySteps(*tried_ms, *costs_ms))
+    monkeypatch.setattr("teneral.loader.memory.arena.time", CostlySteps(*tried_ms, *costs_ms))
     assert arena.prefault(stopped=lambda: False)
     assert flag in flags_of(slab, slab.size - 1)
 

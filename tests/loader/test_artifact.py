@@ -22,7 +22,7 @@ from teneral.loader.errors import (
 from teneral.loader.pin import split_pin
 from teneral.loader.sources.base import ObjectInfo
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from tests.support.load import patience_s
 from teneral.loader.errors import AccessDeniedError, AlreadyExistsError, ChangedError, NotFoundError
 from teneral.loader.sources.az.store import AzStore
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.http_send import Sender
+from teneral.loader.sources.http.send import Sender
 
 COMMAND = os.environ.get("AZURITE_BLOB")
 ACCOUNT, KEY = "teneraltest", b64encode(b"a key of the emulator's account").decode()

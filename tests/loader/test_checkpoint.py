@@ -23,7 +23,7 @@ from teneral.loader.format.checkpoint import MIN_DIRECT_BYTES, manifest_of, open
 from teneral.loader.format.manifest import Codec, Encoding, Manifest, Tier
 from teneral.loader.format.safetensors import FIRST_READ_BYTES
 from teneral.loader.sources.base import ObjectInfo
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
 
 WAIT_S = patience_s(30)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import coarse
 
-from teneral.loader.format import bit_planes, codec
+from teneral.loader.format import codec
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -26,6 +26,7 @@ from teneral.loader.format.manifest import (
     decoded_plane_bytes,
     plane_count,
 )
+from teneral.loader.format.planes import pack, unpack
 
 COUNTS = st.one_of(
     st.integers(1, 40),
@@ -292,17 +293,17 @@ def test_elements_share_bytes_at_a_distance_within_each_frame(
     for place, value in values.items():
         elements[[place, FRAME_ELEMENTS + place]] = value
     packed = np.empty(2 * frame_bytes, np.uint8)
-    bit_planes.pack(elements, bits, packed)
+    pack(elements, bits, packed)
     assert np.array_equal(packed[:frame_bytes], packed[frame_bytes:])
     assert {int(place): int(packed[place]) for place in np.flatnonzero(packed[:frame_bytes])} == expected
     back = np.empty_like(elements)
-    bit_planes.unpack(packed, bits, back)
+    unpack(packed, bits, back)
     assert np.array_equal(back, elements)
 
 
 def test_a_shorter_frame_has_its_own_distance() -> None:
     packed = np.empty(2, np.uint8)
-    bit_planes.pack(np.array([1, 2, 3, 1, 2], np.uint8), 2, packed)
+    pack(np.array([1, 2, 3, 1, 2], np.uint8), 2, packed)
     assert packed.tolist() == [0b00_10_11_01, 0b00_00_01_10]  # elements 0, 2, 4 and 1, 3
 
 

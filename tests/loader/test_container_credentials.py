@@ -19,11 +19,11 @@ from botocore.credentials import ReadOnlyCredentials
 from tests.support.store_server import StoreServer
 
 from teneral.loader.errors import AccessDeniedError
-from teneral.loader.sources import container_credentials
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.container_credentials import find_endpoint
-from teneral.loader.sources.credentials import CredentialChain
-from teneral.loader.sources.s3 import S3Store
+from teneral.loader.sources.s3 import container_credentials
+from teneral.loader.sources.s3.container_credentials import find_endpoint
+from teneral.loader.sources.s3.credentials import CredentialChain
+from teneral.loader.sources.s3.store import S3Store
 
 BOTO = ReadOnlyCredentials("AKIABOTO", "secret", None)
 FULL = "AWS_CONTAINER_CREDENTIALS_FULL_URI"

@@ -25,8 +25,8 @@ from teneral.loader.errors import (
     UnavailableError,
 )
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.pace import FREE_HEDGES, HEDGE_SHARE
+from teneral.loader.sources.http.source import HttpSource
+from teneral.loader.sources.http.stragglers import FREE_HEDGES, HEDGE_SHARE
 
 PASSING = {
     "cut": Fault(cut_after_bytes=5_000),

@@ -26,13 +26,13 @@ from tests.support.store_server import StoreServer
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import ChangedError, IntegrityError, TeneralError
 from teneral.loader.format.manifest import Manifest
+from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.sources.base import Source, SourceOptions
-from teneral.loader.sources.file import FileStore
-from teneral.loader.sources.http import HttpSource
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.sources.s3 import S3Store
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.s3.store import S3Store
+from teneral.loader.tools.pack.pack import pack
 
 CONTENTS = llama_contents(num_layers=3)
 RANGE_BYTES = 2_000

@@ -22,8 +22,8 @@ from teneral.loader.errors import (
     SourceError,
     UsageError,
 )
-from teneral.loader.sources import file_writer
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file import writer as file_writer
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.open import open_source, open_store
 
 
@@ -190,7 +190,7 @@ def test_deleting_the_last_object_removes_its_folders_but_not_a_root_that_was_th
 def test_what_a_killed_writer_left_is_removed_by_the_next(folder: Path, store: FileStore) -> None:
     code = (
         "import os, signal, sys\n"
-        "from teneral.loader.sources.file import FileStore\n"
+        "from teneral.loader.sources.file.store import FileStore\n"
         "writer = FileStore(sys.argv[1]).create('a.bin')\n"
         "writer.write(b'half of it')\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -14,8 +14,8 @@ from tests.support.reference_reader import read_files, read_weights
 
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.format.grouping import group_tensors
+from teneral.loader.format.layout import group_tensors
 
 LLAMA_LAYER = """
 input_layernorm.weight

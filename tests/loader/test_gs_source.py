@@ -21,13 +21,13 @@ from teneral.loader.errors import (
     UnavailableError,
     UsageError,
 )
-from teneral.loader.sources import tokens
 from teneral.loader.sources.base import ObjectInfo, SourceOptions
 from teneral.loader.sources.gs import credentials, uploads
 from teneral.loader.sources.gs.address import parse_url, settings_from
 from teneral.loader.sources.gs.store import GsStore
+from teneral.loader.sources.http import tokens
+from teneral.loader.sources.http.tokens import Token
 from teneral.loader.sources.open import open_store
-from teneral.loader.sources.tokens import Token
 
 DATA = bytes(range(256)) * 8192  # 2 MiB
 CHUNK = 512 * 1024

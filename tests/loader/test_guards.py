@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 from tests.support.guard_holder import FILE_BYTES, LOOK_S, WAIT_S, Holder, OtherProcess
 
-from teneral.loader.stream import guards as guards_module
-from teneral.loader.stream.guards import Guards
+from teneral.loader.memory import refine_locks as guards_module
+from teneral.loader.memory.refine_locks import Guards
 
 NUM_GROUPS = 3
 

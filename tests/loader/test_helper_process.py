@@ -15,7 +15,7 @@ import pytest
 from tests.support.load import patience_s
 from tests.support.standby_processes import runs
 
-from teneral.loader.helper_process import HelperProcess
+from teneral.loader.process.helper import HelperProcess
 
 # A module of the package's own that a helper can run in a test: it says what it is, and echoes until the socket ends.
 ECHO = """
@@ -39,22 +39,21 @@ WAIT_S = patience_s(30)
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A copy of the package's name with the helper's code and the echo module in it, and nothing else."""
-    import teneral.loader.helper_process as module
+    import teneral.loader.process.helper as module
 
-    folder = tmp_path / "pack" / "loader"
+    folder = tmp_path / "pack" / "loader" / "process"
     folder.mkdir(parents=True)
     (tmp_path / "pack" / "__init__.py").touch()
     (folder / "__init__.py").touch()
-    (folder / "helper_process.py").write_text(
-        Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8"
-    )
+    (folder.parent / "__init__.py").touch()
+    (folder / "helper.py").write_text(Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "echo.py").write_text(ECHO, encoding="utf-8")
     return tmp_path
 
 
 HEAD = (
     "import json, os, signal, sys, threading, time\n"
-    "from pack.loader.helper_process import HelperProcess\n"
+    "from pack.loader.process.helper import HelperProcess\n"
     "def say(helper): return helper.socket.recv(200).decode().split(' ', 2)\n"
 )
 
@@ -230,5 +229,5 @@ def test_what_the_system_refuses_is_raised_and_leaves_no_file_open(monkeypatch: 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(subprocess, "Popen", refuse)
     with pytest.raises(OSError, match="no more processes"):
-        HelperProcess(".loader.stream.child")
+        HelperProcess(".loader.load.child")
     assert len(os.listdir("/proc/self/fd")) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from teneral.loader.host import available_cores
+from teneral.loader.process.cpu import available_cores
 
 OWN = len(os.sched_getaffinity(0))
 

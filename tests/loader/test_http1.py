@@ -31,19 +31,19 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.http_head import (
+from teneral.loader.sources.http.address import Origin
+from teneral.loader.sources.http.head import (
     Head,
     HeadError,
+    RangeRead,
     Request,
     parse_content_range,
     parse_date,
     parse_head,
     redirected,
 )
-from teneral.loader.sources.http_range import RangeRead
-from teneral.loader.sources.throttle import MAX_RETRY_AFTER_S, pause_s
-from teneral.loader.sources.web_address import Origin
+from teneral.loader.sources.http.retry import MAX_RETRY_AFTER_S, pause_s
+from teneral.loader.sources.http.source import HttpSource
 
 DATA = bytes(range(256)) * 4096  # 1 MiB
 

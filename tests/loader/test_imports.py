@@ -32,11 +32,11 @@ def brought_by(statement: str) -> set[str]:
 
 
 def test_loading_needs_nothing_heavy() -> None:
-    assert brought_by("import teneral.loader.stream.load") & FORBIDDEN == set()
+    assert brought_by("import teneral.loader.load.load") & FORBIDDEN == set()
 
 
 def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> None:
-    packages = {name.partition(".")[0] for name in brought_by("import teneral.loader.stream.load")}
+    packages = {name.partition(".")[0] for name in brought_by("import teneral.loader.load.load")}
     third_party = {
         name for name in packages - sys.stdlib_module_names if not name.startswith(("teneral", "__editable"))
     }
@@ -44,7 +44,7 @@ def test_loading_brings_third_party_modules_only_to_decode_and_to_verify() -> No
 
 
 def test_the_first_ranges_are_asked_for_before_what_decodes_them_is_imported() -> None:
-    statement = "import teneral.loader.stream.child, teneral.loader.stream.load, teneral.loader.sources.s3"
+    statement = "import teneral.loader.load.child, teneral.loader.load.load, teneral.loader.sources.s3.store"
     assert modules_after(statement) & {"numpy", "zstandard", "ctypes"} == set()
 
 
@@ -63,7 +63,7 @@ UNSEEN_SO_FAR = {
 
 
 def test_the_manifest_is_asked_for_before_anything_is_imported_that_only_reading_it_needs() -> None:
-    modules = modules_after("import teneral.loader.stream.child, teneral.loader.sources.s3")
+    modules = modules_after("import teneral.loader.load.child, teneral.loader.sources.s3.store")
     assert modules & (UNSEEN_SO_FAR | {"numpy", "blake3", "ssl", "mmap"}) == set()
     assert {name for name in modules if name.startswith("teneral.loader.format.")} <= {
         "teneral.loader.format.limits"
@@ -73,14 +73,14 @@ def test_the_manifest_is_asked_for_before_anything_is_imported_that_only_reading
 def test_the_first_ranges_are_asked_for_without_what_makes_dataclasses() -> None:
     """It reads source code, and takes longer to import than all of the loader's own modules up to the manifest."""
     statement = (
-        "import teneral.loader.stream.child, teneral.loader.stream.load, teneral.loader.sources.s3, "
+        "import teneral.loader.load.child, teneral.loader.load.load, teneral.loader.sources.s3.store, "
         "teneral.loader.format.manifest_json"
     )
     assert modules_after(statement) & (UNSEEN_SO_FAR - {"json"}) == set()
 
 
 def test_a_plain_checkpoint_is_looked_through_without_what_makes_dataclasses_and_executors() -> None:
-    modules = modules_after("import teneral.loader.format.checkpoint, teneral.loader.sources.s3_xml")
+    modules = modules_after("import teneral.loader.format.checkpoint, teneral.loader.sources.http.xml")
     assert modules & (UNSEEN_SO_FAR - {"json"} | {"concurrent.futures"}) == set()
 
 
@@ -97,7 +97,7 @@ def test_sending_for_the_weights_needs_next_to_nothing() -> None:
 
 
 def test_importing_starts_no_thread() -> None:
-    program = "import teneral.loader.stream.load, threading; print(threading.active_count())"
+    program = "import teneral.loader.load.load, threading; print(threading.active_count())"
     output = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=patience_s(60)
     ).stdout

@@ -11,8 +11,8 @@ from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.inspect import describe, render_table
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 
 
 @pytest.fixture(scope="module")

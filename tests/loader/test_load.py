@@ -18,13 +18,13 @@ from tests.support.paced import WAIT_S, PacedSource, reads_of
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import InsufficientMemoryError, UnavailableError, UsageError
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import RowParts
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.progress import LoadState
-from teneral.loader.stream.rows import RowParts
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),

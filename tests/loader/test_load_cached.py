@@ -20,18 +20,18 @@ from tests.support.tiny_disk import tiny_disk
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.cache.part_cache import PartCache
-from teneral.loader.cache.tally import CacheStatistics
+from teneral.loader.cache.writer import CacheStatistics
 from teneral.loader.errors import AccessDeniedError, IntegrityError
 from teneral.loader.format.manifest import Manifest, Tier
+from teneral.loader.load.accounting import LoadStatistics
+from teneral.loader.load.launch import is_possible
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.open import open_source
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
-from teneral.loader.stream.prepare import is_possible
-from teneral.loader.stream.process_load import ProcessLoad
-from teneral.loader.stream.progress import LoadStatistics
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(60)
 

@@ -20,9 +20,9 @@ from teneral.loader.errors import (
     UnavailableError,
 )
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.progress import LoadState
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(4)]

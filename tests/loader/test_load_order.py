@@ -20,15 +20,15 @@ from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream import load as load_module
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.prepare import is_possible
-from teneral.loader.stream.process_load import ProcessLoad
-from teneral.loader.stream.progress import LoadState
+from teneral.loader.load import load as load_module
+from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.launch import is_possible
+from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.options import Order
+from teneral.loader.load.process_load import ProcessLoad
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Span, Timeline
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (300, 300))}) for number in range(8)]
 NEVER_S = 3600.0

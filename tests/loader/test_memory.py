@@ -11,7 +11,7 @@ from tests.support.cgroups import memory_cgroup
 from tests.support.load import patience_s
 
 from teneral.loader.errors import InsufficientMemoryError
-from teneral.loader.memory import MIB, Available, available, available_bytes, check_fits
+from teneral.loader.memory.limits import MIB, Available, available, available_bytes, check_fits
 
 KIB = 1024
 
@@ -96,7 +96,7 @@ def test_this_machine_has_a_positive_figure() -> None:
 def test_the_limit_of_a_real_cgroup_is_found() -> None:
     with memory_cgroup() as cgroup:
         cgroup.set_limit(100 * MIB)
-        program = "from teneral.loader.memory import available; print(available())"
+        program = "from teneral.loader.memory.limits import available; print(available())"
         output = subprocess.run(
             cgroup.command([sys.executable, "-c", program]),
             check=True,

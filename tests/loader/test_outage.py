@@ -15,13 +15,12 @@ from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
 from teneral.loader.errors import NotFoundError, UnavailableError
+from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.budget import Budget
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.http_retry import _Tries
-from teneral.loader.sources.outage import Outage, show_outages
-from teneral.loader.sources.s3 import S3Store
-from teneral.loader.stream.process_load import ProcessLoad
+from teneral.loader.sources.http.outage import Outage, show_outages
+from teneral.loader.sources.http.retry import Budget, _Tries
+from teneral.loader.sources.http.source import HttpSource
+from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
 
 AWAY_S = 1.5
@@ -222,8 +221,8 @@ def test_a_load_in_a_process_of_its_own_shows_that_it_waited(
 ) -> None:
     from tests.support.checkpoints import llama_contents, model_store
 
-    from teneral.loader.sources.file import FileStore
-    from teneral.loader.tools.pack import pack
+    from teneral.loader.sources.file.store import FileStore
+    from teneral.loader.tools.pack.pack import pack
 
     target = FileStore(tmp_path / "models" / "m")
     pack(model_store(llama_contents()), target)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.sources.budget import Budget
-from teneral.loader.sources.pace import FREE_HEDGES, HEDGE_SHARE, Pace, Watch
-from teneral.loader.sources.throttle import Throttle
+from teneral.loader.sources.http.retry import Budget, Throttle
+from teneral.loader.sources.http.stragglers import FREE_HEDGES, HEDGE_SHARE, Pace, Watch
 
 AFTER_S = 0.25
 MIB = 1024 * 1024

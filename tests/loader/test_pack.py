@@ -38,12 +38,11 @@ from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.format.tensor_digests import FILE_NAME as DIGESTS_NAME
 from teneral.loader.sources.base import ObjectInfo
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore, MemoryWriter
-from teneral.loader.tools.aliases import find_aliases
-from teneral.loader.tools.blob_writer import BlobWriter
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions, find_aliases
+from teneral.loader.tools.pack.write import BlobWriter
 from teneral.loader.tools.verify import verify
 
 
@@ -527,8 +526,8 @@ def test_a_file_size_limit_while_packing_is_no_space_and_leaves_nothing_behind(t
     script = """
 import resource, sys
 from teneral.loader.errors import NoSpaceError
-from teneral.loader.tools.pack import pack
-from teneral.loader.sources.file import FileStore
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.sources.file.store import FileStore
 from tests.support.checkpoints import llama_contents, model_store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -18,15 +18,15 @@ from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import CheckpointError, UsageError
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Encoding, Manifest, Tier
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import plan_load
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import plan_load
-from teneral.loader.tools import quantizing_reader
 from teneral.loader.tools.inspect import describe
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.quantize import quantize_int4, quantize_int8, to_float32
-from teneral.loader.tools.quantize_plan import QuantizeOptions
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack import quantize_plan as quantizing_reader
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
+from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8, to_float32
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
 
@@ -62,7 +62,7 @@ def numbers(contents: Contents, name: str) -> np.ndarray:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts and reads so small that a tiny model has many, which end within rows."""
     monkeypatch.setattr(layout, "MAX_PART_ELEMENTS", FRAME_ELEMENTS)
-    monkeypatch.setattr("teneral.loader.tools.pack_plan.MAX_PART_ELEMENTS", FRAME_ELEMENTS)
+    monkeypatch.setattr("teneral.loader.tools.pack.plan.MAX_PART_ELEMENTS", FRAME_ELEMENTS)
     monkeypatch.setattr(layout, "FINE_PART_ELEMENTS", FRAME_ELEMENTS)
     monkeypatch.setattr(quantizing_reader, "READ_ELEMENTS", 5000)
     monkeypatch.setattr(quantizing_reader, "CHUNK_ELEMENTS", 1000)

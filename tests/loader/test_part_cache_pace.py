@@ -7,7 +7,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.loader.cache.pace import (
+from teneral.loader.cache.writer import (
     MAX_REST_S,
     MIN_IDLE_CORES,
     PLACES,

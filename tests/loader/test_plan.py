@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.artifacts import BuiltArtifact, build_artifact
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import Plan, follows, plan_load
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import Plan, follows, plan_load
 
 THREE_LAYERS = [
     ("embed", {"embed": ("BF16", (300, 64))}),

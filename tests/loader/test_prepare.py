@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from teneral.loader.stream.child import PLAIN_SIGNS
-from teneral.loader.stream.prepare import Prepared, is_possible
+from teneral.loader.load.launch import Prepared, is_possible
+from teneral.loader.sources.s3.store import ENDPOINT_VARIABLES
 
 LIMIT_S = 30.0
 
@@ -43,13 +43,13 @@ class _Waiting:
 
 
 def test_tls_is_imported_while_there_is_nothing_else_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in PLAIN_SIGNS:
+    for name in ENDPOINT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with closing(_Waiting()) as waiting:
         assert "/_ssl." in waiting.libraries()
 
 
-@pytest.mark.parametrize("name", PLAIN_SIGNS)
+@pytest.mark.parametrize("name", ENDPOINT_VARIABLES)
 def test_a_store_of_ones_own_may_do_without_tls(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "http://127.0.0.1:1")
     with closing(_Waiting()) as waiting:

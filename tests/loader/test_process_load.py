@@ -29,15 +29,15 @@ from teneral.loader.errors import (
     UnavailableError,
 )
 from teneral.loader.format.manifest import Manifest
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
-from teneral.loader.stream.prepare import is_possible
-from teneral.loader.stream.process_load import ProcessLoad
-from teneral.loader.stream.progress import LoadState
-from teneral.loader.stream.rows import RowParts
+from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.launch import is_possible
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.plan import RowParts
+from teneral.loader.load.process_load import ProcessLoad
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(60)
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this system has no memory files")
@@ -203,7 +203,7 @@ def test_cancelling_ends_the_child_and_whoever_waits(slow: str) -> None:
 def test_the_child_ends_when_its_parent_is_killed(slow: str) -> None:
     program = (
         "import sys, time\n"
-        "from teneral.loader.stream.process_load import ProcessLoad\n"
+        "from teneral.loader.load.process_load import ProcessLoad\n"
         f"load = ProcessLoad.start({slow!r})\n"
         "load.manifest\n"
         "print(load._child.pid, flush=True)\n"

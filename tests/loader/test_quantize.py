@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.quantized import slow_dequantize
 
-from teneral.loader.tools.quantize import (
+from teneral.loader.tools.pack.quantize import (
     MAX_WEIGHT,
     Quantized,
     first_unusable,

@@ -12,7 +12,7 @@ from tests.support.load import patience_s
 
 from teneral.loader.errors import IntegrityError, LoadCancelledError
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.readiness import Readiness
+from teneral.loader.load.gates import Readiness
 
 
 def settle(readiness: Readiness, number: int) -> bool:

@@ -8,9 +8,9 @@ import pytest
 from tests.support.store_server import StoreServer
 
 from teneral.loader.sources.base import Remote, SourceOptions
-from teneral.loader.sources.credentials import CredentialChain
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.open import open_source
+from teneral.loader.sources.s3.credentials import CredentialChain
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from teneral.loader.errors import AlreadyExistsError, NotFoundError
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.s3 import S3Store
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.sources.http.source import HttpSource
+from teneral.loader.sources.s3.store import S3Store
+from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
 

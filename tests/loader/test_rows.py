@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.artifacts import build_artifact
 
-from teneral.loader.stream.rows import RowParts
+from teneral.loader.load.plan import RowParts
 
 ROWS, WIDTH = 90, 48
 

@@ -34,10 +34,10 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.s3 import S3Store
-from teneral.loader.sources.s3_address import S3Settings, address_of, parse_url, settings_from
-from teneral.loader.sources.s3_writer import PART_BYTES
-from teneral.loader.sources.s3_xml import parse_page, parse_problem
+from teneral.loader.sources.http.xml import parse_page, parse_problem
+from teneral.loader.sources.s3.address import S3Settings, address_of, parse_url, settings_from
+from teneral.loader.sources.s3.store import S3Store
+from teneral.loader.sources.s3.uploads import PART_BYTES
 
 DATA = bytes(range(256)) * 40
 URL = "s3://models/m"

@@ -7,7 +7,7 @@ import threading
 import pytest
 from tests.support.load import patience_s
 
-from teneral.loader.side_by_side import map_side_by_side
+from teneral.loader.process.parallel_map import map_side_by_side
 
 
 @pytest.mark.parametrize("num_things", [0, 1, 2, 40])

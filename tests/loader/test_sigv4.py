@@ -17,14 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.load import patience_s
 
-from teneral.loader.sources.sigv4 import (
-    Credentials,
-    encode_query,
-    hmac_sha256,
-    sign,
-    signed_region,
-)
-from teneral.loader.sources.web_address import encode_path
+from teneral.loader.sources.http.address import encode_path
+from teneral.loader.sources.s3.sigv4 import Credentials, encode_query, hmac_sha256, sign, signed_region
 
 NOW = datetime.datetime(2026, 3, 1, 4, 5, 6, tzinfo=datetime.UTC)
 KEYS = [

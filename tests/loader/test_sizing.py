@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teneral.loader.stream.link import Link, LinkMeter
-from teneral.loader.stream.pace import Pace
-from teneral.loader.stream.sizing import (
+from teneral.loader.load.link import (
     FIRST_CONNECTIONS,
     MIN_RANGE_BYTES,
     Budget,
+    Link,
+    LinkMeter,
+    Pace,
     Position,
     Width,
     cut,

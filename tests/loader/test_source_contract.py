@@ -27,11 +27,11 @@ from teneral.loader.errors import (
 )
 from teneral.loader.sources.az.store import AzStore
 from teneral.loader.sources.base import Source, SourceOptions, Store
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.gs.store import GsStore
-from teneral.loader.sources.http import HttpSource
+from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.sources.s3 import S3Store
+from teneral.loader.sources.s3.store import S3Store
 
 DATA = bytes(range(256)) * 1200  # 300 KiB: more than arrives along with a head
 NAMES = ("blobs/a b+c.bin", "blobs/empty", "blobs/ü-名.bin", "config.json")

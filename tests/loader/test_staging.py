@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from teneral.loader.stream.arena import as_array
-from teneral.loader.stream.staging import ALIGNMENT_BYTES, Buffer, Staging, staging_bytes
+from teneral.loader.memory.arena import as_array
+from teneral.loader.memory.staging import ALIGNMENT_BYTES, Buffer, Staging, staging_bytes
 
 PAGE = ALIGNMENT_BYTES
 

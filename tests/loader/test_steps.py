@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from teneral.loader.sources.steps import Race, Steps, Wait
+from teneral.loader.sources.http.poll_coroutines import Race, Steps, Wait
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tests.support.paced import PacedSource, reads_of
 
 from teneral.loader.errors import ChangedError, IntegrityError, UnavailableError
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream import successive
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.successive import SuccessiveLoad, cut_windows, restrict
+from teneral.loader.load import windows as successive
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.windows import SuccessiveLoad, cut_windows, restrict
 from teneral.loader.timeline import Timeline
 
 LAYERS = [(f"layers.{number}", {f"w{number}": ("BF16", (100, 100))}) for number in range(6)]

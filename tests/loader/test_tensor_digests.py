@@ -10,9 +10,9 @@ from tests.support.load import patience_s
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.errors import ManifestError
 from teneral.loader.format.tensor_digests import FILE_NAME, parse_tensor_digests, wrong_tensors
+from teneral.loader.load.load import WeightLoad
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.support.load import patience_s
 
-from teneral.loader.sources.throttle import Throttle
+from teneral.loader.sources.http.retry import Throttle
 
 
 def refuse(throttle: Throttle, *, asked_s: float | None = None, wish_s: float | None = None) -> None:

@@ -17,16 +17,15 @@ from tests.support.paced import WAIT_S, PacedSource, reads_of
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import UsageError
 from teneral.loader.format.manifest import Manifest, Tier
-from teneral.loader.sources.file import FileStore
+from teneral.loader.load.load import LoadOptions, WeightLoad
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import Plan, RowParts, plan_load
+from teneral.loader.load.process_load import ProcessLoad
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import Plan, plan_load
-from teneral.loader.stream.process_load import ProcessLoad
-from teneral.loader.stream.rows import RowParts
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.loader.tools.part_reader import PartReader
-from teneral.loader.tools.tier_options import TierOptions
 from teneral.loader.tools.unpack import unpack
 from teneral.loader.tools.verify import verify
 

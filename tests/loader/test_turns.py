@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.support.artifacts import build_artifact
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.plan import Plan, plan_load
-from teneral.loader.stream.turns import Turns
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import Plan, plan_load
+from teneral.loader.load.queue import Turns
 
 LAYOUT = [
     ("embed", {"embed": ("BF16", (300, 64))}),

@@ -40,9 +40,8 @@ from teneral.loader.format import layout
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.shard_writer import plan_shards
-from teneral.loader.tools.unpack import unpack
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.unpack import plan_shards, unpack
 
 
 def packed(source: MemoryStore) -> MemoryStore:

@@ -18,7 +18,7 @@ from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Codec, Manifest, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.progress_bar import TransferProgress
 from teneral.loader.tools.verify import verify
 

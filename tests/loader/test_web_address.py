@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from teneral.loader.sources.web_address import (
+from teneral.loader.sources.http.address import (
     Origin,
     WebAddress,
     encode_path,

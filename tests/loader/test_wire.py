@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from teneral.loader.sources.addresses import AddressBook
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.steps import Steps, Wait
-from teneral.loader.sources.web_address import Origin
-from teneral.loader.sources.wire import MAX_SLICE_BYTES, WAKE_BYTES, Wire
+from teneral.loader.sources.http.address import Origin
+from teneral.loader.sources.http.poll_coroutines import Steps, Wait
+from teneral.loader.sources.http.wire import MAX_SLICE_BYTES, WAKE_BYTES, AddressBook, Wire
 
 WAIT_MS = 10_000
 

@@ -15,13 +15,12 @@ from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.stream.arena import Arena, as_array
-from teneral.loader.stream.options import Order
-from teneral.loader.stream.pace import Pace
-from teneral.loader.stream.plan import Plan, Step, plan_load
-from teneral.loader.stream.sizing import Budget, Position
-from teneral.loader.stream.staging import Staging
-from teneral.loader.stream.work import Read, WorkQueue
+from teneral.loader.load.link import Budget, Pace, Position
+from teneral.loader.load.options import Order
+from teneral.loader.load.plan import Plan, Step, plan_load
+from teneral.loader.load.queue import Read, WorkQueue
+from teneral.loader.memory.arena import Arena, as_array
+from teneral.loader.memory.staging import Staging
 
 WAIT_S = patience_s(30)
 

@@ -14,7 +14,7 @@ from tests.support.early_rig import (
     packed_tiny,
 )
 
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.kv.blocks import Epoch
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 

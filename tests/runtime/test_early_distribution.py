@@ -13,8 +13,8 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, save_tiny, tensors_of, tiny_model
 
 from teneral.loader.sources.open import open_source, open_store
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.step.requests import SamplingParams
 
 SMALL = {"vocab_size": 6, "hidden_size": 64, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 5}

@@ -21,9 +21,9 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.format.manifest import Manifest, Tier
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig, resolve
 from teneral.runtime.errors import DrainingError, ModelError
 from teneral.runtime.instance import Instance

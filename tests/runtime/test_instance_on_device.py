@@ -15,13 +15,12 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.loader.device.simulated import SimulatedDevice
 from teneral.loader.errors import InsufficientMemoryError, LoadError, TeneralError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.device_load import DeviceLoad
-from teneral.loader.stream.launch import Task, launch
-from teneral.loader.stream.prepare import Prepared, is_possible
+from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.launch import Prepared, Task, is_possible, launch
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime import loading
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance

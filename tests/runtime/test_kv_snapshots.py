@@ -13,8 +13,8 @@ from tests.support.load import patience_s
 from tests.support.tiny_models import save_tiny
 
 from teneral.loader.errors import AlreadyExistsError, UsageError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import SnapshotMismatchError
 from teneral.runtime.instance import Instance

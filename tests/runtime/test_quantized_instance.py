@@ -12,7 +12,7 @@ from tests.support.tiny_models import save_tiny
 from teneral import cli
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.sources.base import Source
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance

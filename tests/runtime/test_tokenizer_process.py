@@ -18,9 +18,9 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.artifact import open_artifact
 from teneral.loader.errors import NotFoundError
 from teneral.loader.format.manifest import Manifest
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.options import LoadOptions
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.errors import ModelError, RequestError
 from teneral.runtime.synth_tokenizer import tokenizer_files

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 with warnings.catch_warnings():
     # transformers' own deprecations while it is imported are not ours to answer for

@@ -21,13 +21,13 @@ from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load import link as sizing
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.sources.open import open_source, open_store
-from teneral.loader.stream import sizing
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions, Order
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.backends.host import host_backend
 from teneral.runtime.engine.arrival import LoadArrival
 from teneral.runtime.engine.engine import Engine, EngineOptions

@@ -14,11 +14,11 @@ from tests.support.store_faults import Fault, FaultHook
 from tests.support.store_http import Request
 from tests.support.store_server import StoreServer
 
+from teneral.loader.load.accounting import LoadStatistics
+from teneral.loader.load.load import LoadOptions, WeightLoad
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.http import HttpSource
-from teneral.loader.sources.http_statistics import HttpStatistics
-from teneral.loader.stream.load import LoadOptions, WeightLoad
-from teneral.loader.stream.progress import LoadStatistics
+from teneral.loader.sources.http.outage import HttpStatistics
+from teneral.loader.sources.http.source import HttpSource
 
 LAYERS: Layout = [(f"layers.{number}", {f"w{number}": ("BF16", (300, 300))}) for number in range(8)]
 

@@ -18,8 +18,8 @@ import time
 
 from tests.support.load import patience_s
 
-from teneral.loader.stream import guards as guards_module
-from teneral.loader.stream.guards import Guards
+from teneral.loader.memory import refine_locks as guards_module
+from teneral.loader.memory.refine_locks import Guards
 
 WAIT_S = patience_s(30)
 LOOK_S = 0.1  # in which who need not wait would surely be through

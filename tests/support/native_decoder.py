@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from tests.support.tiny_models import config_json, tensors_of
 
-from teneral.loader.tools.quantize import quantize_int4, quantize_int8
+from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8
 from teneral.runtime.backends.native.pools import Pool
 from teneral.runtime.dtypes import DType, to_float32
 from teneral.runtime.models.config import DecoderConfig

@@ -14,8 +14,8 @@ from torch import nn
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.options import LoadOptions
 from teneral.loader.sources.base import Source
-from teneral.loader.stream.options import LoadOptions
 from teneral.runtime.into.match import Rename
 from teneral.runtime.into.module_load import ModuleLoad
 from teneral.runtime.into.slots import find_slots

@@ -15,7 +15,7 @@ import msgspec
 
 from ....loader.errors import UsageError
 from ....loader.sources.base import check_name
-from ....loader.sources.s3_address import parse_url
+from ....loader.sources.s3.address import parse_url
 from ....runtime.errors import RequestError
 from ...function.s3_events import CREATED, TEST_EVENT, ObjectRef, created_objects
 from ..spec import JobSpec, Share

@@ -127,7 +127,7 @@ def _translated(ref: ObjectRef, *, is_write: bool = False) -> Iterator[None]:
     """boto3's errors as the loader's, so that who retries knows what is worth it."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from ....loader.sources.s3_errors import explain
+    from ....loader.sources.s3.answers import explain
 
     try:
         yield

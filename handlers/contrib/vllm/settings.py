@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ....loader.errors import UsageError
-from ....loader.stream.options import MIB, LoadOptions
-from ....loader.stream.successive import DEFAULT_WINDOW_BYTES
+from ....loader.load.options import MIB, LoadOptions
+from ....loader.load.windows import DEFAULT_WINDOW_BYTES
 
 ARTIFACT_KEY = "artifact"
 _FLAG = "--model-loader-extra-config"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ....loader.errors import LoadError
 from ....loader.format.manifest import Manifest
-from ....loader.stream.successive import SuccessiveLoad
+from ....loader.load.windows import SuccessiveLoad
 
 _MAX_MESSAGE_BYTES = 4096
 

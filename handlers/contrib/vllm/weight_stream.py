@@ -11,8 +11,8 @@ from contextlib import closing
 
 import torch
 
+from ....loader.load.windows import SuccessiveLoad, SuccessiveStatistics
 from ....loader.sources.base import SourceOptions
-from ....loader.stream.successive import SuccessiveLoad, SuccessiveStatistics
 from ....loader.timeline import Timeline
 from ....loader.tools.progress_bar import format_bytes
 from ....runtime.into.address import open_weights

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ...errors import AccessDeniedError, UsageError
 from ..base import SourceOptions
-from ..web_address import Origin, WebAddress, encode_path, encode_value, parse_address
+from ..http.address import Origin, WebAddress, encode_path, encode_value, parse_address
 
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
 _CONTAINER = re.compile(r"\$root|\$web|[a-z0-9](?:-?[a-z0-9]){2,62}")

@@ -18,10 +18,10 @@ from ...errors import (
     SourceError,
     UnavailableError,
 )
-from .. import checks
-from ..http import RETRYABLE
-from ..http_head import is_strong_etag
-from ..s3_xml import element_text, parse_problem
+from .. import base
+from ..http.head import is_strong_etag
+from ..http.source import RETRYABLE
+from ..http.xml import element_text, parse_problem
 from .credentials import WAYS_TO_GIVE
 
 _ENCODED_NAME = re.compile(r'<Name Encoded="true">([^<]*)</Name>')
@@ -117,9 +117,9 @@ def explain(
     if status in (404, 410):
         return NotFoundError(f"there is no {what}", source=source, name=name)
     if status == 412:
-        return checks.changed(source, name, "it has another version than expected")
+        return base.changed(source, name, "it has another version than expected")
     if status == 416:
-        return checks.changed(source, name, "it is shorter than expected")
+        return base.changed(source, name, "it is shorter than expected")
     return SourceError(f"{what}: the store answers {said}", source=source, name=name)
 
 

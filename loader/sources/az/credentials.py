@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import AccessDeniedError, UnavailableError, UsageError
-from ..http1 import BodyTooLargeError
-from ..http_head import Request, is_header
-from ..tokens import MAX_ANSWER_BYTES, Token, exchange
-from ..web_address import WebAddress, encode_value, parse_address
-from ..wire import WireError
+from ..http.address import WebAddress, encode_value, parse_address
+from ..http.connections import BodyTooLargeError
+from ..http.head import Request, is_header
+from ..http.tokens import MAX_ANSWER_BYTES, Token, exchange
+from ..http.wire import WireError
 
 RENEW_S = 300.0  # before a token ends
 ATTEMPTS = 3
@@ -83,7 +83,7 @@ def _by_workload_identity(environment: Mapping[str, str]) -> Token:
     from urllib.parse import urlencode
 
     from ..base import SourceOptions
-    from ..http_send import Sender  # with http.client and ssl: for those whom it concerns
+    from ..http.send import Sender  # with http.client and ssl: for those whom it concerns
     from .address import is_loopback
 
     authority = _address(environment.get("AZURE_AUTHORITY_HOST") or AUTHORITY, "AZURE_AUTHORITY_HOST", "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..http_head import Headers
+from ..http.head import Headers
 from .address import Query, Settings
 
 # The fields that are signed, in order, between the method and the fields of Azure's own.

@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import AccessDeniedError, SourceError, TeneralError
-from .. import checks
+from .. import base
 from ..base import ObjectInfo, SourceOptions, check_name
-from ..http_client import HttpClient
-from ..http_head import Head, Headers, Request
-from ..http_statistics import HttpStatistics
-from ..outage import Note
-from ..tokens import TokenCache, bearer
+from ..http.client import HttpClient
+from ..http.head import Head, Headers, Request
+from ..http.outage import HttpStatistics, Note
+from ..http.tokens import TokenCache, bearer
 from .address import Query, blob_path, encoded, settings_from
 from .credentials import RENEW_S, ask_token
 
@@ -83,7 +82,7 @@ class AzStore:
             page = self._page(tuple(query))
             for found in page.objects:
                 name = found.key.removeprefix(folder)
-                if found.key.startswith(folder + prefix) and checks.is_name(name):  # else a folder's marker
+                if found.key.startswith(folder + prefix) and base.is_name(name):  # else a folder's marker
                     yield ObjectInfo(name, found.size_bytes, found.version)
             marker = page.next_marker
             if marker is None:
@@ -180,7 +179,7 @@ class AzStore:
 
         with self._lock:
             if self._closed:
-                raise checks.closed(self.url, "")
+                raise base.closed(self.url, "")
             if self._uploads is None:
                 self._uploads = Uploads(self.url, self._options, build=self._authorized, refusal=self.refusal)
             return self._uploads

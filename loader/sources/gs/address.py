@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...errors import UsageError
 from ..base import SourceOptions
-from ..web_address import Origin, encode_value, parse_address
+from ..http.address import Origin, encode_value, parse_address
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 _GOOGLE = Origin("https", "storage.googleapis.com", 443)

@@ -16,9 +16,9 @@ from ...errors import (
     SourceError,
     UnavailableError,
 )
-from .. import checks
+from .. import base
 from ..base import ObjectInfo
-from ..http import RETRYABLE
+from ..http.source import RETRYABLE
 from .address import is_number, version_of
 
 MAX_TEXT = 500  # characters of an error's message that are shown
@@ -106,9 +106,9 @@ def explain(
         case 404 | 410:
             return NotFoundError(f"there is no {what}", source=source, name=name)
         case 412:
-            return checks.changed(source, name, "it has another version than expected")
+            return base.changed(source, name, "it has another version than expected")
         case 416:
-            return checks.changed(source, name, "it is shorter than expected")
+            return base.changed(source, name, "it is shorter than expected")
     return SourceError(f"{what}: the store answers {said}", source=source, name=name)
 
 

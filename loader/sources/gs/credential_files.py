@@ -12,11 +12,11 @@ from urllib.parse import urlencode
 
 from ...errors import AccessDeniedError, UnavailableError
 from ..base import SourceOptions
-from ..http import RETRYABLE
-from ..http_head import Request, is_header
-from ..http_send import Reply, Sender
-from ..tokens import MAX_ANSWER_BYTES, Token
-from ..web_address import WebAddress, parse_address
+from ..http.address import WebAddress, parse_address
+from ..http.head import Request, is_header
+from ..http.send import Reply, Sender
+from ..http.source import RETRYABLE
+from ..http.tokens import MAX_ANSWER_BYTES, Token
 from .address import is_loopback
 from .answers import MAX_TEXT, WAYS_TO_GIVE
 

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import AccessDeniedError, UnavailableError, UsageError
-from ..http1 import BodyTooLargeError
-from ..http_head import Head, Request
-from ..tokens import Token, TokenCache, exchange
-from ..web_address import parse_address
-from ..wire import WireError
+from ..http.address import parse_address
+from ..http.connections import BodyTooLargeError
+from ..http.head import Head, Request
+from ..http.tokens import Token, TokenCache, exchange
+from ..http.wire import WireError
 
 RENEW_S = 225.0  # before a token ends: the metadata server has the next one from 300 s before
 ATTEMPTS = 3

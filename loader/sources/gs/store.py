@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...errors import SourceError, TeneralError
-from .. import checks
+from .. import base
 from ..base import ObjectInfo, SourceOptions, check_name
-from ..http_client import HttpClient
-from ..http_head import Head, Headers, Request
-from ..http_statistics import HttpStatistics
-from ..outage import Note
-from ..tokens import bearer
+from ..http.client import HttpClient
+from ..http.head import Head, Headers, Request
+from ..http.outage import HttpStatistics, Note
+from ..http.tokens import bearer
 from .address import (
     Query,
     generation_of,
@@ -87,7 +86,7 @@ class GsStore:
             page = self._page(tuple(query))
             for found in page.objects:
                 name = found.key.removeprefix(folder)
-                if found.key.startswith(folder + prefix) and checks.is_name(name):  # else a folder's marker
+                if found.key.startswith(folder + prefix) and base.is_name(name):  # else a folder's marker
                     yield ObjectInfo(name, found.size_bytes, found.version)
             token = page.next_token
             if token is None:
@@ -183,7 +182,7 @@ class GsStore:
 
         with self._lock:
             if self._closed:
-                raise checks.closed(self.url, "")
+                raise base.closed(self.url, "")
             if self._uploads is None:
                 self._uploads = Uploads(
                     self.url,

@@ -20,7 +20,7 @@ from teneral.handlers.batch.finish import _digests
 from teneral.handlers.batch.spec import JobReport, Status
 from teneral.loader.errors import AlreadyExistsError, ChangedError, NotFoundError
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.s3 import S3Store
+from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.sources.writer import Writer
 
 Run = Callable[..., JobReport]
@@ -141,7 +141,7 @@ def test_an_output_that_appears_meanwhile_is_recognised_by_its_digests(
     whole = read(s3, f"{name}/out.jsonl")
     s3.delete_object(Bucket=BUCKET, Key=f"{name}/out.jsonl")
     Intruder.content = whole if is_ours else b"x" * len(whole)
-    monkeypatch.setattr("teneral.loader.sources.s3.S3Store", Intruder)
+    monkeypatch.setattr("teneral.loader.sources.s3.store.S3Store", Intruder)
     if is_ours:
         assert run(*addresses, **job).status is Status.COMPLETE
     else:

@@ -26,8 +26,8 @@ from tests.support.tiny_models import save_tiny
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.platforms.runpod import Worker, check_surroundings
 from teneral.loader.errors import UsageError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.errors import RequestError
 
 WAIT_S = patience_s(60)

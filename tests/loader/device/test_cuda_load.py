@@ -12,15 +12,15 @@ from tests.support.load import patience_s
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.launch import Task, launch
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.device_load import DeviceLoad
-from teneral.loader.stream.launch import Task, launch
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions, Order
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 from teneral.runtime.start import opener
 
 WAIT_S = patience_s(60)

@@ -18,16 +18,16 @@ from tests.support.cupy_on_cpu import NAMES, CupyOnCpu, ZstdOnCpu
 from tests.support.device_parts import CodedTensors, code_tensors, weights_like
 from tests.support.kernels_on_cpu import KernelsOnCpu, compiler
 
-from teneral.loader.device import pieces as device_pieces
+from teneral.loader.device import ring as device_pieces
 from teneral.loader.device.base import Device, Placed, Ticket
-from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import PartImage, plan_image, slab_starts
 from teneral.loader.device.simulated import SimulatedDevice
+from teneral.loader.device.sink import fill_image
 from teneral.loader.errors import InsufficientMemoryError, LoadError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Part, Tier, align
-from teneral.loader.stream.arena import map_bytes
-from teneral.loader.stream.device_load import DeviceLoad
-from teneral.loader.stream.options import LoadOptions, Order
+from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.options import LoadOptions, Order
+from teneral.loader.memory.arena import map_bytes
 from teneral.loader.timeline import Timeline
 
 RING_BYTES = 4 << 20

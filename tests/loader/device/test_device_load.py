@@ -19,7 +19,8 @@ from tests.support.store_faults import Fault
 from tests.support.store_server import StoreServer
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.device import pieces, sink
+from teneral.loader.device import ring as pieces
+from teneral.loader.device import sink
 from teneral.loader.device.base import Device
 from teneral.loader.device.paths import Choice, DeviceSpeed
 from teneral.loader.device.paths import Path as ChosenPath
@@ -35,17 +36,16 @@ from teneral.loader.errors import (
     TeneralError,
 )
 from teneral.loader.format.manifest import Manifest, Tensor, Tier
+from teneral.loader.load import device_load
+from teneral.loader.load.accounting import LoadState
+from teneral.loader.load.device_load import DeviceLoad
+from teneral.loader.load.launch import Task, is_possible, launch
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream import device_load
-from teneral.loader.stream.device_load import DeviceLoad
-from teneral.loader.stream.launch import Task, launch
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions, Order
-from teneral.loader.stream.prepare import is_possible
-from teneral.loader.stream.progress import LoadState
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 
 LAYOUT: Layout = [
     ("embed", {"embed": ("BF16", (300, 257)), "steps": ("I64", (4, 300))}),

@@ -16,19 +16,25 @@ from tests.support.load import patience_s
 from teneral.loader.device import detect
 from teneral.loader.device.compile import cubin_name, find_cubin, keep_cubin
 from teneral.loader.device.detect import choose_device, index_of, parse_device
-from teneral.loader.device.fill import fill_image
 from teneral.loader.device.image import plan_image, slab_starts
 from teneral.loader.device.nvcomp import Decompressor, find_library
 from teneral.loader.device.paths import DeviceSpeed, Path, choose_path
-from teneral.loader.device.pieces import cut_part, plane_sizes, with_plane_sizes, with_stored
 from teneral.loader.device.placement import num_together
 from teneral.loader.device.ring import DEFAULT_BYTES as DEFAULT_RING_BYTES
-from teneral.loader.device.ring import ImageRing, max_image_bytes, ring_bytes
-from teneral.loader.device.sink import SentImage
+from teneral.loader.device.ring import (
+    ImageRing,
+    cut_part,
+    max_image_bytes,
+    plane_sizes,
+    ring_bytes,
+    with_plane_sizes,
+    with_stored,
+)
+from teneral.loader.device.sink import SentImage, fill_image
 from teneral.loader.errors import IntegrityError, LoadCancelledError, LoadError, UsageError
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
-from teneral.loader.stream.arena import map_bytes
-from teneral.loader.switch_interval import quick_turns
+from teneral.loader.memory.arena import map_bytes
+from teneral.loader.process.cpu import quick_turns
 
 PAGE = 4096
 WAIT_S = patience_s(30)

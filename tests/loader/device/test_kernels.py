@@ -10,10 +10,17 @@ import zstandard
 from tests.support.device_parts import CodedTensors, code_tensors, every_word, weights_like
 from tests.support.kernels_on_cpu import KernelsOnCpu, aligned_zeros, compiler
 
-from teneral.loader.device.fill import fill_image
-from teneral.loader.device.image import plan_image, slab_starts
+from teneral.loader.device.image import (
+    DRAFT_KERNEL,
+    GENERAL_KERNELS,
+    KERNELS,
+    REFINE_KERNEL,
+    plan_image,
+    recipe_for,
+    slab_starts,
+)
 from teneral.loader.device.interpret import run_launch
-from teneral.loader.device.recipe import DRAFT_KERNEL, GENERAL_KERNELS, KERNELS, REFINE_KERNEL, recipe_for
+from teneral.loader.device.sink import fill_image
 from teneral.loader.errors import LoadError
 from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Encoding, Tier
 

@@ -9,8 +9,8 @@ import torch
 
 import teneral
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 TENSORS = {
     "layers.0.weight": torch.randn(300, 200),

@@ -25,10 +25,10 @@ from teneral.loader.errors import (
     UsageError,
 )
 from teneral.loader.format.manifest import Tier
-from teneral.loader.sources.file import FileStore
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.stream.options import LoadOptions
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.errors import ModelError
 from teneral.runtime.into.match import WeightsMismatchError
 

@@ -12,7 +12,7 @@ from tests.support.load import patience_s
 
 from teneral.loader.errors import NotFoundError, SourceClosedError
 from teneral.loader.sources.base import SourceOptions
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.snapshots import service as snapshot_service
 from teneral.runtime.kv.snapshots.parts import open_snapshot

@@ -24,9 +24,9 @@ from teneral.loader.errors import (
     UnavailableError,
 )
 from teneral.loader.sources.base import SourceOptions, Store
-from teneral.loader.sources.file import FileStore
+from teneral.loader.sources.file.store import FileStore
 from teneral.loader.sources.memory import MemoryStore
-from teneral.loader.sources.s3 import S3Store
+from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
 from teneral.runtime.kv.snapshots.generation import write_generation
 from teneral.runtime.kv.snapshots.parts import SnapshotReader, decode_blocks, open_snapshot, place_part

@@ -16,9 +16,9 @@ from tests.support.models import DictWeights, build_model, forward
 from tests.support.tiny_models import config_json, tensors_of, tiny_model, transformers
 
 from teneral.loader.artifact import open_artifact
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.tools.pack import pack
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.weights import StreamedWeights
 

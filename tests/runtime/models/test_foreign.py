@@ -20,9 +20,9 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.artifact import open_artifact
 from teneral.loader.format.manifest import Tier
+from teneral.loader.load.load import WeightLoad
 from teneral.loader.sources.open import open_source, open_store
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.tools.pack import pack
+from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.unpack import unpack
 from teneral.runtime.backends.torch.compute_dtype import ComputePolicy, CpuDtypes
 from teneral.runtime.dtypes import DType

@@ -17,12 +17,12 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.artifact import open_artifact, read_file
 from teneral.loader.format import layout
 from teneral.loader.format.manifest import FRAME_ELEMENTS, Tier
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions
+from teneral.loader.load.plan import RowParts
 from teneral.loader.sources.open import open_source, open_store
-from teneral.loader.stream.load import WeightLoad
-from teneral.loader.stream.options import LoadOptions
-from teneral.loader.stream.rows import RowParts
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.quantize_plan import QuantizeOptions
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.matrices import IntegerMatrix
 from teneral.runtime.weights import StreamedWeights

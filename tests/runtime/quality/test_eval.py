@@ -13,7 +13,7 @@ import torch
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
-from teneral.loader import memory
+from teneral.loader.memory import limits as memory
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.support.checkpoints import safetensors_file
 from tests.support.tiny_models import save_tiny
 
 from teneral import cli
-from teneral.loader import memory
+from teneral.loader.memory import limits as memory
 from teneral.loader.sources.open import open_source
 from teneral.loader.tools.progress_bar import TransferProgress
 from teneral.runtime.quality import evaluate

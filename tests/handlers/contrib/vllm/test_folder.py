@@ -13,8 +13,8 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.contrib.vllm.folder import is_model_folder, write_small_files
 from teneral.loader.errors import CheckpointError, IntegrityError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 ROOT = Path(__file__).parents[4]
 

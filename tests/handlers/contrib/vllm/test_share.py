@@ -16,8 +16,8 @@ from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.contrib.vllm.share import assign_groups
 from teneral.handlers.contrib.vllm.weight_stream import WeightStream
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 WORKER = """
 import json, sys

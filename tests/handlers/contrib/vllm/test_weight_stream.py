@@ -16,10 +16,10 @@ from tests.support.store_server import StoreServer
 from teneral.handlers.contrib.vllm.settings import LoaderSettings, parse_settings
 from teneral.handlers.contrib.vllm.weight_stream import WeightStream
 from teneral.loader.errors import CheckpointError, IntegrityError, NotFoundError, UsageError
-from teneral.loader.sources.file import FileStore
-from teneral.loader.stream.options import MIB
-from teneral.loader.tools.pack import pack
-from teneral.loader.tools.tier_options import TierOptions
+from teneral.loader.load.options import MIB
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.plan import TierOptions
 
 SMALL = LoaderSettings(memory_bytes=MIB)
 

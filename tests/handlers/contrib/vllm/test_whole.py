@@ -25,8 +25,8 @@ from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 from tests.support.vllm_generation import NUM_TOKENS, PROMPTS
 
-from teneral.loader.sources.file import FileStore
-from teneral.loader.tools.pack import pack
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
 
 PYTHON = os.environ.get("TENERAL_TEST_VLLM_PYTHON", "")
 # Started where it stands, its neighbours would hide modules of the standard library.

@@ -1,0 +1,292 @@
+"""The program behind `ProcessLoad`: streams one model into shared memory, and reports.
+
+    python -m teneral.loader.load.child SOCKET_FD MEMORY_FD FILES_FD
+
+It asks for the manifest before it imports what comes after, and for the first ranges before it imports what decodes
+them. It ends when it has told everything, or when its parent ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from ..artifact import open_artifact
+from ..errors import TeneralError
+from ..process.helper import OWNER_GONE
+from ..sources.http.outage import show_outages
+from ..sources.open import import_likely_store, open_source
+from ..timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import BufferedRWPair
+
+    from ..device.paths import DeviceSpeed
+    from ..device.sink import ImageSink
+    from ..format.manifest import Blob, Manifest, Part
+    from ..memory.arena import Reserve, Reserved
+    from ..sources.base import Source
+    from .fetch import ReadAhead
+    from .launch import Task
+    from .load import WeightLoad
+    from .options import Order
+    from .report import GiveBack, Reporter
+
+# What is needed once the manifest is there.
+AHEAD = ("blake3", "..format.manifest_json", ".fetch", ".load", ".report", "..device.paths")
+CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
+REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
+# Of a standby, whose parent computes its first token at once: the end of this process takes 0.07 s of CPU for 1 GB, all
+# of which is mapped here in small pages.
+LINGER_S = 2.0
+HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
+SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
+
+
+def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.disable()  # until the first ranges are on their way: there is no garbage yet
+    sock = socket.socket(fileno=socket_fd)
+    stream = sock.makefile("rwb")
+    uses_tls = import_likely_store()  # while the parent reads its flags
+    reserve = _reserve(memory_fd)
+    if uses_tls and not _has_come(sock):
+        import ssl  # noqa: F401 - 10 ms, in which nothing else is to be done
+    for name in AHEAD:
+        if _has_come(sock):
+            break
+        import_module(name, __package__)
+    task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
+    inbox = _Inbox(stream)
+    threading.Thread(target=inbox.listen, daemon=True).start()
+    timeline = Timeline(started_at=task.started_at)
+    # From now on nobody but the load takes pages.
+    memory = None if reserve is None else reserve.hand_over()
+    try:
+        if task.surroundings is not None:
+            task.surroundings.take()
+        source, manifest, ahead = _open(task, memory_fd, timeline)
+    except TeneralError as error:
+        _reporter(stream, timeline).send(error=error)
+    else:
+        reporter = _reporter(stream, timeline)
+        try:
+            _load(task, source, manifest, ahead, memory_fd, files_fd, reporter, inbox, memory)
+        except TeneralError as error:
+            reporter.send(error=error)
+    if task.surroundings is not None:
+        time.sleep(LINGER_S)
+    # Everything is told; taking an interpreter apart would only cost time that the parent could use.
+    os._exit(0)
+
+
+def _has_come(sock: socket.socket) -> bool:
+    """Whether there is something to be read."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _reserve(memory_fd: int) -> Reserve | None:
+    """The memory that is to be taken ahead, if any is."""
+    if os.fstat(memory_fd).st_size == 0:
+        return None
+    from ..memory.arena import Reserve  # only standby processes have one
+
+    return Reserve(memory_fd)
+
+
+def _reporter(stream: BufferedRWPair, timeline: Timeline) -> Reporter:
+    from .report import Reporter  # the first request did not wait for it
+
+    return Reporter(stream, timeline)
+
+
+def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manifest, ReadAhead | None]:
+    ahead: ReadAhead | None = None
+
+    def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
+        nonlocal ahead
+        if ahead is None:
+            from ..memory.arena import held_bytes
+            from .fetch import ReadAhead  # the first request did not wait for these, either
+
+            is_here = task.device == "cpu"
+            held = held_bytes(memory_fd) if is_here else 0
+            ahead = ReadAhead(
+                source, task.load_options, timeline=timeline, weights_are_here=is_here, held_bytes=held
+            )
+        return ahead.look(weight_bytes, blob, part)
+
+    with timeline.span("manifest", "open"):
+        source = open_source(task.url, task.source_options)
+        show_outages(source, timeline)
+        threading.Thread(target=_import_ahead, daemon=True).start()
+        manifest = open_artifact(source, digest=task.digest, look=look)
+    return source, manifest, ahead
+
+
+def _load(
+    task: Task,
+    source: Source,
+    manifest: Manifest,
+    ahead: ReadAhead | None,
+    memory_fd: int,
+    files_fd: int,
+    reporter: Reporter,
+    inbox: _Inbox,
+    reserve: Reserved | None,
+) -> None:
+    from .load import WeightLoad
+
+    options = task.load_options
+    told = threading.Event()  # of the manifest, before which no image makes sense
+    images = _send_images(manifest, memory_fd, reporter, told, inbox) if task.device != "cpu" else None
+    load = WeightLoad(
+        source,
+        manifest,
+        options=options,
+        timeline=reporter.timeline,
+        shared_fd=memory_fd if images is None else None,
+        reserve=reserve if images is None else None,
+        images=images,
+        ahead=ahead,
+    )
+    _tell_of_files(
+        manifest, files_fd
+    )  # 0.2 ms now; beside the threads that begin next it would be a hundred times that
+    inbox.load = load  # before the manifest is told, without which nobody can ask for a part
+
+    def tell() -> None:
+        ring_bytes = 0 if images is None else images.ring_bytes
+        reporter.send(manifest=manifest, progress=load.progress(), ring_bytes=ring_bytes)
+        told.set()
+
+    # Pickling takes 3 ms, or 0.1 s beside the threads that begin next. A standby has nothing to do before it has this;
+    # others import torch meanwhile.
+    is_awaited = task.surroundings is not None
+    if is_awaited:
+        tell()
+    load.start()
+    gc.freeze()
+    gc.enable()
+    if not is_awaited:
+        tell()
+    _report(load, reporter)
+    load.join()
+    reporter.send(statistics=load.statistics(), progress=load.progress())
+    if options.cache_dir is not None:
+        load.join_cache(CACHE_WAIT_S)
+        reporter.send(statistics=load.statistics())
+
+
+def _report(load: WeightLoad, reporter: Reporter) -> None:
+    """Tell of gates as they open, of the parts that the parent asked for, and of progress between. Raises the
+    load's error.
+    """
+    from ..format.manifest import Tier
+
+    closed = [(group.index, tier) for group in load.manifest.groups for tier in Tier]
+    told: frozenset[int] = frozenset()
+    seen = -1
+    while closed:
+        seen = load.wait_for_change(seen, REPORT_INTERVAL_S)
+        if load.failure is not None:
+            raise load.failure
+        opened = tuple(gate for gate in closed if load.is_ready(*gate))
+        closed = [gate for gate in closed if gate not in opened]
+        wanted = load.wanted_parts()
+        reporter.send(
+            gates=opened,
+            parts=tuple(wanted - told),
+            has_all_pages=load.has_all_pages,
+            progress=load.progress(),
+        )
+        told = wanted
+
+
+class _Inbox:
+    """What the parent says after its task: which parts it waits for, which order it wants, or which images it has.
+    Silence is for ever; the end is ours, too.
+    """
+
+    def __init__(self, stream: BufferedRWPair) -> None:
+        self._stream = stream
+        self.load: WeightLoad | None = None
+        self.give_back: Callable[[int], None] = lambda offset_bytes: None  # of what the ring has lent
+        self.device_is: Callable[[DeviceSpeed], None] = lambda speed: None
+
+    def listen(self) -> None:
+        """The body of a thread. Ends the process with the parent."""
+        try:
+            while True:
+                wish: list[int] | Order | GiveBack | DeviceSpeed = pickle.load(self._stream)  # noqa: S301 - as with the task
+                if self.load is None:
+                    continue
+                from ..device.paths import DeviceSpeed  # not before the first request
+                from .report import GiveBack
+
+                if isinstance(wish, GiveBack):
+                    self.give_back(wish.offset_bytes)
+                elif isinstance(wish, DeviceSpeed):
+                    self.device_is(wish)
+                elif isinstance(wish, list):
+                    self.load.want_parts(wish)
+                else:
+                    self.load.reorder(wish)
+        except (EOFError, OSError):
+            os._exit(1)
+
+
+def _send_images(
+    manifest: Manifest, memory_fd: int, reporter: Reporter, told: threading.Event, inbox: _Inbox
+) -> ImageSink:
+    """What takes parts where the weights are another device's: it leaves images in the memory file, and says so."""
+    from ..device.ring import ImageRing, ring_bytes
+    from ..device.sink import ImageSink, SentImage
+    from ..memory.arena import map_shared
+    from ..memory.limits import available_bytes
+    from ..process.cpu import QUICK_S
+
+    sys.setswitchinterval(QUICK_S)  # for good: this process ends with the load
+    size_bytes = ring_bytes(manifest, room_bytes=available_bytes())
+    ring = ImageRing(map_shared(memory_fd, size_bytes, what="the ring of images"))
+    inbox.give_back = ring.give_back
+
+    def send(image: SentImage) -> None:
+        told.wait()
+        with suppress(OSError):  # nobody is there: the inbox ends this process
+            reporter.send(image=image)
+
+    sink = ImageSink(manifest, ring, send, timeline=reporter.timeline)
+    inbox.device_is = sink.device_is
+    return sink
+
+
+def _tell_of_files(manifest: Manifest, files_fd: int) -> None:
+    with socket.socket(fileno=files_fd) as sock, suppress(OSError):  # there may be nobody who wants to know
+        sock.sendall(pickle.dumps(manifest.without_weights()))
+
+
+def _import_ahead() -> None:
+    """While the manifest is on its way."""
+    time.sleep(HEAD_START_S)
+    for name in AHEAD:
+        import_module(name, __package__)
+
+
+if __name__ == "__main__":
+    with suppress(*OWNER_GONE):
+        main(*map(int, sys.argv[1:]))

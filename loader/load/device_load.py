@@ -1,0 +1,304 @@
+"""A load whose weights are another device's: the same gates as other loads have, opened as parts are placed there.
+
+    fetch, verify, decode        ring of images        place
+    (a process of its own,  ───────────────────────►  (threads here, which ───►  weights on the device
+     or threads here)        ◄──── given back ──────   own the device)
+
+A gate opens when the device was *told* to place the last part behind it. So whoever passes it calls `order_after`, or
+holds `using`, before launching what reads (`placement.py` says why that is enough). The device is opened, and its
+memory taken, while the first bytes are on their way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
+
+from ..device.paths import DeviceSpeed
+from ..device.placement import Placement
+from ..device.ring import ImageRing, ring_bytes
+from ..device.sink import ImageSink, SentImage
+from ..errors import LoadCancelledError, TeneralError
+from ..format.manifest import Manifest, Tier
+from ..memory.arena import map_bytes
+from ..memory.limits import available_bytes
+from ..sources.base import Source
+from ..timeline import Timeline
+from .accounting import LoadProgress, LoadState, LoadStatistics, mark_ready
+from .gates import Readiness
+from .options import LoadOptions, Order
+from .process_load import ProcessLoad
+
+if TYPE_CHECKING:
+    from ..device.base import Device, DeviceStatistics
+    from .launch import Launched
+    from .load import WeightLoad
+
+OpenDevice = Callable[[], "Device"]
+
+
+class DeviceLoad:
+    """Loads one model onto a device. All methods may be called from any thread. Made by `follow` or `in_threads`."""
+
+    def __init__(self, open_device: OpenDevice, *, timeline: Timeline) -> None:
+        """Begin to open the device. For `follow` and `in_threads`."""
+        self._timeline = timeline
+        self._feed: ProcessLoad | WeightLoad | None = None
+        self._give_back: Callable[[int], None] = lambda offset_bytes: None
+        self._device_is: Callable[[DeviceSpeed], None] = lambda speed: None
+        self._manifest: Manifest | None = None
+        self._readiness: Readiness | None = None
+        self._error: TeneralError | None = None
+        self._opened = threading.Event()  # or failed
+        self._attached = threading.Event()  # to its feed, which may have sent images before
+        self._lock = threading.Lock()
+        self._placement = Placement(
+            open_device,
+            timeline=timeline,
+            settle=self._settle,
+            release=self._release,
+            tell=self._tell,
+            fail=self.fail,
+        )
+
+    @classmethod
+    def follow(cls, launched: Launched, open_device: OpenDevice, *, timeline: Timeline | None = None) -> Self:
+        """Take over a load that was launched for another device."""
+        timeline = timeline or Timeline(started_at=launched.task.started_at)
+        load = cls(open_device, timeline=timeline)
+        feed = ProcessLoad(launched, timeline=timeline, images=load)
+        load._attach(feed, feed.give_back, feed.device_is)
+        return load
+
+    @classmethod
+    def in_threads(
+        cls,
+        source: Source,
+        manifest: Manifest,
+        open_device: OpenDevice,
+        *,
+        options: LoadOptions | None = None,
+        timeline: Timeline | None = None,
+    ) -> Self:
+        """A load in threads of this process, begun at once. Raises `InsufficientMemoryError`."""
+        from .load import WeightLoad  # a load in another process needs nothing of it here
+
+        timeline = timeline or Timeline()
+        memory = map_bytes(ring_bytes(manifest, room_bytes=available_bytes()), what="the ring of images")
+        ring = ImageRing(memory)
+        load = cls(open_device, timeline=timeline)
+        try:
+            images = ImageSink(manifest, ring, load.put, timeline=timeline)
+            feed = WeightLoad(source, manifest, options=options, timeline=timeline, images=images)
+            load.opened(manifest, memory)
+            load._attach(feed, ring.give_back, images.device_is)
+            feed.start()
+        except BaseException:
+            load.close()
+            raise
+        threading.Thread(target=load._watch, args=(feed,), name="teneral-watch", daemon=True).start()
+        return load
+
+    # what is fed to it
+
+    def opened(self, manifest: Manifest, ring: memoryview) -> None:
+        """See `ImageReceiver`."""
+        readiness = Readiness(len(manifest.groups), [(part.group, part.tier) for part in manifest.parts])
+        with self._lock:
+            self._manifest, self._readiness = manifest, readiness
+            failed = self._error
+        if failed is not None:
+            readiness.fail(failed)
+        self._placement.begin(manifest, ring)
+        self._opened.set()
+
+    def put(self, image: SentImage) -> None:
+        """See `ImageReceiver`."""
+        self._placement.put(image)
+
+    def fail(self, error: TeneralError) -> None:
+        """See `ImageReceiver`; the device's failure ends the load, too. Nothing once all weights are on the device."""
+        with self._lock:
+            if self._error is not None:
+                return
+            if self._readiness is not None and not self._readiness.fail(error) and self._placement.is_done:
+                return
+            self._error = error
+        self._opened.set()
+        if self._feed is not None:
+            self._feed.cancel()
+
+    # what can be asked of every load
+
+    @property
+    def failure(self) -> TeneralError | None:
+        """What has ended the load before its time, other than its owner."""
+        return None if isinstance(self._error, LoadCancelledError) else self._error
+
+    @property
+    def manifest(self) -> Manifest:
+        """Waits until it was read. Raises the load's error."""
+        return self._known()[0]
+
+    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
+        """As `WeightLoad.wait`, but that the values may still be on their way: see `order_after`."""
+        self._known()[1].wait(group, tier, timeout_s)
+
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+        """As `WeightLoad.wait_parts`, with the same exception."""
+        readiness = self._known()[1]
+        if not readiness.are_there(numbers):
+            self.want_parts(numbers)
+            readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """As `WeightLoad.want_parts`."""
+        self._fed().want_parts(numbers)
+
+    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
+        return self._readiness is not None and self._readiness.is_open(group, tier)
+
+    def progress(self) -> LoadProgress:
+        """How far the load is: fetched by its feed, and placed here."""
+        said, readiness = self._fed().progress(), self._readiness
+        if readiness is None:
+            return said
+        num_exact = readiness.num_open(Tier.REFINE)
+        state = said.state
+        if self._error is not None:
+            cancelled = isinstance(self._error, LoadCancelledError)
+            state = LoadState.CANCELLED if cancelled else LoadState.FAILED
+        elif state is LoadState.EXACT and num_exact < said.num_groups:
+            state = LoadState.LOADING
+        return said._replace(
+            state=state, groups_ready_draft=readiness.num_open(Tier.DRAFT), groups_exact=num_exact
+        )
+
+    @property
+    def order(self) -> Order:
+        """As `WeightLoad.order`."""
+        return self._fed().order
+
+    def reorder(self, order: Order) -> None:
+        """As `WeightLoad.reorder`."""
+        self._fed().reorder(order)
+
+    def left_s(self) -> float:
+        """As `WeightLoad.left_s`."""
+        return self._fed().left_s()
+
+    def statistics(self) -> LoadStatistics | None:
+        """What fetching and decoding cost; None until that is known."""
+        return self._fed().statistics()
+
+    @property
+    def refine_wait_s(self) -> float:
+        return self._placement.refine_wait_s
+
+    def cancel(self) -> None:
+        """Stop: closed gates raise `LoadCancelledError`. Nothing after the end."""
+        self.fail(LoadCancelledError("the load was cancelled"))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is fetched any more; False when it is after `timeout_s`."""
+        return self._fed().join(timeout_s)
+
+    def close(self) -> None:
+        """Cancel if it is still under way, and wait for its threads. Idempotent. The weights stay."""
+        self.cancel()
+        self._attached.set()
+        if self._feed is not None:
+            self._feed.close()
+        self._placement.close()
+
+    def let_go(self) -> None:
+        """Forget the weights, after `close`: their memory goes with the last tensor over it."""
+        self._placement.let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # what is the device's
+
+    @property
+    def device_name(self) -> str:
+        """Like "cuda:0". Waits until the device is open; raises as `wait`."""
+        return self._placement.device_name
+
+    def device_slab(self, group: int) -> Any:
+        """The group's memory on the device: (slab_bytes,) uint8, speaks DLPack. Waits until it is there; raises as
+        `wait`."""
+        _ = self.manifest
+        return self._placement.slab(group)
+
+    def order_after(self, groups: Iterable[int], stream: int) -> None:
+        """What is launched on the stream from now on sees what opened these groups' gates so far."""
+        self._placement.order_after(groups, stream)
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Block until all weights are on the device, exact, so that `order_after` launches nothing any more: what
+        captures graphs begins then. False when they are not after this time. Raises what kept them from being there.
+        """
+        return self._placement.wait_done(timeout_s)
+
+    def using(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
+        """What is launched on the stream while this is held sees the group's values as they are now, whatever is placed
+        meanwhile. For who computes with values that are not exact yet, in one thread.
+        """
+        return self._placement.using(group, stream)
+
+    def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
+        """A copy of these bytes of a group's slab, as they are on the device. Blocks."""
+        return self._placement.read_back(group, begin_bytes, end_bytes)
+
+    def device_statistics(self) -> DeviceStatistics | None:
+        """What the device did and holds; None until it is open."""
+        return self._placement.statistics()
+
+    def _attach(
+        self,
+        feed: ProcessLoad | WeightLoad,
+        give_back: Callable[[int], None],
+        device_is: Callable[[DeviceSpeed], None],
+    ) -> None:
+        with self._lock:
+            self._feed, self._give_back, self._device_is = feed, give_back, device_is
+            failed = self._error
+        self._attached.set()
+        if failed is not None:
+            feed.cancel()
+
+    def _fed(self) -> ProcessLoad | WeightLoad:
+        assert self._feed is not None, "a load is used before it was made"
+        return self._feed
+
+    def _release(self, offset_bytes: int) -> None:
+        self._attached.wait()
+        self._give_back(offset_bytes)
+
+    def _tell(self, speed: DeviceSpeed) -> None:
+        self._attached.wait()
+        self._device_is(speed)
+
+    def _known(self) -> tuple[Manifest, Readiness]:
+        self._opened.wait()
+        if self._manifest is None or self._readiness is None:
+            raise self._error or LoadCancelledError("the load ended before its manifest was read")
+        return self._manifest, self._readiness
+
+    def _settle(self, part: int) -> None:
+        manifest, readiness = self._known()
+        gates, _ = readiness.settle(part)
+        mark_ready(self._timeline, manifest, gates)
+        readiness.open(gates, (part,))
+
+    def _watch(self, feed: WeightLoad) -> None:
+        """Tell of a load in threads that has failed. The body of a thread."""
+        feed.join()
+        if feed.failure is not None:
+            self.fail(feed.failure)

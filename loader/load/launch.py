@@ -1,0 +1,114 @@
+"""Launching a load: a process that imports ahead of its task, and the task that it is given.
+
+Imports next to nothing, as a cold process starts here, while its owner still reads its flags. `process_load.py` adopts
+the load later, when the process is at work already.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..process.helper import HelperProcess
+
+if TYPE_CHECKING:
+    from ..memory.arena import Reserve, Reserved
+    from ..process.helper import Surroundings
+    from ..sources.base import SourceOptions
+    from .options import LoadOptions
+
+
+class Prepared:
+    """A process that waits for its `Task`. Hand it to `launch`, or `discard` it."""
+
+    def __init__(self, *, fork: bool = False, reserve_bytes: int = 0) -> None:
+        """Start it. `fork` is as `HelperProcess` has it. So much of the weights' memory is taken from the system ahead,
+        there, and here once `reserve` was called.
+
+        Raises `OSError` when the system refuses another process or its memory.
+        """
+        self.memory_fd = os.memfd_create("teneral-weights")  # what the weights will lie in
+        self._reserve: Reserve | None = None
+        if reserve_bytes:
+            os.ftruncate(self.memory_fd, reserve_bytes)
+        # Here it tells which small files there are, to whoever reads them while the owner imports: a pickled manifest.
+        self.files, theirs = socket.socketpair()
+        try:
+            fds = (self.memory_fd, theirs.fileno())
+            self.process = HelperProcess(".loader.load.child", fds=fds, fork=fork)
+        except OSError:
+            os.close(self.memory_fd)
+            self.files.close()
+            raise
+        finally:
+            theirs.close()
+
+    def reserve(self) -> None:
+        """Map the memory here as well, if any was asked for. Starts a thread: no process can be forked after it.
+
+        Raises `InsufficientMemoryError`.
+        """
+        from ..memory.arena import Reserve  # of those who wait there is time
+
+        if os.fstat(self.memory_fd).st_size:
+            self._reserve = Reserve(self.memory_fd)
+
+    def hand_over_reserve(self) -> Reserved | None:
+        """What `reserve` has mapped, if it was called."""
+        return None if self._reserve is None else self._reserve.hand_over()
+
+    def give_up_reserve(self) -> None:
+        """The weights will lie elsewhere."""
+        os.ftruncate(self.memory_fd, 0)
+        self._reserve = None
+
+    def discard(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        self.process.socket.close()
+        self.files.close()
+        os.close(self.memory_fd)
+
+
+def is_possible() -> bool:
+    """Whether this system has memory that can be shared without a name (Linux: memfd)."""
+    return hasattr(os, "memfd_create")
+
+
+class Task(NamedTuple):
+    """What the child is told, once."""
+
+    url: str
+    digest: bytes | None
+    source_options: SourceOptions
+    load_options: LoadOptions
+    started_at: float  # the timeline's origin, on the clock that all processes of a machine share
+    device: str = "cpu"  # another one's weights: what lies in the memory file is then a ring of images
+    surroundings: Surroundings | None = None  # the child takes these; None: it has them
+
+
+class Launched(NamedTuple):
+    """A load that is under way, to be handed to a `ProcessLoad`, which ends it and closes the file."""
+
+    task: Task
+    process: HelperProcess
+    memory_fd: int  # the memory file that the weights, or images of them, will lie in
+    reserve: Reserved | None = None  # a mapping of its beginning, where there is one
+
+
+def launch(task: Task, prepared: Prepared | None = None) -> Launched:
+    """Start the load; return at once. Takes `prepared` over, where there is one.
+
+    Raises `OSError` when the system refuses another process or its memory.
+    """
+    import pickle  # the process of `Prepared` starts before it
+
+    if prepared is None:
+        prepared = Prepared()
+        prepared.files.close()  # nobody asked
+    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with surroundings
+    # there are more, and it is there.
+    prepared.process.socket.sendall(pickle.dumps(task))
+    return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())

@@ -1,0 +1,244 @@
+"""The link to the store as measured, and the request sizes and connection counts that suit it.
+
+A `LinkMeter` is fed with every range that was read and gives a `Link`, a value; the sizes are pure functions of the
+plan's state, the link, and the memory. They follow from what a request costs. Until its first byte comes, a connection
+carries nothing, so a range should take several times as long as that; stores charge by the request, too. But what one
+connection reads alone comes late, so the ranges of the first parts are small enough for all connections to share them,
+and towards the end they shrink with what is left, so that all connections end together; but not below what a request
+costs both sides.
+
+Not thread-safe: the work queue's lock guards it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+WINDOW_READS = 48  # what is older says little about the link as it is now
+MIN_READS = 4
+MIN_SPREAD = 0.1  # of sizes around their mean; ranges that are all of one size do not tell latency from rate
+
+
+class Link(NamedTuple):
+    """As the last reads showed it; 0 is unknown."""
+
+    first_byte_s: float = 0.0  # from a request to its answer's first byte
+    connection_bytes_per_s: float = 0.0  # of one connection, once its bytes flow
+
+
+class LinkMeter:
+    """Sums up the last reads. Not thread-safe: the work queue's lock guards it."""
+
+    def __init__(self) -> None:
+        self._reads: deque[tuple[int, float]] = deque(maxlen=WINDOW_READS)  # bytes, seconds
+        self._first_byte_s = 0.0
+
+    def add(self, size_bytes: int, took_s: float) -> None:
+        """Count one range that arrived."""
+        self._reads.append((size_bytes, max(took_s, 1e-6)))
+
+    def link(self) -> Link:
+        """The link as the last reads show it.
+
+        A range takes the time to its first byte and then its size at the connection's rate: the line through
+        sizes and times, by least squares, tells the two apart where sizes differ enough. The latency can be no
+        longer than the shortest read took.
+        """
+        num = len(self._reads)
+        if num < MIN_READS:
+            return Link()
+        mean_bytes = sum(size for size, _ in self._reads) / num
+        mean_s = sum(took for _, took in self._reads) / num
+        variance = sum((size - mean_bytes) ** 2 for size, _ in self._reads) / num
+        if variance > (MIN_SPREAD * mean_bytes) ** 2:
+            shared = sum((size - mean_bytes) * (took - mean_s) for size, took in self._reads) / num
+            self._first_byte_s = mean_s - mean_bytes * shared / variance
+        self._first_byte_s = max(0.0, min(self._first_byte_s, *(took for _, took in self._reads)))
+        return Link(self._first_byte_s, mean_bytes / max(mean_s - self._first_byte_s, 1e-6))
+
+
+RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
+MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains, …
+MIN_RANGE_S = (
+    2e-3  # … or below what the link gives in this while: a request costs 0.3 to 0.6 ms of a core here
+)
+USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
+WORTH = 16  # a range takes so many times as long as its first byte
+FIRST_CONNECTIONS = 8  # enough for 200 MB/s from anywhere; more only where more turn out to be faster
+WIDER = 2
+MIN_GAIN = 1.3  # what twice the connections must bring, or the store, the link or this machine is the limit
+MAX_WAIT_SHARE = 0.1  # of the connections' time, waiting for memory, or they are not fed
+MIN_LEFT_S = 0.5  # of the load: with less left, finding out costs as much as it brings
+
+
+class Budget(NamedTuple):
+    """What must not be exceeded."""
+
+    range_bytes: int  # by a range
+    connections: int
+    staging_bytes: int
+
+
+class Position(NamedTuple):
+    """Where the plan stands when a range is to be cut."""
+
+    awaited_bytes: int | None  # that somebody waits for, and so all connections share; None: nobody does
+    left_bytes: int  # of all parts, not asked for yet
+    is_staged: bool = True  # else it is read straight to where it will stay
+
+
+def range_bytes(position: Position, link: Link, width: int, budget: Budget) -> int:
+    """What the next range should take, at least 1: of this part, or of more where that is small."""
+    wanted = max(USUAL_RANGE_BYTES, int(WORTH * link.first_byte_s * link.connection_bytes_per_s))
+    least = int(MIN_RANGE_S * width * link.connection_bytes_per_s)
+    if position.is_staged:
+        # Ranges on their way may fill half of the staging; the other half is for what is being decoded.
+        share = budget.staging_bytes // (2 * width) or wanted
+        wanted, least = min(wanted, share), min(least, share)
+    even = -(-position.left_bytes // width)
+    if position.awaited_bytes is not None:
+        even = min(even, -(-position.awaited_bytes // width))
+    return max(1, min(budget.range_bytes, max(MIN_RANGE_BYTES, least, min(wanted, even))))
+
+
+def cut(left_bytes: int, most_bytes: int) -> int:
+    """The next of as few equal ranges, of whole pages, as `most_bytes` allows; what is left when that is less."""
+    count = max(1, -(-left_bytes // most_bytes))
+    even_bytes = -(-left_bytes // count)
+    if most_bytes >= RANGE_ALIGNMENT_BYTES:
+        even_bytes = min(most_bytes, -(-even_bytes // RANGE_ALIGNMENT_BYTES) * RANGE_ALIGNMENT_BYTES)
+    return min(even_bytes, left_bytes)
+
+
+class Width(NamedTuple):
+    """How many connections read at the same time, and what is known about other numbers."""
+
+    connections: int
+    narrower: int = 0  # the last number that was tried, and its rate; 0: none was
+    narrower_bytes_per_s: float = 0.0
+    is_settled: bool = False
+
+
+def first_width(budget: Budget) -> Width:
+    connections = min(FIRST_CONNECTIONS, budget.connections)
+    return Width(connections, is_settled=connections == budget.connections)
+
+
+def widen(width: Width, rate_bytes_per_s: float, left_bytes: int, budget: Budget, *, is_fed: bool) -> Width:
+    """What to try next, after `width` gave this rate over a while: more as long as that pays, else the last but one.
+
+    Unless `is_fed`, ranges waited for memory: what follows the fetching is the limit now, and nothing is tried.
+    """
+    if width.is_settled:
+        return width
+    if rate_bytes_per_s < MIN_GAIN * width.narrower_bytes_per_s:
+        return Width(width.narrower, is_settled=True)
+    if not is_fed:
+        return width
+    wider = min(WIDER * width.connections, budget.connections)
+    if wider == width.connections or left_bytes < MIN_LEFT_S * rate_bytes_per_s:
+        return Width(width.connections, is_settled=True)
+    return Width(wider, width.connections, rate_bytes_per_s)
+
+
+READS_A_LOOK = 8  # between two looks at the link: each costs as much as handing out a range does
+READS_A_TRIAL = 3  # for each connection, until a number of connections is judged
+
+
+class LinkStatistics(NamedTuple):
+    """What was measured of the link, and decided by it. Sizes in bytes, times in seconds."""
+
+    rate_bytes_per_s: (
+        float  # of all that came from the store, over all connections, from the first request on
+    )
+    first_byte_s: float
+    connection_bytes_per_s: float
+    connections: int  # reading in the end
+    most_connections: int  # that were tried
+    smallest_range_bytes: int
+    mean_range_bytes: int
+    largest_range_bytes: int
+
+
+class Pace:
+    """Sizes ranges and counts connections for one load."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._meter = LinkMeter()
+        self._link = Link()
+        self._num_arrived = self._arrived_bytes = 0
+        self._first_began_s, self._last_ended_s = math.inf, -math.inf
+        self._width: Width = first_width(budget)
+        self._most_connections = self._width.connections
+        self._num_to_skip = self._width.connections  # that were asked for at another width
+        self._trial: tuple[float, int, int] = (0.0, 0, 0)  # since when, its reads and their bytes
+        self._waited_s = 0.0  # since the trial began
+        self._sizes = (0, 0, 0, 0)  # ranges handed out: their number, bytes, least and most
+
+    @property
+    def connections(self) -> int:
+        """How many may read at the same time."""
+        return self._width.connections
+
+    def range_bytes(self, position: Position) -> int:
+        """What the next range may take."""
+        size_bytes = range_bytes(position, self._link, self.connections, self._budget)
+        if position.awaited_bytes is not None and size_bytes < USUAL_RANGE_BYTES:
+            self._num_to_skip = self.connections  # such ranges say little about a number of connections
+        return size_bytes
+
+    def waited(self, for_memory_s: float) -> None:
+        """A connection stood still because there was no memory for what it would have read."""
+        self._waited_s += for_memory_s
+
+    def handed_out(self, size_bytes: int) -> None:
+        num, total, least, most = self._sizes
+        least = min(least, size_bytes) if num else size_bytes
+        self._sizes = (num + 1, total + size_bytes, least, max(most, size_bytes))
+
+    def arrived(self, size_bytes: int, began_s: float, ended_s: float, left_bytes: int) -> None:
+        """Count a range that came from the store; `left_bytes` are still to be asked for."""
+        self._meter.add(size_bytes, ended_s - began_s)
+        self._num_arrived += 1
+        self._arrived_bytes += size_bytes
+        self._first_began_s = min(self._first_began_s, began_s)
+        self._last_ended_s = max(self._last_ended_s, ended_s)
+        if self._num_arrived % READS_A_LOOK == 0:
+            self._link = self._meter.link()
+        if not self._width.is_settled:
+            self._judge(size_bytes, ended_s, left_bytes)
+
+    def statistics(self) -> LinkStatistics:
+        link = self._meter.link()
+        num, total, least, most = self._sizes
+        took_s = self._last_ended_s - self._first_began_s
+        return LinkStatistics(
+            rate_bytes_per_s=self._arrived_bytes / max(took_s, 1e-6) if self._num_arrived else 0.0,
+            first_byte_s=link.first_byte_s,
+            connection_bytes_per_s=link.connection_bytes_per_s,
+            connections=self.connections,
+            most_connections=self._most_connections,
+            smallest_range_bytes=least,
+            mean_range_bytes=total // max(num, 1),
+            largest_range_bytes=most,
+        )
+
+    def _judge(self, size_bytes: int, ended_s: float, left_bytes: int) -> None:
+        """Once this number of connections has shown its rate, settle on it or try another."""
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            self._trial, self._waited_s = (ended_s, 0, 0), 0.0
+            return
+        since_s, num, sofar = self._trial
+        num, sofar = num + 1, sofar + size_bytes
+        self._trial = (since_s, num, sofar)
+        if num < READS_A_TRIAL * self.connections:
+            return
+        took_s = max(ended_s - since_s, 1e-6)
+        is_fed = self._waited_s < MAX_WAIT_SHARE * self.connections * took_s
+        self._num_to_skip = self.connections
+        self._width = widen(self._width, sofar / took_s, left_bytes, self._budget, is_fed=is_fed)
+        self._most_connections = max(self._most_connections, self.connections)

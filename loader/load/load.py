@@ -1,0 +1,517 @@
+"""One load of one model: bytes from a source become verified values in memory, group by group.
+
+    source → fetch threads → staging → decode threads → slabs → gates
+             (fetch.py)    (staging.py)  (decode.py)  (arena.py)  (readiness.py)
+             └──── what comes next: plan.py, handed out by work.py ────┘
+
+Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at their final
+addresses from construction on, so that tensors over them can be made first and filled later. It does not know
+models, torch or groups' meaning.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ..errors import LoadCancelledError, LoadError, TeneralError
+from ..format.manifest import Manifest, Tier
+from ..memory.arena import Arena, Reserved, as_array, held_bytes
+from ..memory.limits import MIB, Available, available, check_fits, taken_bytes
+from ..memory.refine_locks import Guards
+from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
+from ..process.cpu import available_cores
+from ..sources.base import Source
+from ..timeline import Timeline
+from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, Phase, mark_ready
+from .decode import Decoder
+from .fetch import BlobVersions, Fetcher
+from .gates import Gate, Readiness
+from .link import MIN_RANGE_BYTES, MIN_READS, Budget, Pace
+from .options import LoadOptions, Order
+from .plan import Sizes, Step, plan_load, predict
+from .queue import WorkQueue
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from ..cache.part_cache import PartCache
+    from ..device.sink import ImageSink
+    from .fetch import ReadAhead
+
+MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
+
+# Arrays that numpy has a dtype for. bfloat16 shows as its bit patterns; everything else as bytes.
+NUMPY_DTYPES: dict[str, str] = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
+    "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8", "BF16": "<u2",
+}  # fmt: skip
+
+
+class WeightLoad:
+    """Loads a manifest's weights. All methods may be called from any thread.
+
+    The slabs belong to whoever looks at them: neither `close` nor dropping the load frees memory that a view
+    still shows. The source stays the caller's to close, after the load has ended; only a load that is
+    cancelled while reads are on their way closes it itself, since nothing else makes them return.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        manifest: Manifest,
+        *,
+        options: LoadOptions | None = None,
+        timeline: Timeline | None = None,
+        shared_fd: int | None = None,
+        reserve: Reserved | None = None,
+        images: ImageSink | None = None,
+        ahead: ReadAhead | None = None,
+        versions: BlobVersions | None = None,
+    ) -> None:
+        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
+        is read yet.
+
+        With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
+        were, and there are no slabs here. What was read `ahead` is not read again. Loads that
+        share `versions` read the same version of each blob. Raises `InsufficientMemoryError`
+        when it would not fit.
+        """
+        self.manifest = manifest
+        self._source = source
+        self._options = options or LoadOptions()
+        self._timeline = timeline or Timeline()
+        self._images = images
+        self._ahead = ahead
+        self._versions = versions or BlobVersions(manifest, source.url)
+        self._plan = plan_load(
+            manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
+        )
+        self._stored_bytes = self._plan.stored_bytes
+        is_helper = shared_fd is not None or images is not None
+        serving = taken_bytes(os.getpid(), os.getppid()) if is_helper else taken_bytes(os.getpid())
+        self._serving_bytes = max(0, self._options.serving_bytes - serving)
+        self._staging_bytes = self._check_memory(0 if shared_fd is None else held_bytes(shared_fd))
+        slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
+        self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve)
+        self._staging = Staging(self._staging_bytes)
+        staged_bytes = sum(
+            step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
+        )
+        budget = Budget(
+            self._options.range_bytes,
+            self._options.connections,
+            # What has room for all that goes through it, much or little, limits nothing.
+            self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
+        )
+        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
+        self._cache = _open_cache(self._options, manifest)
+        self._guards = Guards(len(manifest.groups), shared_fd=shared_fd)
+        self._order = self._options.order
+        self._meter = Meter()
+        self._readiness = Readiness(
+            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
+        )
+        self._steps = {step.part.index: step.number for step in self._plan.steps}
+        self._threads: list[threading.Thread] = []
+        self._num_fetchers = 0
+        self._has_all_pages = False
+        self._lifecycle = threading.Lock()  # guards starting against cancelling
+        self._started_at_s: float | None = None
+        self._ended_at_s: float | None = None
+
+    def start(self) -> None:
+        """Begin to read; return at once. A cancelled load stays so. Raises `RuntimeError` the second time."""
+        with self._lifecycle:
+            if self._started_at_s is not None:
+                raise RuntimeError("a load can be started once")
+            self._started_at_s = time.monotonic()
+            if self._readiness.error is not None:
+                return
+            self._mark_ready(
+                (group.index, tier)
+                for group in self.manifest.groups
+                for tier in (Tier.DRAFT, Tier.REFINE)
+                if self._readiness.is_open(group.index, tier)
+            )
+            if not self._plan.steps:
+                self._end()
+                return
+            self._threads = self._make_threads()
+            for thread in self._threads:
+                thread.start()
+
+    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
+        """Return when the group holds that tier's values (`REFINE`: exact ones), at once if it does already.
+
+        Raises the load's error, `LoadCancelledError`, or `TimeoutError` after `timeout_s`.
+        """
+        self._readiness.wait(group, tier, timeout_s)
+
+    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
+        return self._readiness.is_open(group, tier)
+
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+        """Return when these parts of the manifest are in their slabs, having asked for them before all others.
+
+        Returns at once when they are there already. Raises as `wait` does.
+        """
+        if not self._readiness.are_there(numbers):
+            self.want_parts(numbers)
+            self._readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """Have these parts fetched before all others. `wait_for_change` tells when one of them is there."""
+        self._work.promote(self._steps[number] for number in numbers)
+        self._readiness.watch(numbers)
+
+    def wanted_parts(self) -> frozenset[int]:
+        """Those that `want_parts` asked for and that are there."""
+        return self._readiness.watched()
+
+    def wait_for_change(self, seen: int, timeout_s: float) -> int:
+        """Return once more has happened than `seen`, the number that this gave last, or after `timeout_s`.
+
+        What counts: gates that open, parts that somebody asked for, and the load's failure.
+        """
+        return self._readiness.wait_for_change(seen, timeout_s)
+
+    @property
+    def has_all_pages(self) -> bool:
+        """Whether the system has given all of the weights' memory: mapping it elsewhere is cheap then."""
+        return self._has_all_pages
+
+    @property
+    def failure(self) -> TeneralError | None:
+        """Why the load ended early, if it did."""
+        return self._readiness.error
+
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
+        """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
+        return as_array(self._arena.slabs[group])
+
+    def array(self, name: str) -> npt.NDArray[np.generic]:
+        """A tensor in its shape, as a view of its slab. Raises `KeyError` for an unknown name.
+
+        bfloat16 comes as uint16 bit patterns. Dtypes that numpy lacks come as uint8: 8-bit ones in their
+        shape, packed ones flat.
+        """
+        tensor = self.manifest.by_name[name]
+        data = self.slab(tensor.group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
+        array = data.view(NUMPY_DTYPES.get(tensor.dtype, "u1"))
+        return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
+
+    def using(self, group: int) -> AbstractContextManager[None]:
+        """While this is held the group's values stay as they are. For who computes with values that are not exact
+        yet, in one thread, and does nothing to the load meanwhile; exact ones never change.
+        """
+        return self._guards.using(group)
+
+    @property
+    def refine_wait_s(self) -> float:
+        """How long `using` has waited for groups that were just being refined."""
+        return self._guards.waited_s
+
+    @property
+    def order(self) -> Order:
+        """Which tier comes first; AUTO until that is decided."""
+        self._choose_order()
+        return self._order
+
+    def reorder(self, order: Order) -> None:
+        """Go on in this order, whatever was decided; not AUTO."""
+        with self._lifecycle:
+            self._order = order
+        self._work.reorder(order)
+
+    def left_s(self) -> float:
+        """How long the load will go on, as the link has been so far, seconds; infinity while that is unknown."""
+        return self.progress().left_s
+
+    def progress(self) -> LoadProgress:
+        """How far the load is, now. Costs microseconds."""
+        return LoadProgress(
+            state=self._state(),
+            stored_bytes_total=self._stored_bytes,
+            fetched_bytes=self._meter.fetched_bytes,
+            parts_decoded=self._meter.parts_decoded,
+            num_parts=len(self._plan.steps),
+            groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
+            groups_exact=self._readiness.num_open(Tier.REFINE),
+            num_groups=len(self.manifest.groups),
+            order=self.order,
+            rate_bytes_per_s=self._work.link_statistics().rate_bytes_per_s,
+        )
+
+    def statistics(self) -> LoadStatistics:
+        """What the load has cost so far."""
+        started, ended = self._started_at_s, self._ended_at_s
+        return LoadStatistics(
+            elapsed_s=0.0 if started is None else (ended or time.monotonic()) - started,
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=self._stored_bytes,
+            unverified_bytes=self._meter.unverified_bytes,
+            direct_bytes=self._meter.direct_bytes,
+            num_reads=self._meter.num_reads,
+            num_refetched_parts=self._meter.num_refetched_parts,
+            staging_capacity_bytes=self._staging_bytes,
+            staging_peak_bytes=self._staging.peak_bytes,
+            staging_wait_s=self._work.memory_wait_s,
+            link=self._work.link_statistics(),
+            fetch=self._meter.phase(Phase.FETCH),
+            verify=self._meter.phase(Phase.VERIFY),
+            decode=self._meter.phase(Phase.DECODE),
+            cache=None if self._cache is None else self._cache.statistics(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` when the load's own books do not agree."""
+        self._work.check_integrity()
+
+    def cancel(self) -> None:
+        """Stop: closed gates raise `LoadCancelledError`, reads are given up. Nothing after the end."""
+        with self._lifecycle:
+            if self._fail(LoadCancelledError("the load was cancelled")) and self._threads:
+                self._source.close()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all threads have ended, however; False when they have not after `timeout_s`."""
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while alive := [thread for thread in self._threads if thread.is_alive()]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            alive[0].join(None if timeout_s is None else left_s)
+        return True
+
+    def join_cache(self, timeout_s: float | None = None) -> bool:
+        """Wait, once the load has ended, until the node's cache holds what it takes; False after `timeout_s`.
+
+        Nobody need wait for that, unless the process is to end.
+        """
+        return self._cache is None or self._cache.join(timeout_s)
+
+    def close(self) -> None:
+        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
+        self.cancel()
+        if any(thread.is_alive() for thread in self._threads):
+            self._source.close()  # it failed, and reads that have not noticed would go on until they time out
+        self.join()
+        self._guards.close()
+        vars(self).pop("_fetch", None)  # refers to the load, whose memory would wait for the collector
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_memory(self, weights_held_bytes: int) -> int:
+        """How much staging there may be, so much memory being held for weights already. Raises
+        `InsufficientMemoryError` when not even the smallest would fit.
+        """
+        options = self._options
+        told = options.available_bytes
+        left = available() if told is None else Available(told, "as the options say")
+        if left is not None and told is None:
+            left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
+        sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
+        what, weight_bytes, beside_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
+        if self._images is not None:  # neither weights nor keys are here
+            what, weight_bytes, beside_bytes = "images of them", self._images.ring_bytes, 0
+        beside_bytes += self._serving_bytes
+        room_bytes = None if left is None else left.size_bytes - weight_bytes - beside_bytes
+        size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
+        least_bytes = staging_bytes(sizes, 0, 0)
+        check_fits(
+            weight_bytes + least_bytes + beside_bytes,
+            left,
+            what=f"loading the model from {self._source.url}",
+            made_of=f"{what} {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
+            f"keys and values at least {(beside_bytes - self._serving_bytes) / MIB:,.0f}, "
+            f"the server's processes another {self._serving_bytes / MIB:,.0f}",
+        )
+        return size_bytes
+
+    def _make_threads(self) -> list[threading.Thread]:
+        fetcher = Fetcher(
+            self._source,
+            self.manifest,
+            self._plan,
+            self._work,
+            meter=self._meter,
+            timeline=self._timeline,
+            settle=self._settle,
+            between=self._between_reads,
+            versions=self._versions,
+            cache=self._cache,
+            ahead=self._ahead,
+        )
+        decoder = Decoder(
+            self.manifest,
+            self._arena.slabs,
+            self._work,
+            source_url=self._source.url,
+            meter=self._meter,
+            timeline=self._timeline,
+            settle=self._settle,
+            guards=self._guards,
+            cache=self._cache,
+            images=self._images,
+        )
+        self._fetch = fetcher.run
+        num_ranges = max(len(self._plan.steps), -(-self._stored_bytes // MIN_RANGE_BYTES))
+        self._num_fetchers = min(self._work.connections, num_ranges)
+        num_decoders = min(self._options.decode_threads or available_cores(), len(self._plan.steps))
+        bodies: list[tuple[str, Callable[[], None]]] = [
+            *((f"teneral-fetch-{number}", self._fetch) for number in range(self._num_fetchers)),
+            *((f"teneral-decode-{number}", decoder.run) for number in range(num_decoders)),
+            ("teneral-prefault", self._prefault),
+        ]
+        return [self._make_thread(name, body) for name, body in bodies]
+
+    def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
+        # Daemons: a process that wants to exit must not wait for a model that nobody needs any more.
+        return threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
+
+    def _prefault(self) -> None:
+        self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
+
+    def _between_reads(self) -> None:
+        self._add_fetchers()
+        self._choose_order()
+
+    def _choose_order(self) -> None:
+        """Decide which tier comes first, once the link has shown what it gives, or that it gives next to nothing."""
+        if self._order is not Order.AUTO or self._started_at_s is None:
+            return
+        elapsed_s = time.monotonic() - self._started_at_s
+        if elapsed_s < MIN_WATCHED_S:
+            return
+        # How fast the node's cache gave what it had says nothing about what it has not.
+        rate = self._work.link_statistics().rate_bytes_per_s
+        is_known = rate > 0 and self._meter.num_reads >= MIN_READS
+        if not is_known and elapsed_s < MAX_WATCHED_S and not self._is_cached():
+            return
+        rate = rate or self._meter.fetched_bytes / elapsed_s
+        if not rate:
+            return  # nothing has come, so there is nothing to decide about yet
+        left = self._work.left_bytes()
+        prediction = predict(
+            Sizes(sum(left[:-1]), left[-1], self.manifest.weight_bytes),
+            rate,
+            elapsed_s=elapsed_s,
+            ready_s=self._options.ready_s,
+            sends_drafts=self._options.sends_drafts,
+        )
+        with self._lifecycle:
+            if self._order is not Order.AUTO:
+                return
+            self._order = prediction.order
+        if prediction.order is Order.EXACT:
+            self._work.reorder(Order.EXACT)
+        self._timeline.mark("process", f"{prediction.order}: {prediction.why}", **prediction._asdict())
+
+    def _is_cached(self) -> bool:
+        """Whether the node's cache has all that is left."""
+        cache = self._cache
+        return cache is not None and all(
+            part.digest is not None and cache.holds(part.digest) for part in self._work.left_parts()
+        )
+
+    def _add_fetchers(self) -> None:
+        """As many as should read by now. Those that there are too many of later wait for nothing."""
+        if self._num_fetchers >= self._work.connections:
+            return
+        with self._lifecycle:
+            first, self._num_fetchers = self._num_fetchers, max(self._num_fetchers, self._work.connections)
+            added = [
+                self._make_thread(f"teneral-fetch-{number}", self._fetch)
+                for number in range(first, self._num_fetchers)
+            ]
+            for thread in added:
+                thread.start()
+            self._threads += added
+
+    def _guard(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except TeneralError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - unless the load ends, all who wait for it wait for ever
+            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _settle(self, step: Step) -> None:
+        """The step's values are in its slab: return its memory, count it, open the gates it completes."""
+        part = step.part
+        self._work.finish_step(step)
+        self._meter.settled(
+            part.size_bytes, verified=part.digest is not None, direct=step.slab_offset_bytes is not None
+        )
+        gates, all_settled = self._readiness.settle(part.index)
+        self._mark_ready(gates)
+        if all_settled:
+            self._end()
+        self._readiness.open(gates, (part.index,))
+
+    def _mark_ready(self, gates: Iterable[Gate]) -> None:
+        if self._images is None:  # else it is for who places them to say
+            mark_ready(self._timeline, self.manifest, gates)
+
+    def _fail(self, error: TeneralError) -> bool:
+        """End the load with an error; False when it has ended already."""
+        if not self._readiness.fail(error):
+            return False
+        self._work.stop()
+        if self._images is not None:
+            self._images.close()
+        if self._started_at_s is not None:
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        self._ended_at_s = time.monotonic()
+        if self._cache is not None:
+            self._cache.finish()
+        self._timeline.add(
+            "fetch",
+            "load",
+            (self._started_at_s or self._ended_at_s) - self._timeline.started_at,
+            self._ended_at_s - self._timeline.started_at,
+            state=str(self._state()),
+            stored_bytes=self._stored_bytes,
+            weight_bytes=self.manifest.weight_bytes,
+            link=self._work.link_statistics()._asdict(),
+        )
+
+    def _state(self) -> LoadState:
+        if self._readiness.error is not None:
+            cancelled = isinstance(self._readiness.error, LoadCancelledError)
+            return LoadState.CANCELLED if cancelled else LoadState.FAILED
+        if self._ended_at_s is not None:
+            return LoadState.EXACT
+        return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
+
+
+def _open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:
+    if options.cache_dir is None:
+        return None
+    from ..cache.part_cache import PartCache  # most loads have none
+
+    cache = PartCache(options.cache_dir, budget_bytes=options.cache_bytes)
+    if any(part.digest is None for part in manifest.parts):
+        cache.turn_off(
+            "plain safetensors are not cached, as nothing says what their bytes should be: pack the model"
+        )
+    return cache

@@ -1,0 +1,415 @@
+"""The work of a load: ranges to fetch and parts to decode, handed to its threads in plan order.
+
+Fetch threads take ranges in plan order, but for steps that a caller wants sooner; the first range of a part
+takes memory for the whole part. Small parts that lie one behind the other are read as one range. Decode threads take,
+of the parts that have arrived and whose needs are met, the one whose turn was first. The queue does no I/O, and knows
+no sources, digests or codecs.
+
+Why it cannot deadlock, however small the staging, whatever is wanted sooner, and in whatever order ranges arrive: a
+step gets its turn, and with it its memory, only after all steps that it needs had theirs, and turns are given one by
+one. So when a thread waits for memory, all of it is on loan to steps that had their turn. Take of these the one that is
+not done and had it first. What it needs had its turn before it, so that is done. It has its memory; its ranges are
+handed out before any other's, its fetch needs nothing else, and its decode waits for no other step. So it gets done,
+until nothing is on loan, and one part always fits an empty staging. Fetching a part again asks for no new memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from ..format.manifest import Part, Tier
+from ..memory.staging import Buffer, Staging
+from .link import LinkStatistics, Pace, Position, cut
+from .options import Order
+from .plan import Plan, Step, follows
+
+MAX_RUN_STEPS = 64
+
+
+class _Awaited:
+    """What somebody waits for: `total_bytes`, until none of it is unread."""
+
+    def __init__(self) -> None:
+        self.total_bytes = 0
+        self._unread_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        """More than nothing: to be read, too. Less: it is being read."""
+        self._unread_bytes += size_bytes
+        self.total_bytes = self.total_bytes + max(0, size_bytes) if self._unread_bytes else 0
+
+
+class Turns:
+    """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._steps = plan.steps
+        self._upcoming = deque(range(len(plan.steps)))
+        self._sooner: deque[int] = deque()
+        self._had: dict[int, int] = {}  # number of the turn, by step
+        self._were_sooner: set[int] = set()  # of those that had their turn
+        self._wished = _Awaited()  # what was asked for
+        self._first = _Awaited()  # the group that comes first
+        self._num_first = 0
+        for step in plan.steps:
+            if step.part.group != plan.steps[0].part.group:
+                break
+            self._num_first += 1
+            self._first.add(step.part.size_bytes)
+
+    def __getitem__(self, number: int) -> int:
+        """When the step had its turn, counted from 0. Raises `KeyError` before."""
+        return self._had[number]
+
+    @property
+    def awaited_bytes(self) -> int | None:
+        """What somebody waits for, some of it still unread: the steps that were asked for, else the first group. None
+        where all of that is on its way.
+        """
+        return self._wished.total_bytes or self._first.total_bytes or None
+
+    def next_run(self, most_bytes: int) -> list[int]:
+        """The next step, and those behind it that one range of `most_bytes` can read with it; empty at the end."""
+        queue = self._next_queue()
+        if not queue:
+            return []
+        run = [queue[0]]
+        begin = self._steps[queue[0]].part.offset_bytes
+        for number in islice(queue, 1, MAX_RUN_STEPS):
+            part = self._steps[number].part
+            if number in self._had or part.offset_bytes + part.size_bytes - begin > most_bytes:
+                break
+            if not follows(self._steps[run[-1]], self._steps[number]):
+                break
+            run.append(number)
+        return run
+
+    def peek(self) -> int | None:
+        """The step whose turn is next."""
+        queue = self._next_queue()
+        return queue[0] if queue else None
+
+    def take(self, run: Iterable[int]) -> None:
+        """These steps, the next ones, have their turn now."""
+        if self._sooner:
+            self._were_sooner.update(run)
+        for number in run:
+            self._had[number] = len(self._had)
+
+    def handed_out(self, number: int, size_bytes: int) -> None:
+        """So much of a step that had its turn is being read; less than nothing: it is to be read again."""
+        if number in self._were_sooner:
+            self._wished.add(-size_bytes)
+        if number < self._num_first:
+            self._first.add(-size_bytes)
+
+    def promote(self, numbers: Iterable[int]) -> None:
+        """Give these steps, and those that they need, their turn before all others."""
+        wanted = set(numbers)
+        wanted.update(needed for number in list(wanted) for needed in self._steps[number].needs)
+        wanted.difference_update(self._had, self._sooner)
+        self._sooner.extend(sorted(wanted))
+        self._wished.add(sum(self._steps[number].part.size_bytes for number in wanted))
+
+    def reorder(self, order: Order) -> None:
+        """Give what had no turn yet its turn in another order of the plan. What was asked for sooner comes before."""
+        self._upcoming = deque(self._plan.numbers(order))
+
+    def _next_queue(self) -> deque[int]:
+        """The queue whose first step is next; empty at the end."""
+        for queue in (self._sooner, self._upcoming):
+            while queue and queue[0] in self._had:
+                queue.popleft()
+            if queue:
+                return queue
+        return self._upcoming
+
+
+class Piece(NamedTuple):
+    """Bytes [start_bytes, end_bytes) of the part of step number `step`."""
+
+    step: int
+    start_bytes: int
+    end_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end_bytes - self.start_bytes
+
+
+class Read(NamedTuple):
+    """Bytes [start_bytes, end_bytes) of a blob, one request to the source: some of a part, or several whole parts."""
+
+    blob: int
+    start_bytes: int
+    end_bytes: int
+    pieces: tuple[Piece, ...]
+    began_s: float  # when it was handed out, on `time.monotonic()`'s clock
+
+
+class _Loan:
+    """Staging memory of one or several steps."""
+
+    __slots__ = ("buffer", "num_steps")
+
+    def __init__(self, buffer: Buffer, num_steps: int) -> None:
+        self.buffer = buffer
+        self.num_steps = num_steps  # that are not done
+
+
+class WorkQueue:
+    """Hands out a plan's ranges and steps. Thread-safe; the blocking methods wait without the GIL."""
+
+    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview], pace: Pace) -> None:
+        self._plan = plan
+        self._staging = staging
+        self._slabs = slabs
+        self._pace = pace
+        self._lock = threading.Lock()
+        self._readable = threading.Condition(self._lock)
+        self._decodable = threading.Condition(self._lock)
+        self._turns = Turns(plan)
+        self._cursors: dict[int, int] = {}  # of parts with bytes that nobody has asked for: where these begin
+        self._missing = [step.part.size_bytes for step in plan.steps]  # bytes that have not arrived
+        self._unmet = [len(step.needs) for step in plan.steps]
+        self._needed_by: list[list[int]] = [[] for _ in plan.steps]
+        for step in plan.steps:
+            for needed in step.needs:
+                self._needed_by[needed].append(step.number)
+        self._left_bytes = plan.stored_bytes  # that nobody has asked for
+        self._num_reading = 0
+        self._begun_at_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
+        self._memory: dict[int, memoryview] = {}  # of steps under way: staging, or the slab itself
+        self._loans: dict[int, _Loan] = {}
+        self._arrived: set[int] = set()  # with all bytes in, but needs unmet
+        self._ready: list[tuple[int, int]] = []  # heap of steps to decode, by their turns
+        self._num_left = len(plan.steps)
+        self._stopped = False
+        self.memory_wait_s = 0.0  # spent waiting for staging, summed over threads
+
+    @property
+    def connections(self) -> int:
+        """How many threads should read: more of them only wait."""
+        return self._pace.connections
+
+    def next_read(self) -> tuple[Read, memoryview] | None:
+        """The next range and the memory that it belongs in. Blocks while there is none; None at the end.
+
+        The memory stays the steps' until `finish_step`.
+        """
+        with self._lock:
+            while not self._stopped and self._num_left:
+                may_read = self._num_reading < self._pace.connections
+                if may_read and (pieces := self._next_pieces()):
+                    self._readable.notify()  # there may be more: who is woken in vain waits again
+                    return self._hand_out(pieces)
+                started_s = time.monotonic()
+                for_memory = may_read and self._turns.peek() is not None
+                self._readable.wait()
+                if for_memory:
+                    waited_s = time.monotonic() - started_s
+                    self.memory_wait_s += waited_s
+                    self._pace.waited(waited_s)
+            return None
+
+    def finish_read(self, read: Read, *, is_from_source: bool = True) -> list[tuple[Step, float]]:
+        """Count a range as read. Returns the parts that are whole now: each step, and when (monotonic, s) its first
+        range was handed out.
+
+        A part that was read straight into its slab is then the caller's to finish; any other comes up in
+        `next_step`. Only what came from the source says something about the link to it.
+        """
+        whole: list[tuple[Step, float]] = []
+        with self._lock:
+            self._num_reading -= 1
+            if is_from_source:
+                size_bytes = read.end_bytes - read.start_bytes
+                self._pace.arrived(size_bytes, read.began_s, time.monotonic(), self._left_bytes)
+            for piece in read.pieces:
+                step = self._plan.steps[piece.step]
+                self._missing[step.number] -= piece.size_bytes
+                if self._missing[step.number]:
+                    continue
+                whole.append((step, self._begun_at_s.pop(step.number)))
+                if step.slab_offset_bytes is None:
+                    self._arrived.add(step.number)
+                    self._offer(step.number)
+        return whole
+
+    def next_step(self) -> tuple[Step, memoryview] | None:
+        """The earliest step to decode, and its part's bytes. Blocks while there is none; None at the end."""
+        with self._lock:
+            while not self._stopped and self._num_left:
+                if self._ready:
+                    _, number = heapq.heappop(self._ready)
+                    return self._plan.steps[number], self._memory[number]
+                self._decodable.wait()
+            return None
+
+    def promote(self, numbers: Iterable[int]) -> None:
+        """Give these steps, and those that they need, their turn before all others."""
+        with self._lock:
+            self._turns.promote(numbers)
+            self._readable.notify()
+
+    def reorder(self, order: Order) -> None:
+        """Go on in another order, from the next part on that nobody has asked for."""
+        with self._lock:
+            self._turns.reorder(order)
+
+    def fetch_again(self, step: Step) -> None:
+        """Have a part read once more, into the same memory, before all others."""
+        with self._lock:
+            self._missing[step.number] = step.part.size_bytes
+            self._left_bytes += step.part.size_bytes
+            self._turns.handed_out(step.number, -step.part.size_bytes)
+            self._cursors = {step.number: 0, **self._cursors}
+            self._readable.notify()
+
+    def finish_step(self, step: Step) -> None:
+        """The step's values are in the slab. Takes its memory back and lets go those who waited for it."""
+        with self._lock:
+            del self._memory[step.number]
+            loan = self._loans.pop(step.number, None)
+            if loan is not None:
+                loan.num_steps -= 1
+                if not loan.num_steps:
+                    self._staging.release(loan.buffer)
+            self._num_left -= 1
+            for number in self._needed_by[step.number]:
+                self._unmet[number] -= 1
+                self._offer(number)
+            # Waking one is enough, here and above: it wakes the next when it has found something to read.
+            self._readable.notify()
+            if self._num_left == 0:
+                self._readable.notify_all()
+                self._decodable.notify_all()
+                self._staging.unmap()
+
+    def stop(self) -> None:
+        """Hand out nothing more, and wake all who wait."""
+        with self._lock:
+            self._stopped = True
+            self._readable.notify_all()
+            self._decodable.notify_all()
+
+    def left_bytes(self) -> list[int]:
+        """What nobody has asked for, by tier."""
+        left = [0] * len(Tier)
+        for part in self.left_parts():
+            left[part.tier] += part.size_bytes
+        return left
+
+    def left_parts(self) -> list[Part]:
+        """Those of which nobody has asked for anything."""
+        with self._lock:
+            return [
+                step.part
+                for step in self._plan.steps
+                if 0 < self._missing[step.number] == step.part.size_bytes and step.number not in self._memory
+            ]
+
+    def link_statistics(self) -> LinkStatistics:
+        with self._lock:
+            return self._pace.statistics()
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` when loans overlap, or are out to steps that are done."""
+        with self._lock:
+            self._staging.check_integrity()
+            on_loan = sum(len(loan.buffer.data) for loan in set(self._loans.values()))
+            if on_loan > self._staging.used_bytes or (self._num_left == 0 and self._staging.used_bytes):
+                raise RuntimeError("staging is on loan to steps that are done")
+
+    def _next_pieces(self) -> tuple[Piece, ...]:
+        """What the next range reads; nothing when all is asked for, or while staging has no room for the next part."""
+        if self._cursors:
+            return self._cut(next(iter(self._cursors)))
+        number = self._turns.peek()
+        if number is None:
+            return ()
+        most_bytes = self._range_bytes(number)
+        run = self._turns.next_run(most_bytes)
+        if not self._place(run):
+            run = run[:1]
+            if not self._place(run):
+                return ()
+        self._turns.take(run)
+        if len(run) > 1:
+            return tuple(Piece(each, 0, self._missing[each]) for each in run)
+        self._cursors[number] = 0
+        return self._cut(number)
+
+    def _cut(self, number: int) -> tuple[Piece, ...]:
+        """The next range of a part with bytes that nobody has asked for."""
+        start = self._cursors.pop(number)
+        left_bytes = self._plan.steps[number].part.size_bytes - start
+        end = start + cut(left_bytes, self._range_bytes(number))
+        if end < start + left_bytes:
+            # In front again, so that a part to be fetched once more does not wait for others.
+            self._cursors = {number: end, **self._cursors}
+        return (Piece(number, start, end),)
+
+    def _range_bytes(self, number: int) -> int:
+        is_staged = self._plan.steps[number].slab_offset_bytes is None
+        return self._pace.range_bytes(Position(self._turns.awaited_bytes, self._left_bytes, is_staged))
+
+    def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
+        now_s = time.monotonic()
+        for piece in pieces:
+            self._begun_at_s.setdefault(piece.step, now_s)
+            self._turns.handed_out(piece.step, piece.size_bytes)
+        first, last = pieces[0], pieces[-1]
+        part = self._plan.steps[first.step].part
+        start = part.offset_bytes + first.start_bytes
+        end = self._plan.steps[last.step].part.offset_bytes + last.end_bytes
+        self._num_reading += 1
+        self._left_bytes -= sum(piece.size_bytes for piece in pieces)
+        self._pace.handed_out(end - start)
+        return Read(part.blob, start, end, pieces, now_s), self._memory_of(pieces, end - start)
+
+    def _memory_of(self, pieces: tuple[Piece, ...], size_bytes: int) -> memoryview:
+        first = pieces[0]
+        if len(pieces) == 1:
+            return self._memory[first.step][first.start_bytes : first.end_bytes]
+        step = self._plan.steps[first.step]
+        if step.slab_offset_bytes is None:
+            return self._loans[first.step].buffer.data
+        begin = step.slab_offset_bytes
+        return self._slabs[step.part.group][begin : begin + size_bytes]
+
+    def _place(self, run: Sequence[int]) -> bool:
+        """Give the steps their memory, in one piece; False when staging has no room now."""
+        steps = [self._plan.steps[number] for number in run]
+        begin = steps[0].part.offset_bytes
+        size_bytes = steps[-1].part.offset_bytes + steps[-1].part.size_bytes - begin
+        if steps[0].slab_offset_bytes is not None:
+            for step in steps:
+                slab, offset = self._slabs[step.part.group], step.slab_offset_bytes or 0
+                self._memory[step.number] = slab[offset : offset + step.part.size_bytes]
+            return True
+        if len(run) > 1 and size_bytes > self._staging.capacity_bytes:
+            return False
+        buffer = self._staging.acquire(size_bytes)
+        if buffer is None:
+            return False
+        loan = _Loan(buffer, len(run))
+        for step in steps:
+            offset = step.part.offset_bytes - begin
+            self._loans[step.number] = loan
+            self._memory[step.number] = buffer.data[offset : offset + step.part.size_bytes]
+        return True
+
+    def _offer(self, number: int) -> None:
+        """Let decoders have the step if it has arrived and needs nothing any more."""
+        if number in self._arrived and self._unmet[number] == 0:
+            self._arrived.remove(number)
+            heapq.heappush(self._ready, (self._turns[number], number))
+            self._decodable.notify()

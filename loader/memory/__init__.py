@@ -1,0 +1,1 @@
+"""Memory: its limits, the weights' arena, staging for bytes in flight, and locks for refining weights in use."""

@@ -1,0 +1,189 @@
+"""Writing one object into a folder, so that it appears whole or not at all.
+
+Bytes go to a temporary file in the object's own folder, are flushed to the disk, and are then renamed over
+the object (linked, where it must not exist yet). The temporary file is locked while its writer lives: the
+next writer in that folder removes the unlocked ones, which crashed processes left.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ...errors import AlreadyExistsError, SourceError
+from ..base import ObjectInfo
+from ..writer import Writer
+from .folder import Folder, file_info
+
+MAX_ATTEMPTS = 100  # to make a temporary file while others clear the folder away
+_PREFIX, _SUFFIX = ".teneral-", ".tmp"
+
+
+def is_temporary(file_name: str) -> bool:
+    return file_name.startswith(_PREFIX) and file_name.endswith(_SUFFIX)
+
+
+class FileWriter(Writer):
+    """An `ObjectWriter`. `commit` raises `AlreadyExistsError` where `if_absent` or `if_version` do not hold.
+
+    `if_version` is compared under a lock that other conditional writers respect.
+    """
+
+    def __init__(
+        self, folder: Folder, name: str, *, if_absent: bool = False, if_version: str | None = None
+    ) -> None:
+        super().__init__()
+        self._maker = 0  # the process whose temporary file it is, once there is one
+        self._folder = folder
+        self._name = name
+        self._path = folder.path_of(name)
+        self._if_absent = if_absent
+        self._if_version = if_version
+        with folder.translated(name):
+            self._fd, self._temporary = _new_temporary(folder, os.path.dirname(self._path))
+        self._maker = os.getpid()
+
+    def __del__(self) -> None:
+        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders that are left empty
+        # are removed with the object, which whoever gives up deletes.
+        if self._is_open and self._maker == os.getpid():
+            with suppress(OSError):
+                os.unlink(self._temporary)
+            os.close(self._fd)
+
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        with self._folder.translated(self._name):
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+
+    def _finish(self) -> ObjectInfo:
+        with self._folder.translated(self._name):
+            os.fsync(self._fd)
+            if self._if_version is not None:
+                with _held(self._path) as present:
+                    version = file_info(self._name, present).version if present else None
+                    if version != self._if_version:
+                        raise self._lost(f"version {self._if_version} was to be replaced, {version} is there")
+                    os.replace(self._temporary, self._path)
+            elif self._if_absent:
+                self._link()
+            else:
+                os.replace(self._temporary, self._path)
+            _sync_folder(os.path.dirname(self._path))
+            info = file_info(self._name, os.fstat(self._fd))
+            os.close(self._fd)
+        return info
+
+    def _link(self) -> None:
+        try:
+            os.link(self._temporary, self._path)
+        except FileExistsError as error:
+            raise self._lost("it exists already") from error
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+            raise SourceError(
+                f"{self._name} cannot be made atomically: {self._folder.root} knows no hard links",
+                source=self._folder.root,
+                name=self._name,
+                hint="Write to a folder on a local disk and copy it.",
+            ) from error
+        os.unlink(self._temporary)
+
+    def _discard(self) -> None:
+        with self._folder.translated(self._name):
+            with suppress(FileNotFoundError):
+                os.unlink(self._temporary)
+            os.close(self._fd)
+        self._folder.prune(os.path.dirname(self._path))
+
+    def _lost(self, detail: str) -> AlreadyExistsError:
+        return AlreadyExistsError(
+            f"{self._name} in {self._folder.root} was not written: {detail}",
+            source=self._folder.root,
+            name=self._name,
+        )
+
+
+def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
+    """An open, locked temporary file in `directory`, which is made where it is missing."""
+    for attempts_left in reversed(range(MAX_ATTEMPTS)):
+        path = os.path.join(directory, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+        try:
+            folder.make(directory)
+            _remove_leftovers(directory)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            with suppress(OSError):  # a file system without locks: then nobody's leftovers are removed either
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink > 0:
+                return fd, path
+        except FileNotFoundError:  # pruned meanwhile by another writer that gave up or deleted
+            if attempts_left:
+                continue
+            raise
+        except BaseException:  # Ctrl-C, or the disk: nobody has the file yet who could remove it
+            with suppress(OSError):
+                os.unlink(path)
+            folder.prune(directory)
+            raise
+        os.close(fd)  # taken for a leftover before it was locked
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), directory)
+
+
+def _remove_leftovers(directory: str) -> None:
+    """Remove temporary files whose writers died."""
+    with os.scandir(directory) as entries:
+        leftovers = [entry.path for entry in entries if is_temporary(entry.name)]
+    for path in leftovers:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone by now, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        except OSError:
+            continue  # its writer lives
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _held(path: str) -> Iterator[os.stat_result | None]:
+    """Keep other conditional writers off the object while the block runs; its status, None if there is none.
+
+    The lock is on the object itself, not on a file beside it: nothing is left lying about, and it works over
+    NFS too, which locks no folders.
+    """
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        except FileNotFoundError:
+            yield None
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            status = os.fstat(fd)
+            with suppress(FileNotFoundError):
+                # Whoever held the lock before may have replaced the file: then the lock is on the wrong one.
+                if os.path.samestat(status, os.stat(path)):
+                    yield status
+                    return
+        finally:
+            os.close(fd)
+
+
+def _sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)

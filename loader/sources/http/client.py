@@ -1,0 +1,253 @@
+"""Asking a web server for objects and ranges of them, until the answer is right or asking is no use.
+
+Answers are checked against what was asked for: status, range, length, version. A range that breaks off is
+resumed at the byte reached; one that is behind the others is asked for a second time (`http_hedge.py`). Whom
+to ask, with which signature, and what a refusal means is the business of a `Door`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from ...errors import ChangedError, FormatError, SourceError, TeneralError, UsageError
+from .. import base
+from ..base import ObjectInfo, SourceOptions, check_name
+from .connections import BodyTooLargeError, Connection, ConnectionPool, StaleConnectionError
+from .head import Head, Headers, RangeRead, Request, WrongAnswerError, redirected
+from .outage import HttpStatistics, Note, Tally
+from .poll_coroutines import Steps
+from .retry import MendedError, Retrying, Throttle
+from .stragglers import Answer, HedgedRead, Pace, first_to_answer
+
+MAX_REDIRECTS = 3
+MAX_EXCERPT_BYTES = 16 * 1024  # of a body that explains an error
+_FIRST_BYTE: Headers = (("Range", "bytes=0-0"),)
+_REDIRECTS = (301, 302, 303, 307, 308)
+_BUSY = (429, 503)
+_NO_CODINGS = ("", "identity", "aws-chunked")  # the last is how an upload came in, which some stores repeat
+
+T = TypeVar("T")
+
+
+class Door(Protocol):
+    """What tells one kind of web store from another."""
+
+    @property
+    def url(self) -> str:
+        """The store's address for people, without secrets."""
+
+    @property
+    def follows_redirects(self) -> bool: ...
+
+    def request(self, name: str, extra: Headers) -> Request:
+        """A GET request for an object, signed where need be, that carries the `extra` headers too."""
+
+    def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
+        """What an answer without the object means; `UnavailableError` for what is worth another try.
+
+        None says that the door has put right what was wrong: the request should be made anew, at once.
+        """
+
+
+class HttpClient:
+    """Thread-safe. Blocks without the GIL. Raises what `Source` promises."""
+
+    def __init__(
+        self,
+        door: Door,
+        options: SourceOptions,
+        *,
+        ca_file: str | None = None,
+        read_head: Callable[[Head], Head] | None = None,
+    ) -> None:
+        """`read_head` translates a store's own fields, such as an object's version, to those of HTTP.
+
+        Raises `UsageError` for time limits, rates and numbers that cannot be meant.
+        """
+        _check_limits(options)
+        self._read_head = read_head
+        self._door = door
+        self._tally = Tally()
+        self._throttle = Throttle()
+        self._pace = Pace(options.hedge_after_s, self._throttle)
+        self._pool = ConnectionPool(options, ca_file=ca_file)
+        self._retrying = Retrying(door.url, options, self._throttle, self._tally)
+
+    def stat(self, name: str) -> ObjectInfo:
+        """Asks for the first byte: the answer to a HEAD request would carry no explanation of an error."""
+        check_name(name)
+
+        def attempt(fresh: bool) -> Steps[ObjectInfo]:
+            connection, head = yield from self._answer(name, self._door.request(name, _FIRST_BYTE), fresh)
+            try:
+                yield from connection.read_excerpt(1)
+                given = head.content_range
+                size_bytes = given.total if given else head.content_length if head.status == 200 else None
+            finally:
+                self._pool.give_back(connection)
+            if size_bytes is None:
+                raise self._unavailable(name, f"{self._door.url} does not say how large {name} is")
+            return ObjectInfo(name, size_bytes, head.version(size_bytes))
+
+        try:
+            return self._until_done(name, attempt)
+        except ChangedError:  # there is no first byte
+            return self.read(name, max_bytes=0)[1]
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        check_name(name)
+        body, head = self.fetch(name, lambda: self._door.request(name, ()), max_bytes=max_bytes)
+        return body, ObjectInfo(name, len(body), head.version(len(body)))
+
+    def fetch(self, name: str, build: Callable[[], Request], *, max_bytes: int) -> tuple[bytes, Head]:
+        """The whole body that answers `build()`, which is called for each request; `name` is for messages."""
+
+        def attempt(fresh: bool) -> Steps[tuple[bytes, Head]]:
+            connection, head = yield from self._answer(name, build(), fresh)
+            try:
+                if head.status != 200:
+                    message = f"{self._door.url} answers with a part where the whole of {name} was asked for"
+                    raise self._unavailable(name, message)
+                size_bytes = connection.body_length
+                body = yield from connection.read_all(max_bytes)
+            except BodyTooLargeError:
+                raise base.too_large(self._door.url, name, size_bytes, max_bytes) from None
+            finally:
+                self._pool.give_back(connection)
+            self._tally.add(received_bytes=len(body))
+            return body, head
+
+        return self._until_done(name, attempt)
+
+    def read_into(self, name: str, start: int, buffer: memoryview, version: str | None) -> str | None:
+        check_name(name)
+        view = base.byte_view(buffer)
+        wanted = RangeRead(self._door.url, name, start, len(view), version)
+        read = HedgedRead(
+            wanted,
+            view,
+            ask=lambda fresh: self._ask_range(wanted, fresh),
+            pool=self._pool,
+            pace=self._pace,
+            tally=self._tally,
+        )
+        if view:
+            self._retrying.until_done(name, lambda fresh: read.run(fresh=fresh), lambda: wanted.done)
+        return wanted.version
+
+    def statistics(self) -> HttpStatistics:
+        return self._tally.counts()._replace(connections_opened=self._pool.statistics().opened)
+
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._retrying.outage.watch(note)
+
+    def rest(self) -> None:
+        self._pool.rest()
+
+    def close(self) -> None:
+        """Whoever waits in here gives up with `SourceClosedError`. Idempotent."""
+        self._retrying.close()
+        self._pool.close()
+
+    def _until_done(self, name: str, attempt: Callable[[bool], Steps[T]]) -> T:
+        def run(fresh: bool) -> T:
+            with self._pace.watching() as watch:
+                return first_to_answer(attempt(fresh), lambda: attempt(True), watch, self._tally)
+
+        return self._retrying.until_done(name, run)
+
+    def _ask_range(self, wanted: RangeRead, fresh: bool) -> Steps[Answer]:
+        """A right answer with what is missing of a range, its first byte there."""
+        done, asked_s = wanted.done, time.monotonic()
+        request = self._door.request(wanted.name, wanted.headers())
+        connection, head = yield from self._answer(wanted.name, request, fresh)
+        try:
+            begin = wanted.check(head, done)
+            yield from connection.wait_for_body()
+        except BaseException:  # also where another request was sooner
+            self._pool.give_back(connection)
+            raise
+        self._pace.answered(time.monotonic() - asked_s)
+        if begin:
+            self._tally.add(resumed=1)
+        return Answer(connection, begin)
+
+    def _answer(self, name: str, request: Request, fresh: bool) -> Steps[tuple[Connection, Head]]:
+        """A successful answer, redirects followed, its body unread. The connection is the caller's then."""
+        for _ in range(MAX_REDIRECTS + 1):
+            asked_s = time.monotonic()
+            connection, head = yield from self._exchange(request, fresh)
+            is_right = False
+            try:
+                if head.status in (200, 206):
+                    if self._read_head is not None:
+                        head = self._read_head(head)
+                    self._check_coding(name, head)
+                    is_right = True
+                    self._throttle.succeeded()
+                    return connection, head
+                excerpt = yield from connection.read_excerpt(MAX_EXCERPT_BYTES)
+            finally:
+                if not is_right:
+                    self._pool.give_back(connection)
+            location = head.headers.get("location", "")
+            if head.status not in _REDIRECTS or not location or not self._door.follows_redirects:
+                raise self._refused(name, request, head, excerpt, asked_s)
+            request = self._redirected(name, request, location)
+        raise self._unavailable(name, f"{self._door.url} redirects {name} more than {MAX_REDIRECTS} times")
+
+    def _exchange(self, request: Request, fresh: bool) -> Steps[tuple[Connection, Head]]:
+        while True:
+            connection = self._pool.take(request.origin, fresh=fresh)
+            self._tally.add(requests=1)
+            try:
+                return connection, (yield from connection.exchange(request))
+            except StaleConnectionError:
+                # Each round uses up a kept connection: the last one is new, and a new one is never stale.
+                self._pool.give_back(connection)
+            except BaseException:
+                self._pool.give_back(connection)
+                raise
+
+    def _refused(self, name: str, request: Request, head: Head, body: bytes, asked_s: float) -> Exception:
+        error = self._door.refusal(name, request, head, body)
+        if error is None:
+            return MendedError()
+        if head.status in _BUSY:
+            self._tally.add(throttled=1)
+            self._throttle.refused(asked_s=asked_s, wish_s=head.retry_after_s)
+        return error
+
+    def _redirected(self, name: str, request: Request, location: str) -> Request:
+        following = redirected(request, location)
+        if following is None:
+            raise SourceError(
+                f"{self._door.url} redirects {name} to an address that is not followed",
+                source=self._door.url,
+                name=name,
+                hint="Redirects are followed to web addresses, and never from https to http.",
+            )
+        return following
+
+    def _check_coding(self, name: str, head: Head) -> None:
+        if head.headers.get("content-encoding", "").lower() not in _NO_CODINGS:
+            raise FormatError(
+                f"{self._door.url} sends {name} compressed, so that offsets in it mean nothing",
+                where=name,
+                hint="Store and serve it without a Content-Encoding.",
+            )
+
+    def _unavailable(self, name: str, message: str) -> WrongAnswerError:
+        return WrongAnswerError(message, source=self._door.url, name=name)
+
+
+def _check_limits(options: SourceOptions) -> None:
+    for key in ("connect_timeout_s", "read_timeout_s", "max_attempts", "max_connections"):
+        if not getattr(options, key) > 0:
+            raise UsageError(f"{key} must be more than 0, not {getattr(options, key)}", key=key)
+    for key in ("hedge_after_s", "min_rate_bytes_s", "outage_s"):
+        if not getattr(options, key) >= 0:
+            raise UsageError(f"{key} must be 0 or more, not {getattr(options, key)}", key=key)

@@ -1,0 +1,266 @@
+"""Retries and throttling: how often a failed request is repeated, after which pause, and how many run at a time.
+
+An attempt that got on a good deal starts the count anew, so that a range on a poor line gets through in
+pieces. Across all reads of a source, retries are paid from a token bucket that successes fill: where a tenth of all
+attempts fails for long, the source is refused soon, with an error that says so.
+
+One refusal among many good answers halves the requests that may be under way at a time (once for all that
+were sent before it), and the number grows again with every round of successes. A second refusal before
+anything succeeded, or a delay that the store asks for, makes all readers wait, longer after each such round.
+
+A store that gives nothing to any reader is away: then neither attempts nor the bucket count, but the time since the
+first failure (`outage.py`), which is one clock for all readers.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...errors import SourceError, UnavailableError
+from .. import base
+from ..base import SourceOptions
+from .head import WrongAnswerError
+from .outage import Outage, Tally
+from .wire import WireError
+
+
+class Budget:
+    """A purse of tokens. Thread-safe; never blocks."""
+
+    def __init__(self, *, at_first: float, share: float, most: float) -> None:
+        """Hold `at_first` tokens; every success earns `share` of one, up to `most` in all."""
+        self._tokens = at_first
+        self._share = share
+        self._most = most
+        self._lock = threading.Lock()
+
+    def earn(self) -> None:
+        with self._lock:
+            self._tokens = max(self._tokens, min(self._most, self._tokens + self._share))
+
+    def spend(self) -> bool:
+        """Take one token; False when there is none."""
+        with self._lock:
+            if self._tokens < 1:
+                return False
+            self._tokens -= 1
+            return True
+
+
+FIRST_PAUSE_S = 0.1
+MAX_PAUSE_S = 5.0
+MAX_RETRY_AFTER_S = 20.0
+
+
+class Throttle:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._usual = 0  # attempts that were under way when the store was first busy
+        self._limit = math.inf
+        self._not_before_s = 0.0  # on time.monotonic()'s clock
+        self._reduced_s = -math.inf
+        self._refusals = 0  # since the last success
+        self._rounds = 0  # of requests that were refused since then
+        self._closed = False
+
+    @property
+    def limit(self) -> float:
+        """How many attempts may be under way at a time; infinite while the store was not busy."""
+        return self._limit
+
+    @property
+    def is_pausing(self) -> bool:
+        return time.monotonic() < self._not_before_s
+
+    def enter(self) -> bool:
+        """Wait for one's turn, without the GIL; False when closed. Whoever was let in must `leave`."""
+        with self._changed:
+            while not self._closed:
+                pause_s = self._not_before_s - time.monotonic()
+                if pause_s <= 0 and self._under_way < self._limit:
+                    self._under_way += 1
+                    return True
+                self._changed.wait(pause_s if pause_s > 0 else None)
+            return False
+
+    def leave(self) -> None:
+        with self._changed:
+            self._under_way -= 1
+            self._changed.notify_all()
+
+    def succeeded(self) -> None:
+        with self._changed:
+            self._refusals = self._rounds = 0
+            if self._limit < math.inf:
+                self._limit += 1 / self._limit
+                if self._limit >= self._usual:
+                    self._limit = math.inf
+                self._changed.notify_all()
+
+    def refused(self, *, asked_s: float, wish_s: float | None) -> None:
+        """The store was too busy for what was asked at `asked_s`, and wishes to be left alone for `wish_s`."""
+        with self._changed:
+            now_s = time.monotonic()
+            self._refusals += 1
+            if asked_s > self._reduced_s:
+                self._rounds += 1
+                self._usual = max(self._usual, self._under_way)
+                self._limit = max(1, min(self._limit, self._under_way) // 2)
+                self._reduced_s = now_s
+            if self._refusals > 1 or wish_s is not None:
+                self._not_before_s = max(self._not_before_s, now_s + pause_s(self._rounds, wish_s))
+
+    def close(self) -> None:
+        """Let everybody go."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def pause_s(failed: int, retry_after_s: float | None, chance: float | None = None) -> float:
+    """How long to wait before the next attempt, after `failed` of them; `chance` in [0, 1) is for tests.
+
+    Full jitter: many containers that started together must not come back together. The server's own wish is
+    honoured within a bound, and not undercut.
+    """
+    if chance is None:
+        import random  # only after a failure
+
+        chance = random.uniform(0, 1)  # noqa: S311 - spreads pauses, keeps no secret
+    pause = chance * min(MAX_PAUSE_S, FIRST_PAUSE_S * (1 << failed))
+    return pause if retry_after_s is None else min(max(0.0, retry_after_s), MAX_RETRY_AFTER_S) + pause
+
+
+MAX_MENDS = 3  # times that a door may put right what one request was refused for
+PROGRESS_BYTES = 256 * 1024  # an attempt that brought so much has not failed for nothing
+RETRY_SHARE = 0.1  # of a retry that each success allows, beside those that each connection has for free
+MAX_RETRIES = 100.0  # that may be saved up
+MAX_DOUBLINGS = 10  # of a pause, which is bounded anyway
+
+T = TypeVar("T")
+
+
+class MendedError(Exception):
+    """The door has put right what the server complained of: ask again, at once."""
+
+
+class Retrying:
+    """The retries of one source. Thread-safe. Blocks without the GIL."""
+
+    def __init__(self, source: str, options: SourceOptions, throttle: Throttle, tally: Tally) -> None:
+        """`source` is its address, for messages."""
+        self._source = source
+        self._options = options
+        self.outage = Outage()
+        self._throttle = throttle
+        self._tally = tally
+        free = options.max_attempts * options.max_connections  # so that all may fail at once, as at a restart
+        self._budget = Budget(at_first=free, share=RETRY_SHARE, most=max(free, MAX_RETRIES))
+        self._closed = threading.Event()
+
+    def until_done(
+        self, name: str, attempt: Callable[[bool], T], done_bytes: Callable[[], int] = lambda: 0
+    ) -> T:
+        """Repeat `attempt(fresh)` while that is worth it, with longer and longer pauses; its result.
+
+        `fresh` asks for a new connection: it is set for every attempt after a failure. `done_bytes()` tells
+        how far the attempts got. Raises what the last one failed with, or `SourceClosedError`.
+        """
+        mends = reached_bytes = 0
+        tries = _Tries(self._options, self.outage, self._budget)
+        while True:
+            if not self._throttle.enter():
+                raise base.closed(self._source, name)
+            try:
+                result = attempt(tries.num_failed > 0)
+            except MendedError:
+                mends += 1
+                if mends <= MAX_MENDS:
+                    continue
+                failure = self._unavailable(name, f"{self._source} refuses {name} again and again")
+                is_outage = False
+            except WireError as error:
+                failure, is_outage = self._from_wire(name, error), error.is_outage
+            except UnavailableError as error:
+                failure, is_outage = error, not isinstance(error, WrongAnswerError)
+            else:
+                self._budget.earn()
+                self.outage.succeeded()
+                return result
+            finally:
+                self._throttle.leave()
+            if self._closed.is_set():
+                raise base.closed(self._source, name) from failure
+            if done_bytes() - reached_bytes >= PROGRESS_BYTES:
+                reached_bytes = done_bytes()
+                self.outage.succeeded()
+                tries = _Tries(self._options, self.outage, self._budget)
+            why = tries.failed(failure.message, is_outage=is_outage)
+            if why:
+                self.outage.succeeded()  # it is waited for no longer
+                raise _given_up(failure, why) from failure
+            self._tally.add(retries=1)
+            self._closed.wait(pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s))
+
+    def close(self) -> None:
+        """Whoever waits here, or comes here, gives up. Idempotent."""
+        self._closed.set()
+        self._throttle.close()
+
+    def _from_wire(self, name: str, error: WireError) -> UnavailableError:
+        message = f"{name or 'the list'} could not be read from {self._source}: {error}"
+        if error.is_final:
+            hint = "Set SSL_CERT_FILE to the certificates to trust, or correct the address."
+            raise SourceError(message, source=self._source, name=name, hint=hint) from error
+        hint = "Check the address and the network; proxies (HTTPS_PROXY) are not used."
+        failure = self._unavailable(name, message, hint=hint)
+        failure.__cause__ = error
+        return failure
+
+    def _unavailable(self, name: str, message: str, *, hint: str = "") -> UnavailableError:
+        return UnavailableError(message, source=self._source, name=name, hint=hint)
+
+
+class _Tries:
+    """The attempts of one read, since it last got on."""
+
+    def __init__(self, options: SourceOptions, outage: Outage, budget: Budget) -> None:
+        self.num_failed = 0
+        self._num_counted = 0  # of these, outside of an outage that goes on
+        self._outage_number: int | None = None  # in which the last one failed
+        self._options = options
+        self._outage = outage
+        self._budget = budget
+
+    def failed(self, reason: str, *, is_outage: bool) -> str:
+        """Note a failure. Returns why it was the last one, '' for another try."""
+        self.num_failed += 1
+        number, lasted_s = self._outage.failed(reason) if is_outage else (None, 0.0)
+        # The first failure of a read counts, and so does each one since which any other read has succeeded.
+        goes_on = number is not None and number == self._outage_number
+        self._outage_number = number
+        if goes_on and lasted_s < self._options.outage_s:
+            return ""
+        self._num_counted += 1
+        if goes_on and self._options.outage_s > 0 and self.num_failed >= self._options.max_attempts:
+            return f"after {self.num_failed} attempts; nothing has come for {lasted_s:.0f} s"
+        if self._num_counted >= self._options.max_attempts:
+            return f"after {self.num_failed} attempts"
+        return "" if self._budget.spend() else "too many requests to this source fail to try again"
+
+
+def _given_up(failure: UnavailableError, why: str) -> UnavailableError:
+    return UnavailableError(
+        f"{failure.message} ({why})",
+        source=failure.source,
+        name=failure.name,
+        hint=failure.hint,
+        retry_after_s=failure.retry_after_s,
+    )

@@ -1,0 +1,114 @@
+"""A folder of a web server as a source: read only, and it cannot be listed.
+
+Any server will do that answers byte ranges. What stands behind '?' in the address is sent with each request
+(it may be an access signature), and never shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...errors import (
+    AccessDeniedError,
+    NotFoundError,
+    SourceError,
+    TeneralError,
+    UnavailableError,
+    UsageError,
+)
+from .. import base
+from ..base import ObjectInfo, SourceOptions
+from .address import encode_path, parse_address
+from .client import HttpClient
+from .head import Head, Headers, Request, is_header
+from .outage import HttpStatistics, Note
+
+RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+class HttpSource:
+    """A `Source` on the folder at `url`."""
+
+    def __init__(self, url: str, options: SourceOptions | None = None) -> None:
+        """Raises `UsageError` for an address or a header that cannot be meant."""
+        options = options or SourceOptions()
+        address = parse_address(url)
+        if address is None:
+            shown = url.partition("?")[0].rpartition("@")[2]
+            hint = "Write http(s)://host/folder; credentials go into headers, not into the address."
+            raise UsageError(f"{shown} is not a web address that can be used", hint=hint)
+        for name, value in options.headers:
+            if not is_header(name, value):
+                raise UsageError(f"the header {name!r} cannot be sent", key="headers")
+        self._origin = address.origin
+        self._folder = address.path.rstrip("/")
+        self._query = f"?{address.query}" if address.query else ""
+        self._headers = options.headers
+        self._client = HttpClient(self, options)
+
+    @property
+    def url(self) -> str:
+        return f"{self._origin}{self._folder}"
+
+    @property
+    def follows_redirects(self) -> bool:
+        return True
+
+    def stat(self, name: str) -> ObjectInfo:
+        return self._client.stat(name)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        return self._client.read(name, max_bytes=max_bytes)
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        return self._client.read_into(name, start, buffer, version)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        raise UsageError(
+            f"{self.url} cannot be listed: the web has no way to ask for that",
+            hint="Use the folder's s3:// address, or a copy on disk.",
+        )
+
+    def on_outage(self, note: Note) -> None:
+        """As `Outage.watch`."""
+        self._client.on_outage(note)
+
+    def rest(self) -> None:
+        self._client.rest()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def statistics(self) -> HttpStatistics:
+        return self._client.statistics()
+
+    def request(self, name: str, extra: Headers) -> Request:
+        """As `Door.request`."""
+        target = f"{self._folder}/{encode_path(name)}{self._query}"
+        return Request("GET", self._origin, target, extra, self._headers)
+
+    def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:
+        """As `Door.refusal`; a web server's words are not looked at, its status is enough."""
+        return status_error(self.url, name, head)
+
+
+def status_error(source: str, name: str, head: Head) -> SourceError:
+    """What a status other than success says about an object."""
+    answer = f"{source} answers {head.status} for {name}"
+    match head.status:
+        case 401 | 403:
+            hint = "Give the credentials that the server asks for, or check that they may read this object."
+            return AccessDeniedError(
+                answer, source=source, name=name, hint=hint, may_be_absent=head.status == 403
+            )
+        case 404 | 410:
+            return NotFoundError(f"there is no {name} in {source}", source=source, name=name)
+        case 412:
+            return base.changed(source, name, "it has another version than expected")
+        case 416:
+            return base.changed(source, name, "it is shorter than expected")
+        case status if status in RETRYABLE:
+            return UnavailableError(answer, source=source, name=name, retry_after_s=head.retry_after_s)
+    return SourceError(answer, source=source, name=name, hint="Check the address.")

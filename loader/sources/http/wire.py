@@ -1,0 +1,365 @@
+"""One TCP or TLS connection, and the addresses of its host.
+
+A connection is made within a time limit, read without the GIL, and given up as soon as its source closes. There are two
+ways to read. Bodies: a blocking call for up to a megabyte (`MSG_WAITALL`) that lasts a tick at most, so that bytes go
+on flowing while another thread imports torch, and the reader can look at its clock. All else: coroutines
+(`poll_coroutines.py`), so that one thread can wait for two wires. A wire knows nothing of HTTP. Proxies are not
+supported.
+
+Connections are spread over a host's addresses, and one that did not answer is tried last: a front-end of a store that
+is down costs one connection its time, not all of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ..base import SourceOptions
+from .address import Origin
+from .poll_coroutines import TICK_S, Steps, Wait
+
+if TYPE_CHECKING:
+    import ssl
+
+MAX_AGE_S = 30.0  # stores change their addresses by the minute
+
+Address: TypeAlias = tuple[socket.AddressFamily, int, tuple[Any, ...]]  # family, protocol, what to connect to
+
+
+class _Entry:
+    """A host's addresses in turn; those that `failed` come last, in whatever turn."""
+
+    __slots__ = ("addresses", "failed", "resolved_s")
+
+    def __init__(self, addresses: list[Address], resolved_s: float) -> None:
+        self.addresses = addresses
+        self.resolved_s = resolved_s
+        self.failed: set[Address] = set()
+
+
+class AddressBook:
+    """Thread-safe. Asking for a host that is not known yet blocks everybody for as long as a look-up takes."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Origin, _Entry] = {}
+        self._lock = threading.Lock()
+
+    def addresses(self, origin: Origin) -> list[Address]:
+        """All of them, the one to try first in front. Raises `OSError` or `UnicodeError` for an unknown host."""
+        with self._lock:
+            entry = self._entries.get(origin)
+            if entry is None or time.monotonic() - entry.resolved_s > MAX_AGE_S:
+                # As bytes: of a text the letters of all languages would be looked through, in a module of a megabyte.
+                host = origin.host.encode() if origin.host.isascii() else origin.host
+                found = socket.getaddrinfo(host, origin.port, type=socket.SOCK_STREAM)
+                addresses: list[Address] = [
+                    (family, protocol, address) for family, _, protocol, _, address in found
+                ]
+                entry = self._entries[origin] = _Entry(addresses, time.monotonic())
+            given = sorted(entry.addresses, key=entry.failed.__contains__)
+            # The next connection tries another one first, of the kind (IPv6, IPv4) that the system prefers.
+            same = [address for address in entry.addresses if address[0] == given[0][0]]
+            others = [address for address in entry.addresses if address[0] != given[0][0]]
+            entry.addresses = [*same[1:], same[0], *others]
+            return given
+
+    def failed(self, origin: Origin, address: Address) -> None:
+        """No connection could be made to this one, or not soon: try it last."""
+        with self._lock:
+            entry = self._entries.get(origin)
+            if entry is not None:
+                entry.failed.add(address)
+
+    def forget(self, origin: Origin) -> None:
+        """None of them answered: ask for them anew."""
+        with self._lock:
+            self._entries.pop(origin, None)
+
+
+MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
+WAKE_BYTES = (
+    512 * 1024
+)  # a reader that waits for more than that is woken by that much, and not by each packet
+# What TLS waits for, by the names of its errors: their classes would cost a plain store the import of `ssl`.
+_TLS_WAITS = {"SSLWantReadError": select.POLLIN, "SSLWantWriteError": select.POLLOUT}
+_UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
+
+
+class WireError(Exception):
+    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry helps; `is_outage`:
+    the store may be away for a while.
+    """
+
+    def __init__(self, message: str, *, is_final: bool = False, is_outage: bool = True) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+        self.is_outage = is_outage
+
+
+class WireTimeoutError(WireError):
+    """Nothing, or next to nothing, arrived for as long as the options allow."""
+
+
+class Wire:
+    """For one thread at a time; `interrupt` may be called by any."""
+
+    def __init__(
+        self, origin: Origin, options: SourceOptions, tls: ssl.SSLContext | None, addresses: AddressBook
+    ) -> None:
+        self.origin = origin
+        self._connect_timeout_s = options.connect_timeout_s
+        self._read_timeout_s = options.read_timeout_s
+        self._min_rate_bytes_s = options.min_rate_bytes_s
+        self._tls = tls
+        self._addresses = addresses
+        self._socket: socket.socket | None = None
+        self._wakes_at = 1
+        self._interrupted = False
+        self._heard_s = 0.0  # when the last byte came
+        self._window_s = 0.0  # since when bytes are counted for the rate
+        self._window_bytes = 0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    def connect(self) -> Steps[None]:
+        """Try the host's addresses one after another, within one time limit. Raises `WireError`."""
+        host = self.origin.host
+        try:
+            addresses = self._addresses.addresses(self.origin)
+        except (OSError, UnicodeError) as error:
+            is_unknown = isinstance(error, UnicodeError) or error.errno == socket.EAI_NONAME
+            raise WireError(
+                f"the host name {host} cannot be resolved ({error})", is_outage=not is_unknown
+            ) from error
+        ends_s = time.monotonic() + self._connect_timeout_s
+        failure: OSError = TimeoutError()
+        for number, address in enumerate(addresses):
+            left_s = ends_s - time.monotonic()
+            # Each gets its share of the time: one that swallows packets must not use up that of the others.
+            deadline_s = time.monotonic() + left_s / (len(addresses) - number)
+            try:
+                yield from self._connect_to(address, deadline_s)
+                break
+            except OSError as error:
+                failure = error
+                self.close()
+                self._addresses.failed(self.origin, address)
+            except GeneratorExit:  # another connection was sooner
+                self.close()
+                self._addresses.failed(self.origin, address)
+                raise
+        if self.is_connected:
+            return
+        self._addresses.forget(self.origin)
+        if self._tls is not None and _is_bad_certificate(failure):
+            raise WireError(f"{self.origin} has no valid certificate: {failure}", is_final=True) from failure
+        reason = (
+            f"no answer for {self._connect_timeout_s:g} s" if isinstance(failure, TimeoutError) else failure
+        )
+        raise WireError(f"no connection to {self.origin} could be made: {reason}") from failure
+
+    def send(self, data: bytes) -> None:
+        """Send a request: a few kilobytes at most, so that this never waits long. Raises `WireError`."""
+        connected = self._held()
+        self._heard_s = self._window_s = time.monotonic()
+        self._window_bytes = 0
+        try:
+            self._wake_at(connected, 1)
+            if self._tls is not None:
+                connected.settimeout(TICK_S)
+            connected.sendall(data)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def receive(self, view: memoryview) -> int:
+        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks. All of `view` is
+        expected to come.
+
+        Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be dead.
+        """
+        connected = self._held()
+        # Whatever is missing of this slice, so much is to come behind it.
+        wake_bytes = WAKE_BYTES if len(view) >= MAX_SLICE_BYTES + WAKE_BYTES else 1
+        view = view[:MAX_SLICE_BYTES]
+        try:
+            if self._tls is None:
+                self._wake_at(connected, wake_bytes)
+                count = connected.recv_into(view, len(view), socket.MSG_WAITALL)
+                if count == 0:
+                    raise self._broken(None)
+            else:
+                count = self._receive_secure(connected, view)
+        except (BlockingIOError, TimeoutError):
+            count = 0
+        except OSError as error:
+            raise self._broken(error) from error
+        self._note(count)
+        return count
+
+    def receive_soon(self, view: memoryview) -> Steps[int]:
+        """At least one byte at the start of `view`. Raises as `receive`."""
+        connected = self._held()
+        self._wake_at(connected, 1)
+        while True:
+            try:
+                if self._tls is None:
+                    count = connected.recv_into(view, len(view), socket.MSG_DONTWAIT)
+                else:
+                    connected.settimeout(0)
+                    count = connected.recv_into(view)
+            except OSError as error:
+                if not _would_block(error):
+                    raise self._broken(error) from error
+                self._note(0)
+                yield Wait(connected.fileno(), _events(error, select.POLLIN))
+                continue
+            if count == 0:
+                raise self._broken(None)
+            self._note(count)
+            return count
+
+    def has_arrivals(self) -> bool:
+        """Whether bytes, an error or the connection's end are waiting to be read. Does not block."""
+        poll = select.poll()
+        poll.register(self._held(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def interrupt(self) -> None:
+        """Make whoever waits on this wire give up with a `WireError`, now and from now on."""
+        self._interrupted = True
+        connected = self._socket
+        if connected is not None:
+            with suppress(OSError):
+                # Not `connected.shutdown`: an SSLSocket's forgets its session first, and a read that is under
+                # way would then hand out ciphertext.
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect_to(self, address: Address, deadline_s: float) -> Steps[None]:
+        family, protocol, place = address
+        plain = socket.socket(family, socket.SOCK_STREAM, protocol)
+        self._hold(plain)
+        plain.setblocking(False)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while (code := plain.connect_ex(place)) in _UNDER_WAY:
+            yield from self._wait(plain, select.POLLOUT, deadline_s)
+        if code not in (0, errno.EISCONN):
+            raise OSError(code, errno.errorcode.get(code, "connect failed"))
+        if self._tls is None:
+            # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use the kernel's.
+            plain.setblocking(True)
+            timeval = struct.pack("@ll", 0, int(min(TICK_S, self._read_timeout_s) * 1e6) or 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
+            return
+        # suppress_ragged_eofs=False: a connection that was cut must not look like one that ended.
+        secure = self._tls.wrap_socket(
+            plain,
+            server_hostname=self.origin.host,
+            do_handshake_on_connect=False,
+            suppress_ragged_eofs=False,
+        )
+        self._hold(secure)
+        yield from self._until_done(secure, secure.do_handshake, deadline_s)
+
+    def _until_done(self, secure: ssl.SSLSocket, act: Callable[[], None], deadline_s: float) -> Steps[None]:
+        while True:
+            try:
+                return act()
+            except OSError as error:
+                if not _would_block(error):
+                    raise
+                events = _events(error, select.POLLIN)
+            yield from self._wait(secure, events, deadline_s)
+
+    def _wait(self, connected: socket.socket, events: int, deadline_s: float) -> Steps[None]:
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError
+        yield Wait(connected.fileno(), events)
+        self._check_interrupted()
+
+    def _wake_at(self, connected: socket.socket, num_bytes: int) -> None:
+        if self._wakes_at != num_bytes:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_at = num_bytes
+
+    def _receive_secure(self, connected: socket.socket, view: memoryview) -> int:
+        """What MSG_WAITALL does on a plain socket. TLS hands out a record, 16 KiB, at a time."""
+        connected.settimeout(TICK_S)
+        filled = 0
+        ends_s = time.monotonic() + TICK_S
+        while filled < len(view) and (not filled or time.monotonic() < ends_s):
+            try:
+                count = connected.recv_into(view[filled:])
+            except OSError:
+                if not filled:
+                    raise
+                break  # what has come counts; the next call will say the same
+            if count == 0 and not filled:
+                raise self._broken(None)
+            if count == 0:
+                break
+            filled += count
+        return filled
+
+    def _note(self, count: int) -> None:
+        """Count what came, or that nothing did. Raises where the wire must be taken for dead."""
+        now_s = time.monotonic()
+        if count:
+            self._heard_s = now_s
+            self._window_bytes += count
+        elif now_s - self._heard_s >= self._read_timeout_s or self._interrupted:
+            raise WireTimeoutError(f"{self.origin} sent nothing for {self._read_timeout_s:g} s")
+        window_s = now_s - self._window_s
+        if window_s >= self._read_timeout_s:
+            if self._window_bytes < self._min_rate_bytes_s * window_s:
+                raise WireTimeoutError(
+                    f"{self.origin} sent only {self._window_bytes:,} bytes in {window_s:.1f} s"
+                )
+            self._window_s, self._window_bytes = now_s, 0
+
+    def _hold(self, new: socket.socket) -> None:
+        self._socket = new
+        # Looked at after the assignment, as `interrupt` sets it before it looks at that.
+        self._check_interrupted()
+
+    def _check_interrupted(self) -> None:
+        if self._interrupted:
+            raise ConnectionAbortedError("interrupted")
+
+    def _held(self) -> socket.socket:
+        if self._socket is None:
+            raise WireError(f"there is no connection to {self.origin}")
+        return self._socket
+
+    def _broken(self, error: OSError | None) -> WireError:
+        return WireError(f"{self.origin} closed the connection too early" + (f" ({error})" if error else ""))
+
+
+def _would_block(error: OSError) -> bool:
+    return isinstance(error, BlockingIOError) or type(error).__name__ in _TLS_WAITS
+
+
+def _events(error: OSError, usual: int) -> int:
+    """What to wait for after an error that says that an operation would block."""
+    return _TLS_WAITS.get(type(error).__name__, usual)
+
+
+def _is_bad_certificate(error: OSError) -> bool:
+    import ssl  # only a connection with TLS gets here
+
+    return isinstance(error, ssl.SSLCertVerificationError)

@@ -1,0 +1,1 @@
+"""Amazon S3, and stores with its API: `s3://bucket/prefix`."""

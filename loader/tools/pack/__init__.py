@@ -1,0 +1,1 @@
+"""`teneral pack`: a model directory becomes an artifact."""

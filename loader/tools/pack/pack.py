@@ -1,0 +1,212 @@
+"""Pack a model directory into an artifact: read, encode and write in a bounded pipeline, the manifest last.
+
+Any directory with safetensors files packs, whether or not it has a `config.json`. The artifact exists whole
+or not at all: everything is written under names of its own, the manifest is put last and only if nobody else
+put one meanwhile, and on any failure, Ctrl-C included, what was written is removed.
+
+Memory: `threads` + 1 parts are in work. Each takes its tensors' bytes (at most 64 MiB; 32 MiB of bf16), what
+they become (not more), and while it is encoded up to three times its largest tensor's stretch. For bf16 on
+two cores: under 400 MiB.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+
+from ...artifact import is_artifact
+from ...errors import UsageError
+from ...format.checkpoint import Checkpoint, open_checkpoint
+from ...format.limits import MANIFEST_NAME
+from ...format.manifest import Manifest, Part, align
+from ...format.manifest_json import dump_manifest, manifest_digest
+from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
+from ...process.cpu import available_cores
+from ...sources.base import Source, Store
+from ..progress_bar import TransferProgress, format_bytes
+from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
+from .quantize_plan import CONFIG_NAME, QuantizeOptions, QuantizePlan, QuantizingReader, plan_quantize
+from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish, remove_replaced
+
+if TYPE_CHECKING:
+    from .write import Bytes
+
+_MAX_THREADS = 16  # beyond it reading and writing are the limit, and each thread holds parts in memory
+
+
+@dataclass(frozen=True, slots=True)
+class PackResult:
+    """`leftover` names objects of the replaced artifact that could not be removed; they only cost space."""
+
+    pin: str  # the artifact's address with its digest
+    manifest: Manifest
+    weight_bytes: int  # of the checkpoint, tied tensors counted as often as they stood there
+    stored_bytes: int
+    leftover: tuple[str, ...] = ()
+
+    def render(self) -> str:
+        """A line or two for people."""
+        lines = [
+            f"packed {format_bytes(self.weight_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
+        ]
+        if self.leftover:
+            lines.append(f"  {len(self.leftover)} objects of the replaced artifact could not be removed.")
+        return "\n".join(lines)
+
+
+def pack(
+    source: Source,
+    store: Store,
+    *,
+    tiers: TierOptions | None = None,
+    quantize: QuantizeOptions | None = None,
+    force: bool = False,
+    progress: Callable[[TransferProgress], None] | None = None,
+    threads: int | None = None,
+) -> PackResult:
+    """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from this thread.
+
+    `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become integers, which
+    have none (docs/quantize.md). `source` and `store` may be the same folder: the artifact then stands beside the
+    safetensors files. An artifact that is there already is replaced only with `force`, in one step; its old objects
+    are then removed, which interrupts a reader that is still loading it. Raises `UsageError` when the source is itself
+    an artifact, or has nothing that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
+    meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is
+    left behind.
+    """
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
+    if is_artifact(source):
+        raise UsageError(
+            f"{source.url} is an artifact already: it has a {MANIFEST_NAME}",
+            hint="Serve it as it is, or give the folder of the original model.",
+        )
+    if quantize is not None and tiers not in (None, TierOptions()):
+        raise UsageError(
+            "quantised weights have no tiers: --draft-bits and the like cannot go with --quantize",
+            key="quantize",
+            hint="Leave one of the two out.",
+        )
+    replaced = find_replaced(store, force=force)
+    checkpoint = open_checkpoint(source)
+    quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
+    aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
+    plan = plan_pack(checkpoint, aliases, tiers, quantized)
+    threads = threads or min(_MAX_THREADS, available_cores())
+    writer = BlobWriter(store)
+    try:
+        manifest = _store_content(
+            source, checkpoint, plan, quantized, writer, progress=progress, threads=threads
+        )
+        data = dump_manifest(manifest)
+    except BaseException as error:
+        writer.discard(error)
+        raise
+    publish(store, writer, data, replaced)
+    digest = manifest_digest(data)
+    return PackResult(
+        pin=f"{store.url}@b3:{digest.hex()}",
+        manifest=manifest._replace(digest=digest),
+        weight_bytes=checkpoint.weight_bytes,
+        stored_bytes=writer.stored_bytes + len(data),
+        leftover=remove_replaced(store, replaced) if replaced is not None else (),
+    )
+
+
+def _store_content(
+    source: Source,
+    checkpoint: Checkpoint,
+    plan: PackPlan,
+    quantized: QuantizePlan | None,
+    writer: BlobWriter,
+    *,
+    progress: Callable[[TransferProgress], None] | None,
+    threads: int,
+) -> Manifest:
+    """Write everything but the manifest, and return that."""
+    read_bytes = 0
+    parts: list[Part] = []
+    hashes = [blake3() for _ in plan.manifest.tensors]
+    encoder = Encoder(
+        source, checkpoint, QuantizingReader(source, checkpoint, quantized) if quantized is not None else None
+    )
+    with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
+        for job, content, encoded in results:
+            parts += [_store_part(writer, part) for part in encoded]
+            _hash_tensors(job, content, hashes)
+            read_bytes += sum(stretch.size_bytes for stretch in job)
+            if progress is not None:
+                progress(TransferProgress(read_bytes, plan.read_bytes))
+    files = [
+        writer.put_file(CONFIG_NAME, quantized.config)
+        if quantized is not None and info.name == CONFIG_NAME
+        else writer.copy_file(source, info)
+        for info in checkpoint.files
+        if info.name != FILE_NAME
+    ]
+    digests = ((tensor, hashes[tensor.index].digest()) for tensor in plan.manifest.tensors)
+    files.append(writer.put_file(FILE_NAME, dump_tensor_digests(digests)))
+    parts.sort(key=lambda part: part.tier)  # stable: within a tier they stay in forward order
+    numbered = tuple(part._replace(index=index) for index, part in enumerate(parts))
+    return plan.manifest._replace(
+        blobs=writer.finish(), files=tuple(files), parts=numbered, generation=writer.generation
+    )
+
+
+def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:
+    """Add the job's stretches, as they were read, to their tensors' hashes. Jobs come in the tensors' order."""
+    position = 0
+    for stretch in job:
+        hashes[stretch.tensor.index].update(content[position : position + stretch.size_bytes].data)
+        position += align(stretch.size_bytes)
+
+
+def _encode_in_order(
+    encoder: Encoder, jobs: tuple[Job, ...], threads: int
+) -> Generator[tuple[Job, Bytes, list[EncodedPart]], None, None]:
+    """Encode jobs in threads; yields each with the bytes that were read for it (each stretch starts aligned) and its
+    parts, which are valid until the next is asked for.
+
+    At most `threads` + 1 jobs are in work, the one yielded included. Closing the iterator stops the threads.
+    """
+    size_bytes = max(map(buffer_bytes, jobs), default=0)
+    buffers = [np.empty(0, np.uint8) for _ in range(threads + 1)]  # made at first use, then reused
+    pending: deque[tuple[Job, Bytes, Future[list[EncodedPart]]]] = deque()
+    waiting = deque(jobs)
+    with ThreadPoolExecutor(threads, thread_name_prefix="teneral-pack") as pool:
+        try:
+            while waiting or pending:
+                while waiting and buffers:
+                    buffer = buffers.pop()
+                    buffer = buffer if buffer.size else np.empty(size_bytes, np.uint8)
+                    job = waiting.popleft()
+                    pending.append((job, buffer, pool.submit(encoder.encode, job, buffer)))
+                job, buffer, future = pending.popleft()
+                yield job, buffer, future.result()
+                buffers.append(buffer)
+        finally:
+            encoder.stop()
+            for _, _, future in pending:
+                future.cancel()
+
+
+def _store_part(writer: BlobWriter, encoded: EncodedPart) -> Part:
+    """Its index is set when all parts are known."""
+    blob, offset_bytes = writer.append(encoded.tier, encoded.pieces, encoded.size_bytes)
+    return Part(
+        index=-1,
+        tier=encoded.tier,
+        group=encoded.group,
+        blob=blob,
+        offset_bytes=offset_bytes,
+        size_bytes=encoded.size_bytes,
+        digest=encoded.digest,
+        segments=encoded.segments,
+    )

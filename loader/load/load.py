@@ -1,8 +1,8 @@
 """One load of one model: bytes from a source become verified values in memory, group by group.
 
     source → fetch threads → staging → decode threads → slabs → gates
-             (fetch.py)    (staging.py)  (decode.py)  (arena.py)  (readiness.py)
-             └──── what comes next: plan.py, handed out by work.py ────┘
+             (fetch.py)    (staging.py)  (decode.py)  (arena.py)  (gates.py)
+             └──── what comes next: plan.py, handed out by queue.py ────┘
 
 Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at their final
 addresses from construction on, so that tensors over them can be made first and filled later. It does not know

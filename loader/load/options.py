@@ -15,7 +15,7 @@ class Order(enum.StrEnum):
 
     EXACT = "exact"  # group by group, draft parts and then refine parts: the first exact token soonest
     DRAFT_FIRST = "draft-first"  # all draft parts, then all refine parts: the first draft token soonest
-    AUTO = "auto"  # one or the other, by what the link turns out to give (`policy.py`)
+    AUTO = "auto"  # one or the other, by what the link turns out to give (`plan.py`)
 
 
 class _Values(NamedTuple):

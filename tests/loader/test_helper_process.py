@@ -47,7 +47,7 @@ def package(tmp_path: Path) -> Path:
     (folder / "__init__.py").touch()
     (folder.parent / "__init__.py").touch()
     (folder / "helper.py").write_text(Path(module.__file__).read_text(encoding="utf-8"), encoding="utf-8")
-    (folder / "echo.py").write_text(ECHO, encoding="utf-8")
+    (folder.parent / "echo.py").write_text(ECHO, encoding="utf-8")
     return tmp_path
 
 

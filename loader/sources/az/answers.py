@@ -1,6 +1,6 @@
 """The XML of Blob Storage's answers, and the errors that its refusals mean.
 
-Documents are scanned, not parsed, as `s3_xml.py` does it: no entities to expand, no nesting. The caller bounds their
+Documents are scanned, not parsed, as `http/xml.py` does it: no entities to expand, no nesting. The caller bounds their
 size.
 """
 

@@ -1,7 +1,7 @@
 """Asking a web server for objects and ranges of them, until the answer is right or asking is no use.
 
 Answers are checked against what was asked for: status, range, length, version. A range that breaks off is
-resumed at the byte reached; one that is behind the others is asked for a second time (`http_hedge.py`). Whom
+resumed at the byte reached; one that is behind the others is asked for a second time (`stragglers.py`). Whom
 to ask, with which signature, and what a refusal means is the business of a `Door`.
 """
 

@@ -1,8 +1,8 @@
 """An S3 bucket's folder as a store.
 
-Reading signs its own requests and goes over `http_client`: neither boto3 nor its import stands between a
+Reading signs its own requests and goes over `http/client.py`: neither boto3 nor its import stands between a
 cold process and its first byte. A bucket that turns out to be in another region is asked there; credentials
-that expired are renewed once. Writing, which is never in a hurry, goes through boto3 (`s3_uploads.py`).
+that expired are renewed once. Writing, which is never in a hurry, goes through boto3 (`uploads.py`).
 """
 
 from __future__ import annotations

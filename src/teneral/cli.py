@@ -21,7 +21,6 @@ from .cli_flags import parse
 from .loader import errors as loading
 
 if TYPE_CHECKING:
-    from .loader.load.launch import Prepared
     from .loader.sources.base import SourceOptions
     from .loader.tools.pack.quantize_plan import QuantizeOptions
 

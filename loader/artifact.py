@@ -12,12 +12,33 @@ from typing import TYPE_CHECKING
 from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
 from .pin import PIN_MARK
-from .sources.base import Source
+from .sources.base import Source, SourceOptions
+from .sources.open import open_source
 
 if TYPE_CHECKING:
     from .cache.part_cache import PartCache
     from .format.manifest import File, Manifest
     from .format.manifest_json import Look
+
+
+def open_model(url: str, options: SourceOptions | None = None, *, keep_integers: bool = True) -> Source:
+    """A source on the folder at `url`; on one with the content of a model directory where `url` is a GGUF file's.
+
+    `keep_integers` is as `GgufDirectory` has it. Does no I/O. Raises `UsageError` for an unusable address. The caller
+    closes the source.
+    """
+    if not is_gguf(url):
+        return open_source(url, options)
+    from .format.gguf.directory import GgufDirectory  # most models are none
+
+    folder, slash, name = url.rpartition("/")
+    return GgufDirectory(
+        open_source(folder + slash if slash else ".", options), name, keep_integers=keep_integers
+    )
+
+
+def is_gguf(url: str) -> bool:
+    return url.lower().endswith(".gguf")
 
 
 def is_artifact(source: Source) -> bool:

@@ -56,7 +56,7 @@ TN_EXPORT int32_t tn_num_threads(void);
  * Integers mean (q - zero) * scale, a scale for each group of columns. */
 typedef struct tn_matrix {
     const void *data;   /* (num_out, num_in) F32, BF16, F16, I8; or U4, num_in / 2 bytes a row, num_in % 64 == 0 */
-    const void *scale;  /* (num_out, num_in / group_size) F32 or BF16; NULL for floats */
+    const void *scale;  /* (num_out, num_in / group_size) F32, BF16 or F16; NULL for floats */
     const void *zero;   /* like scale: U8 with U4, at most 16; I16 with I8, |q - zero| <= 256. NULL: 8 or 0 */
     const void *bias;   /* (num_out,) F32, BF16 or F16; or NULL */
     int64_t num_out;
@@ -145,7 +145,7 @@ typedef enum tn_activation {
 typedef struct tn_embed_args {
     size_t size;
     const void *table;     /* (vocab, num_columns) F32, BF16, F16 or I8 */
-    const void *scale;     /* (vocab,) F32 or BF16, by which rows of I8 are multiplied; else NULL */
+    const void *scale;     /* (vocab, num_columns / group_size) F32, BF16 or F16, of rows of I8; else NULL */
     const int64_t *tokens; /* (num_rows,) below vocab */
     void *out;             /* (num_rows, num_columns) */
     int64_t num_rows;
@@ -153,7 +153,7 @@ typedef struct tn_embed_args {
     int32_t table_dtype;
     int32_t scale_dtype;
     int32_t dtype;
-    int32_t reserved;      /* 0 */
+    int32_t group_size;    /* columns that share a scale: a multiple of 32 that divides num_columns, or all of them */
 } tn_embed_args;
 
 TN_EXPORT int tn_embed(const tn_embed_args *args);

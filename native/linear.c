@@ -433,8 +433,15 @@ static void take_groups(strip_t *strip, int n, const tn_matrix *w, int64_t colum
     if (w->scale_dtype == TN_BF16)
         for (int group = 0; group < num_groups; group++)
             scale[group][j] = f32_of_bf16(((const uint16_t *)w->scale)[place + group]);
-    else
+    else if (w->scale_dtype == TN_F32)
         for (int group = 0; group < num_groups; group++) scale[group][j] = ((const float *)w->scale)[place + group];
+    else
+        for (int group = 0; group < num_groups; group += TN_LANES) {
+            const int count = num_groups - group < TN_LANES ? num_groups - group : TN_LANES;
+            float lanes[TN_LANES];
+            vf_store(lanes, vf_load_f16_part((const uint16_t *)w->scale + place + group, count));
+            for (int i = 0; i < count; i++) scale[group + i][j] = lanes[i];
+        }
     for (int group = 0; group < num_groups && zeros; group++)
         zero[group][j] = (int16_t)(w->zero == NULL ? 8 : ((const uint8_t *)w->zero)[place + group]);
 }

@@ -136,10 +136,8 @@ void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t n
 static void embed_row(const tn_embed_args *args, int64_t row) {
     const int64_t token = args->tokens[row], num = args->num_columns, first = token * num;
     void *out = element_at(args->out, args->dtype, row * num);
-    vf scale = vf_set(1.0f);
-    if (args->scale != NULL)
-        scale = vf_set(args->scale_dtype == TN_F32 ? ((const float *)args->scale)[token]
-                                                   : f32_of_bf16(((const uint16_t *)args->scale)[token]));
+    const int64_t group_size = args->scale != NULL ? args->group_size : num;
+    const int64_t first_group = token * (num / group_size);
     for (int64_t place = 0; place < num; place += TN_LANES) {
         const int count = lanes_left(num - place);
         vf value;
@@ -148,7 +146,9 @@ static void embed_row(const tn_embed_args *args, int64_t row) {
         } else {
             int8_t codes[TN_LANES] = {0};
             memcpy(codes, (const int8_t *)args->table + first + place, (size_t)count);
-            value = vf_mul(vf_load_i8(codes), scale);
+            float scale[TN_LANES] = {0};
+            vf_store(scale, load_elements(args->scale, args->scale_dtype, first_group + place / group_size, 1));
+            value = vf_mul(vf_load_i8(codes), vf_set(scale[0]));
         }
         store_elements(out, args->dtype, place, value, count);
     }

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
 from ..loader.load.options import Order
 from ..loader.pin import split_pin
 from ..loader.sources.base import Remote
 from ..loader.sources.http.outage import show_outages
-from ..loader.sources.open import open_source
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
@@ -280,7 +280,7 @@ class Instance:
     def _open(self) -> None:
         address, digest = split_pin(self.config.model)
         if self._source is None:
-            self._source = open_source(address, self.config.source_options)
+            self._source = open_model(address, self.config.source_options)
             show_outages(self._source, self.timeline)
         if self._load is None:
             self._load = load_here(self._source, digest, self.config, self.timeline)

@@ -21,11 +21,11 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..artifact import open_artifact
+from ..artifact import open_artifact, open_model
 from ..errors import TeneralError
 from ..process.helper import OWNER_GONE
 from ..sources.http.outage import show_outages
-from ..sources.open import import_likely_store, open_source
+from ..sources.open import import_likely_store
 from ..timeline import Timeline
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manif
         return ahead.look(weight_bytes, blob, part)
 
     with timeline.span("manifest", "open"):
-        source = open_source(task.url, task.source_options)
+        source = open_model(task.url, task.source_options)
         show_outages(source, timeline)
         threading.Thread(target=_import_ahead, daemon=True).start()
         manifest = open_artifact(source, digest=task.digest, look=look)

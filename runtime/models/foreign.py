@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...loader.format.nibbles import RUN, pack_nibbles
 from ..dtypes import to_float32
 from ..errors import ModelError
 from ..tensors import Tensor, aligned_empty
-from .quantized import RUN, pack_nibbles
 
 # Of eight neighbours, the nibble (from the lowest on) that AWQ's fast unpacking puts each in.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -60,7 +60,7 @@ class IntegerMatrix:
     weight: (
         Tensor  # (N, K) I8, or (N, K / 2) U8 with two numbers of 4 bits in each; then K is a multiple of 64
     )
-    scale: Tensor  # (N, G) BF16 or F32; G divides K
+    scale: Tensor  # (N, G) BF16, F16 or F32; G divides K
     zero: Tensor | None = None  # (N, G) U8 with 4 bits, I16 with 8; None means 8 with 4 bits and 0 with 8
     bias: Tensor | None = None  # (N,) BF16, F16 or F32
     columns: npt.NDArray[np.int64] | None = (
@@ -130,10 +130,10 @@ class StoredProjection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingTable:
-    """A row for each token: floats, or int8 times the row's scale, rounded to the spec's dtype."""
+    """A row for each token: floats, or int8 times the scales of its groups, rounded to the spec's dtype."""
 
     weight: Tensor  # (vocab, hidden) BF16, F16, F32, or I8
-    scale: Tensor | None = None  # (vocab, 1) BF16 or F32, where the weight is I8
+    scale: Tensor | None = None  # (vocab, G) BF16, F16 or F32, where the weight is I8; G divides hidden
 
 
 @dataclass(frozen=True, slots=True, eq=False)

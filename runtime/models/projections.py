@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...loader.format.nibbles import RUN
 from ..dtypes import DType
 from ..errors import ModelError
 from ..tensors import Tensor
 from .converted import take_converted
 from .matrices import DenseMatrix, EmbeddingTable, IntegerMatrix, Matrix, Projection, StoredProjection
 from .parameters import Parameters
-from .quantized import RUN
+
+_SCALE_DTYPES = (DType.BF16, DType.F16, DType.F32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +71,8 @@ def take_embeddings(parameters: Parameters, name: str, vocab_size: int, hidden_s
     if f"{name}.weight_scale" not in parameters:
         return EmbeddingTable(parameters.take(f"{name}.weight", vocab_size, hidden_size))
     weight = parameters.take_as(f"{name}.weight", (vocab_size, hidden_size), DType.I8)
-    scale = parameters.take_as(f"{name}.weight_scale", (vocab_size, 1), DType.BF16, DType.F32)
+    num_groups = _num_groups(parameters, name, hidden_size)
+    scale = parameters.take_as(f"{name}.weight_scale", (vocab_size, num_groups), *_SCALE_DTYPES)
     return EmbeddingTable(weight, scale)
 
 
@@ -84,22 +87,29 @@ def _take_integers(
     parameters: Parameters, name: str, num_in: int, num_out: int, *, bias: bool
 ) -> IntegerMatrix:
     """The shapes of a matrix's pieces must fit each other, so that nothing that is computed with them can fail."""
-    full_name = parameters.full_name(name)
     weight, scale = parameters.peek(f"{name}.weight"), parameters.peek(f"{name}.weight_scale")
     is_packed = weight.dtype is DType.U8
-    num_groups = scale.shape[1] if len(scale.shape) == 2 else 0
-    if num_groups < 1 or num_in % num_groups or (is_packed and num_in % RUN):
-        raise ModelError(
-            f"tensor {full_name}.weight_scale has shape {scale.shape}, which does not fit "
-            f"{full_name}.weight with {num_in} columns"
-        )
+    num_groups = _num_groups(parameters, name, num_in, unit=RUN if is_packed else 1)
     parameters.take_as(f"{name}.weight", (num_out, num_in // 2 if is_packed else num_in), DType.I8, DType.U8)
-    parameters.take_as(f"{name}.weight_scale", (num_out, num_groups), DType.BF16, DType.F32)
+    parameters.take_as(f"{name}.weight_scale", (num_out, num_groups), *_SCALE_DTYPES)
     needs_zero = parameters.quantization is not None and not parameters.quantization.symmetric
     zero = None
     if is_packed and (needs_zero or f"{name}.weight_zero" in parameters):
         zero = parameters.take_as(f"{name}.weight_zero", (num_out, num_groups), DType.U8)
     return IntegerMatrix(weight, scale, zero, parameters.take(f"{name}.bias", num_out) if bias else None)
+
+
+def _num_groups(parameters: Parameters, name: str, columns: int, *, unit: int = 1) -> int:
+    """Of a row of `name`, by its scales. `unit` must divide the columns."""
+    shape = parameters.peek(f"{name}.weight_scale").shape
+    num_groups = shape[1] if len(shape) == 2 else 0
+    if num_groups < 1 or columns % num_groups or columns % unit:
+        full_name = parameters.full_name(name)
+        raise ModelError(
+            f"tensor {full_name}.weight_scale has shape {shape}, which does not fit "
+            f"{full_name}.weight with {columns} columns"
+        )
+    return num_groups
 
 
 def _stacked(parts: Sequence[Matrix]) -> Matrix | None:

@@ -99,12 +99,12 @@ def _load(
     with timeline.span("tokenizer", "import"):
         import tokenizers  # noqa: F401
 
+        from ...loader.artifact import open_model
         from ...loader.sources.http.outage import show_outages
-        from ...loader.sources.open import open_source
         from ..files import ModelFiles
         from .growing import GrowingBackend
         from .settings import TextSettings, read_tokenizer_file
-    source = open_source(task.url, task.source_options)
+    source = open_model(task.url, task.source_options)
     show_outages(source, timeline)
     files = ModelFiles(source, manifest, task.load_options).read
     try:

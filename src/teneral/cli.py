@@ -147,20 +147,22 @@ def exit_code(error: loading.TeneralError) -> int:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    from .loader.sources.open import open_source, open_store
+    from .loader.artifact import open_model
+    from .loader.sources.open import open_store
     from .loader.tools.pack.pack import pack
     from .loader.tools.pack.plan import TierOptions
     from .loader.tools.progress_bar import ProgressBar
 
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
-    source = open_source(options.model, _source_options(options))
+    quantize = _quantize_options(options)
+    source = open_model(options.model, _source_options(options), keep_integers=quantize is None)
     store = open_store(options.artifact, _source_options(options))
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
             source,
             store,
             tiers=tiers,
-            quantize=_quantize_options(options),
+            quantize=quantize,
             force=options.force,
             threads=options.threads,
             progress=bar.update,
@@ -184,13 +186,13 @@ def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
 
 
 def _unpack(options: argparse.Namespace) -> int:
+    from .loader.artifact import open_model
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.unpack import unpack
 
     address, digest = split_pin(options.artifact)
-    source = open_source(address, _source_options(options))
+    source = open_model(address, _source_options(options))
     with ProgressBar("unpacking", quiet=options.quiet) as bar:
         result = unpack(source, options.directory, digest=digest, force=options.force, progress=bar.update)
     print(result.render())
@@ -198,13 +200,13 @@ def _unpack(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from .loader.artifact import open_model
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
     from .loader.tools.progress_bar import ProgressBar
     from .loader.tools.verify import verify
 
     address, digest = split_pin(options.artifact)
-    source = open_source(address, _source_options(options))
+    source = open_model(address, _source_options(options))
     with ProgressBar("verifying", quiet=options.quiet) as bar:
         report = verify(source, digest=digest, threads=options.threads, progress=bar.update)
     print(report.render())
@@ -212,21 +214,20 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .loader.artifact import open_artifact
+    from .loader.artifact import open_artifact, open_model
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
     from .loader.tools.inspect import describe, render_table
 
     address, digest = split_pin(options.artifact)
-    source = open_source(address, _source_options(options))
+    source = open_model(address, _source_options(options))
     description = describe(open_artifact(source, digest=digest), source.url)
     _print_json(description) if options.json else print(render_table(description))
     return 0
 
 
 def _eval_draft(options: argparse.Namespace) -> int:
+    from .loader.artifact import open_model
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.quality.text import read_text
 
@@ -238,7 +239,7 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
     text = read_text(options.text)
     address, digest = split_pin(options.artifact)
-    source = open_source(address, _source_options(options))
+    source = open_model(address, _source_options(options))
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_draft(
             source,
@@ -253,8 +254,8 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from .loader.artifact import open_model
     from .loader.pin import split_pin
-    from .loader.sources.open import open_source
     from .loader.tools.progress_bar import ProgressBar
     from .runtime.quality.text import read_text
 
@@ -269,7 +270,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     def candidate(argument: str) -> Candidate:
         address, digest = split_pin(argument)
-        return Candidate(open_source(address, _source_options(options)), digest)
+        return Candidate(open_model(address, _source_options(options)), digest)
 
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_against(

@@ -171,13 +171,15 @@ static void check_encoder(int dtype) {
 }
 
 static void check_embeddings(int dtype, int table_dtype) {
-    const int64_t columns = 1 + random_below(70), tokens[3] = {4, 0, 2};
+    const bool has_groups = random_below(2) == 0;
+    const int64_t columns = has_groups ? 32 * (1 + random_below(4)) : 1 + random_below(70), tokens[3] = {4, 0, 2};
+    const int64_t groups = has_groups ? columns / 32 : 1;
     const void *table = table_dtype == TN_I8 ? exactly((size_t)(5 * columns)) : numbers(5 * columns, table_dtype);
     const tn_embed_args args = {.size = sizeof args, .table = table, .tokens = tokens, .num_rows = 3,
-                                .scale = table_dtype == TN_I8 ? numbers(5, TN_BF16) : NULL,
+                                .scale = table_dtype == TN_I8 ? numbers(5 * groups, TN_BF16) : NULL,
                                 .out = exactly((size_t)(3 * columns * (dtype == TN_F32 ? 4 : 2))),
                                 .num_columns = columns, .table_dtype = table_dtype, .scale_dtype = TN_BF16,
-                                .dtype = dtype};
+                                .dtype = dtype, .group_size = (int32_t)(columns / groups)};
     if (tn_embed(&args) != TN_OK) fail("a status");
 }
 

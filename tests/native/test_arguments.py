@@ -40,7 +40,7 @@ def misaligned(rows: int, columns: int) -> Array:
         (ones(4, 64, dtype=np.int8), {"scale": ones(4)}, "need scales"),
         (ones(4, 64, dtype=np.int8), {"scale": ones(3, 1)}, "need scales"),
         (ones(4, 64, dtype=np.int8), {"scale": ones(4, 0)}, "need scales"),
-        (ones(4, 64, dtype=np.int8), {"scale": ones(4, 1, dtype=np.float16)}, "fp32 or bf16"),
+        (ones(4, 64, dtype=np.int8), {"scale": ones(4, 1, dtype=np.int8)}, "fp32, bf16 or fp16"),
         (ones(4, 64, dtype=np.int8), {"scale": ones(4, 3)}, "multiple of 32"),
         (ones(4, 64, dtype=np.int8), {"scale": ones(4, 4)}, "multiple of 32"),
         (ones(4, 64, dtype=np.int8), {"scale": ones(8, 2)[::2]}, "contiguous"),

@@ -46,12 +46,16 @@ def make_integers(
     *,
     group_size: int,
     has_zero: bool,
-    bf16_scale: bool,
+    scale_kind: str,
     bias: Array | None,
 ) -> Case:
     groups = (shape[0], shape[1] // group_size)
     scale = floats(rng, groups)
-    scale = arrays.to_bf16(scale) if bf16_scale else scale
+    scale = (
+        arrays.to_bf16(scale)
+        if scale_kind == "bf16"
+        else scale.astype("f2" if scale_kind == "fp16" else "f4")
+    )
     least, most, middle = (-128, 127, 0) if kind == "int8" else (0, 15, 8)
     levels = rng.integers(least, most + 1, shape)
     zero = None
@@ -84,7 +88,7 @@ def cases(draw: st.DrawFn, with_bias: bool = False) -> Case:
         (num_out, num_in),
         group_size=group_size,
         has_zero=draw(st.booleans()),
-        bf16_scale=draw(st.booleans()),
+        scale_kind=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
         bias=bias,
     )
 
@@ -120,7 +124,7 @@ def test_prompts_of_any_length_are_what_numpy_computes(isa: str, kind: str, num_
     rng = np.random.default_rng(num_rows)
     shape = (37, 1152)
     if kind in ("int8", "int4"):
-        case = make_integers(rng, kind, shape, group_size=96, has_zero=True, bf16_scale=True, bias=None)
+        case = make_integers(rng, kind, shape, group_size=96, has_zero=True, scale_kind="bf16", bias=None)
     else:
         case = make_float(rng, kind, shape, None)
     for x in (floats(rng, (num_rows, 1152)), arrays.to_bf16(floats(rng, (num_rows, 1152)))):

@@ -38,7 +38,7 @@ def large_case(kind: str) -> Case:
     rng = np.random.default_rng(7)
     if kind in ("int8", "int4"):
         return make_integers(
-            rng, kind, (333, 1536), group_size=64, has_zero=True, bf16_scale=False, bias=None
+            rng, kind, (333, 1536), group_size=64, has_zero=True, scale_kind="fp16", bias=None
         )
     return make_float(rng, kind, (333, 1536), None)
 

@@ -24,6 +24,7 @@ from blake3 import blake3
 from ...artifact import is_artifact
 from ...errors import UsageError
 from ...format.checkpoint import Checkpoint, open_checkpoint
+from ...format.gguf.directory import GgufDirectory
 from ...format.limits import MANIFEST_NAME
 from ...format.manifest import Manifest, Part, align
 from ...format.manifest_json import dump_manifest, manifest_digest
@@ -43,19 +44,23 @@ _MAX_THREADS = 16  # beyond it reading and writing are the limit, and each threa
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """`leftover` names objects of the replaced artifact that could not be removed; they only cost space."""
+    """`conversions` says what became of the numbers of a GGUF file. `leftover` names objects of the replaced artifact
+    that could not be removed; they only cost space.
+    """
 
     pin: str  # the artifact's address with its digest
     manifest: Manifest
     weight_bytes: int  # of the checkpoint, tied tensors counted as often as they stood there
     stored_bytes: int
     leftover: tuple[str, ...] = ()
+    conversions: tuple[str, ...] = ()
 
     def render(self) -> str:
-        """A line or two for people."""
+        """Some lines for people."""
         lines = [
             f"packed {format_bytes(self.weight_bytes)} into {format_bytes(self.stored_bytes)}: {self.pin}"
         ]
+        lines += [f"  {line}" for line in self.conversions]
         if self.leftover:
             lines.append(f"  {len(self.leftover)} objects of the replaced artifact could not be removed.")
         return "\n".join(lines)
@@ -117,6 +122,7 @@ def pack(
         weight_bytes=checkpoint.weight_bytes,
         stored_bytes=writer.stored_bytes + len(data),
         leftover=remove_replaced(store, replaced) if replaced is not None else (),
+        conversions=source.conversions() if isinstance(source, GgufDirectory) else (),
     )
 
 

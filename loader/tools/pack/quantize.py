@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...format.nibbles import pack_nibbles
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     Bits = NDArray[np.uint16]  # of bf16 numbers
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-RUN = 64  # elements whose nibbles lie in the same 32 bytes
 MAX_WEIGHT = 1e30  # what is larger is no weight, and sums of it might be infinite
 CHUNK_ELEMENTS = 1 << 16  # to work on at a time: with what comes of them they fit in a core's cache
 
@@ -98,15 +99,6 @@ def quantize_int4(weights: Floats, group_size: int, *, asymmetric: bool = False)
         to_bf16(scale),
         zero.astype(np.uint8) if asymmetric else None,
     )
-
-
-def pack_nibbles(levels: Bytes) -> Bytes:
-    """(R, K) numbers below 16 → (R, K / 2): of 64 neighbours, byte j has number j in its low half and j + 32 in its
-    high one.
-    """
-    halves = levels.reshape(len(levels), -1, 2, RUN // 2)
-    packed: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
-    return packed.reshape(len(levels), -1)
 
 
 def _symmetric(grouped: Floats) -> tuple[Floats, list[Floats]]:

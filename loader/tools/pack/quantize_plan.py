@@ -27,11 +27,11 @@ from ...format.checkpoint import Checkpoint
 from ...format.layout import Stretch
 from ...format.limits import MAX_SMALL_FILE_BYTES
 from ...format.manifest import DTYPE_BITS
+from ...format.nibbles import RUN
 from ...format.safetensors import decode_object
 from ...sources.base import Source
 from .quantize import (
     CHUNK_ELEMENTS,
-    RUN,
     SOURCE_DTYPES,
     Quantized,
     first_unusable,

@@ -16,6 +16,7 @@ from ...step.batch import Int64s
 from . import arrays, records
 from .arrays import DType
 from .pools import check_ids
+from .products import is_group_count
 from .weights import vector_of
 
 if TYPE_CHECKING:
@@ -57,14 +58,16 @@ class Operations:
         assert status == 0, f"{name} refused: {status}"
 
     def embed(self, table: Array, scale: Array | None, tokens: Int64s, out: Array) -> Array:
-        """out (T, columns) = rows of table (vocab, columns), times their scale (vocab, 1) where it is int8."""
+        """out (T, columns) = rows of table (vocab, columns), times their scales (vocab, groups) where it is
+        int8.
+        """
         check_ids(tokens, len(table), "a token")
         _check_rows(out, (len(tokens), table.shape[1]))
         arrays.check_contiguous(table, "embeddings")
         if scale is not None:
             arrays.check_contiguous(scale, "scales")
-            if scale.size != len(table):
-                raise ValueError(f"scales must be ({len(table)}, 1), not {scale.shape}")
+            if scale.shape[0] != len(table) or not is_group_count(scale.shape[1], table.shape[1]):
+                raise ValueError(f"scales must be ({len(table)}, groups), not {scale.shape}")
         args = records.EmbedArgs(
             table=arrays.address(table),
             scale=arrays.address_or_null(scale),
@@ -75,6 +78,7 @@ class Operations:
             table_dtype=arrays.dtype_of(table),
             scale_dtype=0 if scale is None else arrays.dtype_of(scale),
             dtype=arrays.dtype_of(out),
+            group_size=0 if scale is None else table.shape[1] // scale.shape[1],
         )
         self.call("tn_embed", args)
         return out

@@ -58,6 +58,13 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+def is_group_count(num_groups: int, columns: int) -> bool:
+    """Whether the core takes rows cut into so many groups."""
+    if num_groups < 1 or columns % num_groups:
+        return False
+    return num_groups == 1 or columns // num_groups % _GROUP_STEP == 0
+
+
 class Weight:
     """Weights w (num_out, num_in) of x @ w.T + bias, with the record of addresses that the core reads.
 
@@ -112,17 +119,16 @@ class Weight:
             raise ValueError(f"rows of 4 bits must be a multiple of {_RUN}, not {self.num_in}")
         if scale is None or scale.ndim != 2 or len(scale) != self.num_out or not scale.shape[1]:
             raise ValueError(f"integers need scales of ({self.num_out}, groups)")
-        if arrays.dtype_of(scale) not in (DType.F32, DType.BF16):
-            raise ValueError(f"scales must be fp32 or bf16, not {scale.dtype}")
-        group_size, rest = divmod(self.num_in, int(scale.shape[1]))
-        if rest or (group_size % _GROUP_STEP and group_size != self.num_in):
+        if arrays.dtype_of(scale) not in (DType.F32, DType.BF16, DType.F16):
+            raise ValueError(f"scales must be fp32, bf16 or fp16, not {scale.dtype}")
+        if not is_group_count(scale.shape[1], self.num_in):
             raise ValueError(
                 f"groups must be a multiple of {_GROUP_STEP} columns or a whole row: {scale.shape[1]} groups of "
                 f"{self.num_in} columns"
             )
         if zero is not None:
             self._check_zero(dtype, scale, zero)
-        return group_size
+        return self.num_in // int(scale.shape[1])
 
     def _check_zero(self, dtype: DType, scale: Array, zero: Array) -> None:
         expected = DType.U8 if dtype is DType.U4 else DType.I16

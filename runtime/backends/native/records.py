@@ -37,7 +37,7 @@ class EmbedArgs(ctypes.Structure):
         ("table_dtype", _INT32),
         ("scale_dtype", _INT32),
         ("dtype", _INT32),
-        ("reserved", _INT32),
+        ("group_size", _INT32),
     )
 
 

@@ -77,8 +77,9 @@ def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> 
     rows = table.array[tokens]
     if scale is None:
         return rounded(to_float32(rows, table.dtype), dtype)
-    scales = to_float32(scale.array.reshape(-1, 1)[tokens], scale.dtype)
-    return rounded(rows.astype(np.float32) * scales, dtype)
+    scales = to_float32(scale.array[tokens], scale.dtype)
+    grouped = rows.reshape(*scales.shape, -1).astype(np.float32) * scales[:, :, None]
+    return rounded(grouped.reshape(rows.shape), dtype)
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float, dtype: DType) -> Floats:

@@ -148,7 +148,7 @@ class TorchExecutor:
 
 
 class Embeddings:
-    """A row for each token, of floats, or of int8 with a scale a row. Rows are made in `dtype`."""
+    """A row for each token, of floats, or of int8 with a scale for each group. Rows are made in `dtype`."""
 
     __slots__ = ("dtype", "scale", "weight")
 
@@ -162,7 +162,9 @@ class Embeddings:
         rows = F.embedding(tokens, self.weight)
         if self.scale is None:
             return rows.to(self.dtype)
-        return (rows.to(torch.float32) * F.embedding(tokens, self.scale).to(torch.float32)).to(self.dtype)
+        scales = F.embedding(tokens, self.scale).to(torch.float32)
+        grouped = rows.view(*scales.shape, -1).to(torch.float32) * scales.unsqueeze(-1)
+        return grouped.view(rows.shape).to(self.dtype)
 
 
 class DecoderLayer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ...models.quantized import RUN
+from ....loader.format.nibbles import RUN
 
 _SCRATCH_ELEMENTS = 1 << 20  # weights that exist as floats at a time
 _MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own

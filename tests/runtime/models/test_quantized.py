@@ -18,6 +18,7 @@ from tests.support.quantized import slow_dequantize
 from tests.support.tiny_models import save_tiny, tiny_model
 
 from teneral import cli
+from teneral.loader.format.nibbles import pack_nibbles, unpack_nibbles
 from teneral.runtime.backends.torch.linear import Linear, SideBySide
 from teneral.runtime.backends.torch.quantized import QuantizedLinear, dequantize
 from teneral.runtime.dtypes import DType
@@ -25,7 +26,6 @@ from teneral.runtime.errors import ModelError
 from teneral.runtime.models.decoder import Decoder
 from teneral.runtime.models.parameters import Parameters
 from teneral.runtime.models.projections import take_linear, take_stacked
-from teneral.runtime.models.quantized import pack_nibbles, unpack_nibbles
 
 KINDS = ["int8", "int8 --group-size 32", "int4", "int4 --group-size 32", "int4 --asymmetric"]
 

@@ -122,17 +122,18 @@ def test_rows_are_activated_normalised_and_added_as_numpy_does(isa, dtype, rows,
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("stored", [DType.F32, DType.BF16, DType.F16, DType.I8])
-@pytest.mark.parametrize("scale_dtype", [DType.F32, DType.BF16])
-def test_embeddings_are_rounded_once(isa, dtype, stored, scale_dtype):
+@pytest.mark.parametrize("scale_dtype", [DType.F32, DType.BF16, DType.F16])
+@pytest.mark.parametrize(("columns", "groups"), [(45, 1), (96, 3)])
+def test_embeddings_are_rounded_once(isa, dtype, stored, scale_dtype, columns, groups):
     tokens = np.array([3, 0, 6, 3], np.int64)
     scale = None
     if stored is DType.I8:
-        table = np.random.default_rng(0).integers(-127, 128, (7, 45)).astype(np.int8)
-        scale = from_float32(np.abs(normals(1, 7, 1)), scale_dtype)
+        table = np.random.default_rng(0).integers(-127, 128, (7, columns)).astype(np.int8)
+        scale = from_float32(np.abs(normals(1, 7, groups)), scale_dtype)
     else:
-        table = from_float32(normals(0, 7, 45), stored)
+        table = from_float32(normals(0, 7, columns), stored)
 
-    out = operations(isa).embed(table, scale, tokens, fresh(dtype, 4, 45))
+    out = operations(isa).embed(table, scale, tokens, fresh(dtype, 4, columns))
 
     scales = None if scale is None else Tensor(scale_dtype, scale)
     assert (to_float32(out, dtype) == reference.embed(Tensor(stored, table), scales, tokens, dtype)).all()

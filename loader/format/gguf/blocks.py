@@ -1,0 +1,172 @@
+"""The blocks in which ggml stores numbers: how each is laid out, and what it means.
+
+A row of a tensor is a run of blocks. Each kind of block says what its numbers are as fp32; those that are
+integers times one scale also give integers and scales, whose products are the very same fp32 numbers. The
+layouts are those of ggml's `ggml-common.h`. Pure functions of arrays; files and tensors are unknown here.
+
+Everything takes blocks as bytes (B, block bytes) and gives (B, elements).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+    Floats = NDArray[np.float32]
+    Levels = NDArray[np.int8]
+
+SMALL = 32  # elements of Q8_0 and the like
+LARGE = 256  # of the K-quants
+_LARGE_GROUPS = 8  # of 32 elements, in a block of Q4_K and Q5_K
+
+
+class Integers(NamedTuple):
+    """(B, elements) from -128 to 127, and the (B,) scale of each block. What they mean is their product."""
+
+    levels: Levels
+    scale: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """One of ggml's types. `bits` is what its integers fit in, where it has them; else None."""
+
+    name: str
+    elements: int
+    block_bytes: int
+    to_floats: Callable[[Bytes], Floats]
+    to_integers: Callable[[Bytes], Integers] | None = None
+    bits: int | None = None
+    dtype: str | None = None  # of the numbers, where they are stored plainly
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.elements * self.block_bytes
+
+
+def _half(blocks: Bytes, at: int) -> Floats:
+    """(B,) the fp16 number at byte `at` of each block."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")[:, 0].astype(np.float32)
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """(B, n) → (B, 2n): the low halves of all bytes, then the high ones."""
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """(B, 4) → (B, 32): bit j of each block's 32 as 0 or 16."""
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
+
+
+def _scaled(integers: Integers) -> Floats:
+    product: Floats = integers.levels * integers.scale[:, None]
+    return product
+
+
+def _f32(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f4")
+
+
+def _f16(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view("<f2").astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> Floats:
+    return (np.ascontiguousarray(blocks).view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _q8_0(blocks: Bytes) -> Integers:
+    return Integers(np.ascontiguousarray(blocks[:, 2:]).view(np.int8), _half(blocks, 0))
+
+
+def _q4_0(blocks: Bytes) -> Integers:
+    return Integers(_nibbles(blocks[:, 2:]).view(np.int8) - np.int8(8), _half(blocks, 0))
+
+
+def _q5_0(blocks: Bytes) -> Integers:
+    levels = _nibbles(blocks[:, 6:]) | _fifth_bits(np.ascontiguousarray(blocks[:, 2:6]))
+    return Integers(levels.view(np.int8) - np.int8(16), _half(blocks, 0))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    floats: Floats = _nibbles(blocks[:, 4:]) * _half(blocks, 0)[:, None] + _half(blocks, 2)[:, None]
+    return floats
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    levels = _nibbles(blocks[:, 8:]) | _fifth_bits(np.ascontiguousarray(blocks[:, 4:8]))
+    return levels * _half(blocks, 0)[:, None] + _half(blocks, 2)[:, None]
+
+
+def _large_scales(packed: Bytes) -> tuple[Floats, Floats]:
+    """(B, 12) → scales and minima (B, 8), 6 bits each: groups 4 to 7 have their top 2 bits beside those of 0 to 3."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = [first & np.uint8(63), (third & np.uint8(15)) | ((first >> np.uint8(6)) << np.uint8(4))]
+    minima = [second & np.uint8(63), (third >> np.uint8(4)) | ((second >> np.uint8(6)) << np.uint8(4))]
+    return np.concatenate(scales, 1).astype(np.float32), np.concatenate(minima, 1).astype(np.float32)
+
+
+def _large(blocks: Bytes, levels: Bytes) -> Floats:
+    """Of levels (B, 8, 32): level · (d · scale) - (dmin · minimum), as ggml orders it."""
+    scales, minima = _large_scales(blocks[:, 4:16])
+    step = (_half(blocks, 0)[:, None] * scales)[:, :, None]
+    floats: Floats = levels * step - (_half(blocks, 2)[:, None] * minima)[:, :, None]
+    return floats.reshape(len(blocks), LARGE)
+
+
+def _pairs_of_groups(packed: Bytes) -> Bytes:
+    """(B, 128) → (B, 8, 32): each 32 bytes hold a group in their low halves and the next one in their high halves."""
+    runs = packed.reshape(len(packed), 4, 1, SMALL)
+    return np.concatenate([runs & np.uint8(15), runs >> np.uint8(4)], axis=2).reshape(
+        -1, _LARGE_GROUPS, SMALL
+    )
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    return _large(blocks, _pairs_of_groups(blocks[:, 16:]))
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    places = np.arange(_LARGE_GROUPS, dtype=np.uint8)[:, None]
+    fifth = (blocks[:, None, 16:48] >> places & np.uint8(1)) << np.uint8(4)  # bit g of byte j is group g's j
+    return _large(blocks, _pairs_of_groups(blocks[:, 48:]) | fifth)
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    """Two halves of 128 elements: 64 bytes with the low 4 bits, 32 with the high 2 of four quarters."""
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], axis=2).reshape(-1, 2, 4, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    levels = (low | high << np.uint8(4)).view(np.int8) - np.int8(32)
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
+    step = _half(blocks, 208)[:, None] * scales  # of 16 elements each
+    product: Floats = levels.reshape(-1, 16, 16) * step[:, :, None]
+    return product.reshape(-1, LARGE)
+
+
+def _integers(name: str, block_bytes: int, bits: int, read: Callable[[Bytes], Integers]) -> BlockType:
+    return BlockType(name, SMALL, block_bytes, lambda blocks: _scaled(read(blocks)), read, bits)
+
+
+# By ggml's numbers.
+BLOCK_TYPES: dict[int, BlockType] = {
+    0: BlockType("F32", 1, 4, _f32, dtype="F32"),
+    1: BlockType("F16", 1, 2, _f16, dtype="F16"),
+    30: BlockType("BF16", 1, 2, _bf16, dtype="BF16"),
+    2: _integers("Q4_0", 18, 4, _q4_0),
+    3: BlockType("Q4_1", SMALL, 20, _q4_1),
+    6: _integers("Q5_0", 22, 8, _q5_0),
+    7: BlockType("Q5_1", SMALL, 24, _q5_1),
+    8: _integers("Q8_0", 34, 8, _q8_0),
+    12: BlockType("Q4_K", LARGE, 144, _q4_k),
+    13: BlockType("Q5_K", LARGE, 176, _q5_k),
+    14: BlockType("Q6_K", LARGE, 210, _q6_k),
+}

@@ -1,0 +1,229 @@
+"""A GGUF file as a model directory: a `Source` with config.json, the tokenizer's files and model.safetensors.
+
+Nothing is written anywhere: a range of model.safetensors is made from the blocks behind it when it is read, some
+rows at a time, so that memory is bounded whatever the file's size, and whatever packs, inspects or serves a model
+directory takes a GGUF file from any kind of store. The bytes depend only on the file.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ...errors import FormatError, NotFoundError
+from ...sources.base import ObjectInfo, Remote, Source, check_name
+from ..nibbles import pack_nibbles
+from ..safetensors import Entry, make_header
+from .fields import GgufFields
+from .model import Form, GgufModel, Piece, describe_model
+from .reader import GgufTensor, read_gguf
+from .tokenizer import tokenizer_files
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .blocks import Floats
+
+    Bytes = NDArray[np.uint8]
+
+SUFFIX = ".gguf"
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+
+_READ_ELEMENTS = 4 << 20  # of a tensor, in one request
+_STEP_ELEMENTS = 1 << 16  # worked on at a time: with what comes of them they fit in a core's cache
+
+
+class _Content(NamedTuple):
+    info: ObjectInfo  # of the GGUF file
+    model: GgufModel
+    files: dict[str, bytes]
+    header: bytes  # of model.safetensors
+    entries: tuple[Entry, ...]  # in the order of their bytes
+    pieces: tuple[Piece, ...]  # of the entries
+    size_bytes: int  # of model.safetensors
+
+
+class GgufDirectory:
+    """The file `name` of `source`, which is closed with it. Reads nothing before it is asked for something.
+
+    With `keep_integers`, blocks that are integers times a scale are stored as such where docs/quantize.md has a layout
+    for the same numbers; otherwise everything is floats.
+    """
+
+    def __init__(self, source: Source, name: str, *, keep_integers: bool = True) -> None:
+        self._source = source
+        self._name = check_name(name)
+        self._keep_integers = keep_integers
+        self._known: _Content | None = None
+        self._opening = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"{self._source.url.rstrip('/')}/{self._name}"
+
+    def conversions(self) -> tuple[str, ...]:
+        """What becomes of each type of block, a line each. Raises `CheckpointError` for a file that is refused."""
+        return self._open().model.conversions
+
+    def stat(self, name: str) -> ObjectInfo:
+        content = self._open()
+        if name == WEIGHTS_NAME:
+            return ObjectInfo(name, content.size_bytes, content.info.version)
+        if name not in content.files:
+            raise NotFoundError(f"{self.url} gives no {name}", source=self.url, name=name)
+        return ObjectInfo(name, len(content.files[name]), content.info.version)
+
+    def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
+        info = self.stat(name)
+        if info.size_bytes > max_bytes:
+            raise FormatError(f"{name} has {info.size_bytes} bytes, of {max_bytes} allowed", where=name)
+        data = bytearray(info.size_bytes)
+        self.read_into(name, 0, memoryview(data))
+        return bytes(data), info
+
+    def read_into(
+        self, name: str, start: int, buffer: memoryview, *, version: str | None = None
+    ) -> str | None:
+        content = self._open()
+        info = self.stat(name)
+        if version not in (None, info.version) or start + len(buffer) > info.size_bytes:
+            from ...errors import ChangedError
+
+            raise ChangedError(f"{self.url} is another file by now", source=self.url, name=self._name)
+        if name in content.files:
+            buffer[:] = content.files[name][start : start + len(buffer)]
+        else:
+            self._read_weights(content, start, np.frombuffer(buffer, np.uint8))
+        return info.version
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        names = sorted((*self._open().files, WEIGHTS_NAME))
+        return (self.stat(name) for name in names if name.startswith(prefix))
+
+    def rest(self) -> None:
+        if isinstance(self._source, Remote):
+            self._source.rest()
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _open(self) -> _Content:
+        with self._opening:
+            if self._known is None:
+                self._known = self._read_content()
+            return self._known
+
+    def _read_content(self) -> _Content:
+        info = self._source.stat(self._name)
+        file = read_gguf(self._source, info)
+
+        def read_table(tensor: GgufTensor) -> list[float]:
+            rows = np.empty((tensor.num_rows, tensor.row_bytes), np.uint8)
+            self._source.read_into(info.name, tensor.begin, rows.reshape(-1).data, version=info.version)
+            numbers: list[float] = _floats(tensor, rows).reshape(-1).tolist()
+            return numbers
+
+        model = describe_model(file, read_table, keep_integers=self._keep_integers)
+        files = tokenizer_files(GgufFields(file.where, file.metadata), model.vocab_size)
+        files[CONFIG_NAME] = (json.dumps(model.config, indent=2) + "\n").encode()
+        header, layout = make_header(
+            [piece.spec for piece in model.pieces], {"format": "pt"}, where=self._name
+        )
+        by_name = {piece.spec.name: piece for piece in model.pieces}
+        entries = tuple(layout.entries.values())
+        pieces = tuple(by_name[entry.name] for entry in entries)
+        return _Content(info, model, files, header, entries, pieces, layout.size_bytes)
+
+    def _read_weights(self, content: _Content, start: int, out: Bytes) -> None:
+        end = start + len(out)
+        if start < len(content.header):
+            part = content.header[start:end]
+            out[: len(part)] = np.frombuffer(part, np.uint8)
+        first = max(0, bisect_right(content.entries, start, key=lambda entry: entry.begin) - 1)
+        for entry, piece in zip(content.entries[first:], content.pieces[first:], strict=True):
+            if entry.begin >= end:
+                break
+            begin = max(start, entry.begin)
+            stop = min(end, entry.end)
+            if begin < stop:
+                self._make(content.info, piece, begin - entry.begin, out[begin - start : stop - start])
+
+    def _make(self, info: ObjectInfo, piece: Piece, start: int, out: Bytes) -> None:
+        """Fill `out` with a piece's bytes from `start` on."""
+        tensor = piece.source
+        own_bytes = _row_bytes(piece)
+        unit = piece.head_rows or 1  # rows that are only known together
+        begin = start // own_bytes // unit * unit
+        end = -(-(start + len(out)) // own_bytes)
+        end = min(tensor.num_rows, -(-end // unit) * unit)
+        read_rows = max(1, _READ_ELEMENTS // tensor.columns // unit) * unit
+        step = max(1, _STEP_ELEMENTS // tensor.columns // unit) * unit
+        for first in range(begin, end, read_rows):
+            stored = np.empty((min(end, first + read_rows) - first, tensor.row_bytes), np.uint8)
+            at = tensor.begin + first * tensor.row_bytes
+            self._source.read_into(info.name, at, stored.reshape(-1).data, version=info.version)
+            for row in range(0, len(stored), step):
+                made = _made(piece, stored[row : row + step])
+                _copy_overlap(made, (first + row) * own_bytes, out, start)
+
+
+def _row_bytes(piece: Piece) -> int:
+    """Of a piece that a row of its tensor becomes."""
+    columns = piece.source.columns
+    if piece.form is Form.FLOATS:
+        return columns * (4 if piece.spec.dtype == "F32" else 2)
+    return {Form.INT8: columns, Form.INT4: columns // 2}.get(
+        piece.form, columns // piece.source.type.elements * 2
+    )
+
+
+def _made(piece: Piece, rows: Bytes) -> Bytes:
+    """Some rows of blocks as the piece has them, with rows of heads back in transformers' order."""
+    if piece.head_rows:
+        # In a head, rows 2i and 2i + 1 turn together; transformers has them half a head apart.
+        heads = rows.reshape(-1, piece.head_rows // 2, 2, rows.shape[1])
+        rows = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+    kind = piece.source.type
+    blocks = rows.reshape(-1, kind.block_bytes)
+    if piece.form is Form.SCALES:
+        return np.ascontiguousarray(blocks[:, :2]).reshape(-1)
+    if piece.form is Form.FLOATS:
+        if kind.dtype == piece.spec.dtype:
+            return rows.reshape(-1)
+        return _encode(kind.to_floats(blocks), piece.spec.dtype)
+    assert kind.to_integers is not None
+    levels = kind.to_integers(blocks).levels.reshape(len(rows), -1)
+    if piece.form is Form.INT8:
+        return levels.view(np.uint8).reshape(-1)
+    return pack_nibbles((levels + np.int8(8)).view(np.uint8)).reshape(-1)
+
+
+def _floats(tensor: GgufTensor, rows: Bytes) -> Floats:
+    return tensor.type.to_floats(rows.reshape(-1, tensor.type.block_bytes))
+
+
+def _encode(values: Floats, dtype: str) -> Bytes:
+    """The nearest numbers of a dtype, ties to even."""
+    if dtype == "F32":
+        return values.reshape(-1).view(np.uint8)
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype("<f2").reshape(-1).view(np.uint8)
+    bits = values.reshape(-1).view(np.uint32)
+    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1)))) >> 16).astype("<u2")
+    rounded[np.isnan(values.reshape(-1))] = 0x7FC0
+    return rounded.view(np.uint8)
+
+
+def _copy_overlap(data: Bytes, data_start: int, out: Bytes, out_start: int) -> None:
+    """Copy what of `data`, which begins at byte `data_start`, falls into `out`, which begins at `out_start`."""
+    begin = max(data_start, out_start)
+    end = min(data_start + len(data), out_start + len(out))
+    if begin < end:
+        out[begin - out_start : end - out_start] = data[begin - data_start : end - data_start]

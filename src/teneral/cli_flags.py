@@ -97,6 +97,11 @@ def _pack(command: argparse.ArgumentParser) -> None:
     weights.add_argument(
         "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"
     )
+    weights.add_argument(
+        "--dequantize",
+        action="store_true",
+        help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
+    )
     _add_work_flags(command)
 
 

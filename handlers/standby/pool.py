@@ -221,24 +221,32 @@ class _Pool:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: stopped.append(number))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the select below is woken
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
         with wake, woken:
-            while not stopped:
-                wait_s = self._fill_at_s - time.monotonic()
-                if wait_s <= 0:
-                    self.fill()
-                is_full = len(self._waiting) >= self._num_processes
-                ready, _, _ = select.select(
-                    [wake.fileno(), self._taken], [], [], None if is_full else max(0.0, wait_s)
-                )
-                if wake.fileno() in ready:
-                    wake.recv(1024)
-                if self._taken in ready:
-                    self._forget_taken()
-                self._reap()
+            signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+            try:
+                while not stopped:
+                    self._turn(wake)
+            finally:
+                # Children end after this, and their signals would be written to a closed socket.
+                signal.set_wakeup_fd(-1)
         for process_id in self._waiting:
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGTERM)
+
+    def _turn(self, wake: socket.socket) -> None:
+        """Refills when it is time, and waits for a signal, an order or that time."""
+        wait_s = self._fill_at_s - time.monotonic()
+        if wait_s <= 0:
+            self.fill()
+        is_full = len(self._waiting) >= self._num_processes
+        ready, _, _ = select.select(
+            [wake.fileno(), self._taken], [], [], None if is_full else max(0.0, wait_s)
+        )
+        if wake.fileno() in ready:
+            wake.recv(1024)
+        if self._taken in ready:
+            self._forget_taken()
+        self._reap()
 
     def fill(self) -> None:
         """Fork off as many as are missing."""

@@ -118,7 +118,11 @@ class Pool:
         self.process.terminate()
         self.process.wait(WAIT_S)
         assert self.process.stderr is not None
-        self.process.stderr.close()
+        if not self.process.stderr.closed:
+            self.said += self.process.stderr.read()
+            self.process.stderr.close()
+        assert "Exception ignored" not in self.said
+        assert "Traceback" not in self.said
 
 
 class Server:

@@ -108,8 +108,8 @@ async def run(
     """Invoke the handler and yield its results as they come: JSON-ready values, str or bytes.
 
     A plain function gives one; one that yields, or that returns an iterator, any number. At most a few
-    results are made ahead of their reader. `on_stream` is called before the first result of one that yields or returns
-    an iterator, of which nothing says yet whether more will come. Leaving early (`aclose`, or cancelling the task)
+    results are made ahead of their reader. `on_stream` is called before the first result, or the end, of
+    a function that yields or returns an iterator. Leaving early (`aclose`, or cancelling the task)
     cancels the context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
     raises (`__cause__` is that), except errors of Teneral itself, which pass through as they are; and
     `CancelledError` when the deadline passes first. A function whose reader has left counts until it has ended:
@@ -118,19 +118,19 @@ async def run(
     outlet = Outlet()
     call = handler.calls.begin(context.request_id)
     stop = _begin(handler, event, context, outlet, call)
-    is_told = False
+    is_announced = False
     try:
         while True:
             try:
                 async with asyncio.timeout(context.remaining_time_s()):
-                    value = await anext(outlet)
-            except StopAsyncIteration:
-                return
+                    value = await anext(outlet, outlet)
             except TimeoutError:
                 raise CancelledError(f"{handler.name} did not end before its deadline") from None
-            if outlet.is_stream and not is_told:
-                is_told = True
+            if outlet.is_stream and not is_announced:
+                is_announced = True
                 on_stream()
+            if value is outlet:
+                return
             yield value
     finally:
         outlet.close()

@@ -39,7 +39,9 @@ class Outlet:
         self._arrived = asyncio.Event()
         self._values: deque[Any] = deque()  # only touched on the consumer's loop
         self._closed = False
-        self.is_stream = False  # the producer gives value after value, and more than one may come
+        self.is_stream = (
+            False  # the producer yields; known by the first value, or the end where there is none
+        )
 
     def put(self, value: Any) -> None:
         """Block until there is room, and hand the value over. Raises `OutletClosedError` when nobody takes
@@ -55,7 +57,11 @@ class Outlet:
         await asyncio.wrap_future(self._send(value))
 
     def end(self, error: BaseException | None = None) -> None:
-        """No value will follow; `error` is raised to the consumer behind the last one. Never waits."""
+        """No value will follow; `error` is raised to the consumer behind the last one. Never waits.
+
+        Without an error the values, even none, are a stream: a single value ends with `finish`.
+        """
+        self.is_stream = self.is_stream or error is None
         calling_on_loop(self._loop, self._append)(_End(error))
 
     def finish(self, value: Any) -> None:

@@ -1,12 +1,12 @@
-"""POST /invoke: the user's function. One value comes back as JSON; several as a stream, of lines or of
-events.
+"""POST /invoke: the user's function. A returned value comes back as JSON; yielded ones as a stream, of
+lines or of events.
 
-Which of the two it is shows only when the function gives a second value, unless it is a generator by its
-definition, or the caller asks for a stream; so a first value is held back until then.
+A function that yields, or that returns an iterator, is a stream from its first value on, which goes out at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, cast
@@ -37,6 +37,22 @@ class InvokeRoute:
                 return await respond(self._service, request, self._handler, values)
 
 
+class Values(AsyncIterator[Any]):
+    """A function's values as they come. `is_stream` is known with the first of them."""
+
+    def __init__(self, values: AsyncIterator[Any], is_stream: asyncio.Event) -> None:
+        self._values = values
+        self._is_stream = is_stream
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the function yields, or returned an iterator."""
+        return self._is_stream.is_set()
+
+    async def __anext__(self) -> Any:
+        return await anext(self._values)
+
+
 @asynccontextmanager
 async def invoking(
     service: Service,
@@ -46,7 +62,7 @@ async def invoking(
     session: str | None = None,
     platform: Mapping[str, Any] = NO_FACTS,
     trace_id: str | None = None,
-) -> AsyncIterator[AsyncIterator[Any]]:
+) -> AsyncIterator[Values]:
     """While in here: the values that the function gives, one after another. Leaving cancels what it has left running.
 
     Raises what the function does, in here; 504 when its time is up.
@@ -60,9 +76,10 @@ async def invoking(
         platform=platform,
         trace_id=trace_id,
     )
-    values = cast(AsyncGenerator[Any, None], run(handler, event, context))
+    is_stream = asyncio.Event()
+    values = cast(AsyncGenerator[Any, None], run(handler, event, context, on_stream=is_stream.set))
     async with aclosing(values), aclosing(_in_time(values, context, call)) as timely:
-        yield timely
+        yield Values(timely, is_stream)
 
 
 async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> AsyncGenerator[Any, None]:
@@ -77,15 +94,15 @@ async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> 
 
 
 async def respond(
-    service: Service, request: web.Request, handler: Handler, values: AsyncIterator[Any]
+    service: Service, request: web.Request, handler: Handler, values: Values
 ) -> web.StreamResponse:
-    """One value whole; several as the stream that the caller's `Accept` names."""
+    """A returned value whole; yielded ones as the stream that the caller's `Accept` names."""
     accept = request.headers.get("Accept", "")
     framing = SSE if SSE.content_type in accept else NDJSON
     if handler.kind.is_generator or framing is SSE or NDJSON.content_type in accept:
         return await stream_values(service, request, framing, [], values)
-    first = [value async for value in up_to(2, values)]
-    if len(first) > 1:
+    first = [value async for value in up_to(1, values)]
+    if values.is_stream:
         return await stream_values(service, request, framing, first, values)
     return whole(first[0] if first else None)
 

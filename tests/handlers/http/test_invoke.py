@@ -62,7 +62,8 @@ async def test_several_values_are_lines_unless_events_are_asked_for(start: Any, 
         assert done == "[DONE]"
 
 
-async def test_values_come_as_they_are_made(start: Any) -> None:
+@pytest.mark.parametrize("returned", [False, True])
+async def test_values_come_as_they_are_made(start: Any, returned: bool) -> None:
     turn = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -71,8 +72,9 @@ async def test_values_come_as_they_are_made(start: Any) -> None:
         asyncio.run_coroutine_threadsafe(turn.wait(), loop).result()
         yield 2
 
+    handler = (lambda event, context: stepwise(event, context)) if returned else stepwise
     async with (
-        start(handler=stepwise) as server,
+        start(handler=handler) as server,
         server.client.post("/invoke", json=None) as response,
     ):
         assert await response.content.readline() == b"1\n"
@@ -80,8 +82,9 @@ async def test_values_come_as_they_are_made(start: Any) -> None:
         assert await response.content.readline() == b"2\n"
 
 
-async def test_a_generator_that_gives_nothing_is_an_empty_stream(start: Any) -> None:
-    async with start(handler=count) as server:
+@pytest.mark.parametrize("function", [count, count_by_return])
+async def test_a_generator_that_gives_nothing_is_an_empty_stream(start: Any, function: Any) -> None:
+    async with start(handler=function) as server:
         answer = await server.post("/invoke", {"to": 0})
         assert (answer.status, answer.body) == (200, b"")
 

@@ -53,8 +53,11 @@ def is_artifact(source: Source) -> bool:
     return True
 
 
-def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | None = None) -> Manifest:
-    """The folder's manifest; of a folder without one, the manifest made from its safetensors headers.
+def open_artifact(
+    source: Source, *, digest: bytes | None = None, look: Look | None = None, in_place: bool = False
+) -> Manifest:
+    """The folder's manifest; of a folder without one, the manifest made from its safetensors headers: with `in_place`,
+    that of slabs as the files have them, where it can be (`manifest_in_place`).
 
     With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it. Raises
     `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when
@@ -64,7 +67,7 @@ def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | N
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
     except NotFoundError as error:
         if digest is None:
-            return _open_plain(source)
+            return _open_plain(source, in_place)
         raise NotFoundError(
             f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {PIN_MARK}{digest.hex()} pins",
             source=source.url,
@@ -74,7 +77,7 @@ def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | N
     except AccessDeniedError as error:
         if digest is not None:
             raise
-        return _open_denied(source, error)
+        return _open_denied(source, error, in_place)
     from .format.manifest_json import (
         parse_manifest,
     )  # while the answer was on its way, a loader has imported it
@@ -82,17 +85,16 @@ def open_artifact(source: Source, *, digest: bytes | None = None, look: Look | N
     return parse_manifest(data, expected_digest=digest, look=look)
 
 
-def _open_plain(source: Source) -> Manifest:
+def _open_plain(source: Source, in_place: bool) -> Manifest:
     """From safetensors headers."""
-    from .format.checkpoint import (
-        manifest_of,
-        open_checkpoint,
-    )  # an artifact's first bytes need not wait for these
+    # An artifact's first bytes need not wait for these.
+    from .format.checkpoint import manifest_in_place, manifest_of, open_checkpoint
 
-    return manifest_of(open_checkpoint(source))
+    checkpoint = open_checkpoint(source)
+    return (manifest_in_place(checkpoint) if in_place else None) or manifest_of(checkpoint)
 
 
-def _open_denied(source: Source, denied: AccessDeniedError) -> Manifest:
+def _open_denied(source: Source, denied: AccessDeniedError, in_place: bool) -> Manifest:
     """From safetensors headers, where it is certain enough that the manifest, which is denied, does not exist.
 
     Where the folder cannot be listed, another JSON file of it must have been readable: a right by suffix would
@@ -100,7 +102,7 @@ def _open_denied(source: Source, denied: AccessDeniedError) -> Manifest:
     """
     is_certain = _check_absent(source, denied)
     try:
-        manifest = _open_plain(source)
+        manifest = _open_plain(source, in_place)
     except AccessDeniedError as error:
         if not error.may_be_absent:
             raise

@@ -220,6 +220,12 @@ class ServeConfig:
         "but for a GPU and beside torch; thread: the tokenizer, too, is parsed in one",
         metavar="WHERE",
     )
+    mmap: bool = _setting(
+        True,
+        _flag,
+        "use plain safetensors of a local folder where they lie, without a copy, on a CPU; --no-… reads them, so that "
+        "files may be overwritten in place while they are served",
+    )
     connections: int = _setting(
         32, _integer(1, 256), "most connections that fetch at the same time; fewer where these are as fast"
     )

@@ -8,14 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..loader.device.detect import CPU, choose_device
-from ..loader.errors import IntegrityError, UsageError
+from ..loader.errors import IntegrityError, UnavailableError, UsageError
+from ..loader.sources.base import Mappable, Remote
 from .start import opener
 
 if TYPE_CHECKING:
     from ..loader.device.base import DeviceStatistics
-    from ..loader.format.manifest import Manifest, Tensor
+    from ..loader.format.manifest import Blob, Manifest, Part, Tensor
     from ..loader.load.device_load import DeviceLoad
+    from ..loader.load.fetch import ReadAhead
     from ..loader.load.load import WeightLoad
+    from ..loader.load.mapped_load import MappedLoad
+    from ..loader.load.options import LoadOptions
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .config import ServeConfig
@@ -25,13 +29,19 @@ if TYPE_CHECKING:
 
 def load_here(
     source: Source, digest: bytes | None, config: ServeConfig, timeline: Timeline
-) -> WeightLoad | DeviceLoad:
+) -> WeightLoad | MappedLoad | DeviceLoad:
     """A load in this process's own threads, begun."""
-    from ..loader.artifact import open_artifact  # these are the loader's process's business, as a rule
+    from ..loader.artifact import (
+        open_artifact,  # these are the loader's process's business where there is one
+    )
 
-    with timeline.span("manifest", "open"):
-        manifest = open_artifact(source, digest=digest)
     options, device = config.load_options, choose_device(config.device)
+    in_place = config.mmap and device == CPU and isinstance(source, Mappable)
+    ahead = _Ahead(source, options, timeline, device)
+    with timeline.span("manifest", "open"):
+        manifest = open_artifact(source, digest=digest, look=ahead.look, in_place=in_place)
+    if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
+        return mapped
     if device != CPU:
         from ..loader.load.device_load import DeviceLoad  # as above
 
@@ -39,9 +49,50 @@ def load_here(
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
     from ..loader.load.load import WeightLoad  # as above
 
-    load = WeightLoad(source, manifest, options=options, timeline=timeline)
+    load = WeightLoad(source, manifest, options=options, timeline=timeline, ahead=ahead.found)
     load.start()
     return load
+
+
+def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> MappedLoad | None:
+    """A load of files that are used where they lie, begun; None where the weights are not stored so, or the file system
+    cannot.
+    """
+    if any(part.digest is not None for part in manifest.parts):
+        return None
+    from ..loader.load.mapped_load import MappedLoad, can_map  # artifacts do without
+
+    if not can_map(manifest):
+        return None
+    try:
+        load = MappedLoad(source, manifest, options=options, timeline=timeline)
+    except UnavailableError:
+        return None  # what else is the matter, reading will tell
+    load.start()
+    return load
+
+
+class _Ahead:
+    """What is read of a remote artifact while its manifest is still being parsed."""
+
+    def __init__(self, source: Source, options: LoadOptions, timeline: Timeline, device: str) -> None:
+        self._source = source
+        self._options = options
+        self._timeline = timeline
+        self._is_here = device == CPU
+        self.found: ReadAhead | None = None
+
+    def look(self, weight_bytes: int, blob: Blob, part: Part) -> bool:
+        """As `ReadAhead.look`."""
+        if not isinstance(self._source, Remote):
+            return True
+        if self.found is None:
+            from ..loader.load.fetch import ReadAhead  # the manifest was asked for without it
+
+            self.found = ReadAhead(
+                self._source, self._options, timeline=self._timeline, weights_are_here=self._is_here
+            )
+        return self.found.look(weight_bytes, blob, part)
 
 
 def wait_exact(load: AnyLoad) -> None:

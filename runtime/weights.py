@@ -23,9 +23,10 @@ from .tensors import Tensor
 
 if TYPE_CHECKING:
     from ..loader.load.load import WeightLoad
+    from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.process_load import ProcessLoad
 
-    AnyLoad = WeightLoad | ProcessLoad | DeviceLoad
+    AnyLoad = WeightLoad | MappedLoad | ProcessLoad | DeviceLoad
 
 
 Rows = npt.NDArray[np.int64]

@@ -18,14 +18,16 @@ from typing import NamedTuple
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
 from ..process.parallel_map import map_side_by_side
 from ..sources.base import ObjectInfo, Remote, Source, check_name
-from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements
+from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements, group_tensors
 from .limits import MAX_SMALL_FILE_BYTES
 from .manifest import (
+    DTYPE_BITS,
     MAX_PART_ELEMENTS,
     Blob,
     Codec,
     Encoding,
     File,
+    Group,
     Manifest,
     Part,
     Plane,
@@ -173,6 +175,50 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
         {name: (stored.entry.dtype, stored.entry.shape) for name, stored in checkpoint.tensors.items()},
         lambda name, dtype, shape: Encoding.WHOLE,
     )
+    return _manifest(checkpoint, groups, tensors)
+
+
+def manifest_in_place(checkpoint: Checkpoint) -> Manifest | None:
+    """The manifest of the same weights where they lie in their files: every slab is a stretch of one of them, and so
+    has a group of its own (`layers.3`, `layers.3-2`, …) where a layer's tensors lie apart.
+
+    None where a tensor does not begin at a multiple of its elements' size, so that it cannot be computed with there.
+    """
+    stored = checkpoint.tensors
+    if any(each.entry.begin % (DTYPE_BITS[each.entry.dtype] + 7 >> 3) for each in stored.values()):
+        return None
+    groups: list[Group] = []
+    tensors: list[Tensor] = []
+    for label, names in group_tensors({name: each.entry.shape for name, each in stored.items()}):
+        for number, run in enumerate(_stretches(names, stored), 1):
+            begin, first = stored[run[0]].entry.begin, len(tensors)
+            for name in run:
+                entry = stored[name].entry
+                offset = entry.begin - begin
+                tensors.append(
+                    Tensor(len(tensors), name, entry.dtype, entry.shape, len(groups), Encoding.WHOLE, offset)
+                )
+            members = tuple(range(first, len(tensors)))
+            name = label if number == 1 else f"{label}-{number}"
+            groups.append(Group(len(groups), name, members, stored[run[-1]].entry.end - begin))
+    return _manifest(checkpoint, tuple(groups), tuple(tensors))
+
+
+def _stretches(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> Iterator[list[str]]:
+    """The names in file order, as runs that lie back to back in one file."""
+    run: list[str] = []
+    for name in sorted(names, key=lambda each: (stored[each].shard, stored[each].entry.begin)):
+        before = stored[run[-1]] if run else None
+        if before and (before.shard, before.entry.end) != (stored[name].shard, stored[name].entry.begin):
+            yield run
+            run = []
+        run.append(name)
+    if run:
+        yield run
+
+
+def _manifest(checkpoint: Checkpoint, groups: tuple[Group, ...], tensors: tuple[Tensor, ...]) -> Manifest:
+    """Of plain files, whose stretches are its parts."""
     places = [checkpoint.tensors[tensor.name] for tensor in tensors]
     parts: list[Part] = []
     for group in groups:

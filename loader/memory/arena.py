@@ -84,7 +84,7 @@ class Arena:
         it does where they become slow; steps that found their pages there say nothing of that, and there are many:
         threads that read a local file are ahead of this one.
         """
-        advise = _adviser(self._memory)
+        advise = adviser(self._memory)
         is_huge = self._tries_huge_pages and self._are_huge_pages_fast(advise, slow_step_s)
         if is_huge:
             advise(0, self.size_bytes, mmap.MADV_HUGEPAGE)
@@ -118,7 +118,7 @@ class Arena:
 
         Whoever computes with the weights first would pay for it else, layer by layer. Blocks, without the GIL.
         """
-        advise = _adviser(self._memory)
+        advise = adviser(self._memory)
         for offset in range(self._ahead_bytes, self.size_bytes, PREFAULT_STEP_BYTES):
             if not advise(offset, PREFAULT_STEP_BYTES, MADV_POPULATE_READ):
                 return
@@ -152,7 +152,7 @@ class Reserve:
         return Reserved(self._memory, self._taken_bytes)
 
     def _take_pages(self) -> None:
-        advise, cores = _adviser(self._memory), available_cores()
+        advise, cores = adviser(self._memory), available_cores()
         for offset in range(0, len(self._memory), RESERVE_STEP_BYTES):
             # A lower priority would not do: pools and servers are sessions of their own, which share cores evenly.
             if self._wanted.wait(BUSY_REST_S if _num_running() > cores else 0):
@@ -176,7 +176,7 @@ def held_bytes(shared_fd: int) -> int:
     return os.fstat(shared_fd).st_blocks * 512
 
 
-def _adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
+def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
     """Gives the kernel advice on so many bytes of a mapping from an offset on, or as many as there are; says if it took
     it.
     """

@@ -121,6 +121,21 @@ class Remote(Protocol):
         """
 
 
+@runtime_checkable
+class Mappable(Source, Protocol):
+    """A source whose objects are files of this machine."""
+
+    def map(self, name: str, *, version: str | None = None) -> memoryview:
+        """The object's content where the system keeps it: (size_bytes,) uint8, writable, without a copy and without
+        being read yet. Writing changes this process's own view. The view owns the mapping and outlives the source.
+
+        Raises `ChangedError` when the object is not of `version`, and `UnavailableError` where files cannot be mapped.
+        """
+
+    def check_version(self, name: str, version: str | None) -> None:
+        """Raise `ChangedError` when the object is not of `version` by now."""
+
+
 class ObjectWriter(Protocol):
     """One object being written. It appears whole on `commit`, and not at all on `abort` or a crash.
 

@@ -150,7 +150,7 @@ def test_slabs_lie_in_memory_that_was_taken_ahead_and_its_rest_is_given_back() -
 def test_pages_that_were_taken_ahead_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fd, mapping = reserved(4 * PREFAULT_STEP_BYTES)
     advised: list[int] = []
-    monkeypatch.setattr(arena_module, "_adviser", lambda _: lambda offset, *_: advised.append(offset) is None)
+    monkeypatch.setattr(arena_module, "adviser", lambda _: lambda offset, *_: advised.append(offset) is None)
     for taken_bytes, expected in ((mapping.taken_bytes, []), (PREFAULT_STEP_BYTES, [PREFAULT_STEP_BYTES])):
         arena = Arena([2 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=Reserved(mapping.memory, taken_bytes))
         assert arena.prefault(stopped=lambda: False)

@@ -74,6 +74,17 @@ def generate(instance: Instance, **arguments: Any) -> list[int]:
     return [token for event in generation.events(WAIT_S) for token in event.tokens]
 
 
+def test_weights_used_where_their_file_lies_give_the_same_tokens(checkpoint: Path) -> None:
+    config = CONFIG.replace(model=str(checkpoint), loader="thread")
+    answers = []
+    for mmap in (True, False):
+        with Instance(config.replace(mmap=mmap)) as instance:
+            answers.append(generate(instance, max_tokens=32))
+            assert instance.wait_exact(WAIT_S)
+            assert (instance.statistics()["load"].staging_capacity_bytes == 0) is mmap
+    assert answers[0] == answers[1]
+
+
 def test_the_first_layer_has_executed_before_the_last_layers_bytes_arrive(
     artifact: MemoryStore,
 ) -> None:

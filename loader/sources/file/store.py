@@ -7,6 +7,7 @@ are followed for reading, as the caches of model hubs are made of them, but a na
 
 from __future__ import annotations
 
+import mmap
 import os
 import stat as stat_modes
 from collections.abc import Iterator
@@ -60,6 +61,20 @@ class FileStore:
             # Once more: a file overwritten in place, not renamed over, changes under an open descriptor.
             self._check_version(name, os.fstat(fd), version)
         return version  # none of its own: on network file systems inode numbers may change where bytes do not
+
+    def map(self, name: str, *, version: str | None = None) -> memoryview:
+        """As `Mappable.map`. The mapping holds the file: what is renamed over it or removed stays readable."""
+        with self._opened(name) as (fd, status):
+            self._check_version(name, status, version)
+            if status.st_size == 0:
+                return memoryview(bytearray())
+            return memoryview(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY))
+
+    def check_version(self, name: str, version: str | None) -> None:
+        """As `Mappable.check_version`."""
+        self._check_open(name)
+        with self._folder.translated(name):
+            self._check_version(name, os.stat(self._folder.path_of(name)), version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """As `Source.list`; raises `NotFoundError` where the store's folder itself does not exist."""

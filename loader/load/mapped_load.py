@@ -1,0 +1,339 @@
+"""A load without copies: plain safetensors of a local folder, used where they lie in the system's page cache.
+
+Each file is mapped, and the slab of a group is its stretch of the mapping. Threads have the kernel read the stretches,
+in the order in which a forward pass needs them, and open the gates: a model of 1 GB that the node has in its cache is
+there after 20 ms, in no memory of this process's own. Plain safetensors carry no digests, so nothing is verified; a
+file that changes during the load fails it. After the load a file that is overwritten in place changes the weights, and
+one that is cut off kills the process, as with every program that maps its files: models are replaced by renaming, or
+served with `mmap = false` (docs/decisions/0029).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import LoadCancelledError, LoadError, TeneralError, UnavailableError
+from ..format.manifest import Manifest, Part, Tier
+from ..memory.arena import MADV_POPULATE_READ, adviser, as_array
+from ..memory.limits import MIB, available, check_fits, taken_bytes
+from ..sources.base import Mappable
+from ..timeline import Timeline
+from .accounting import (
+    LoadProgress,
+    LoadState,
+    LoadStatistics,
+    Meter,
+    Phase,
+    add_part_span,
+    blame_part,
+    mark_ready,
+)
+from .gates import Readiness
+from .link import LinkStatistics
+from .options import LoadOptions, Order
+from .plan import Step, plan_load
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+NUM_THREADS = 4  # a disk has several requests at a time then; from the cache one of them would do
+
+
+class _Stretch(NamedTuple):
+    """Where a group's slab begins in a file."""
+
+    blob: int
+    begin_bytes: int
+
+
+class MappedLoad:
+    """Loads a manifest whose slabs are stretches of its files. All methods may be called from any thread.
+
+    The slabs are views of private mappings, which live as long as any view does. The source stays the caller's.
+    """
+
+    def __init__(
+        self,
+        source: Mappable,
+        manifest: Manifest,
+        *,
+        options: LoadOptions | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Map the files. Nothing is read yet.
+
+        Raises `InsufficientMemoryError` where the weights would not stay in memory, `UnavailableError` for a file that
+        cannot be mapped, `ChangedError` for one that is not of the manifest's version, and `ValueError` for a manifest
+        of other slabs (`can_map` says of which it is).
+        """
+        self.manifest = manifest
+        self._source = source
+        self._options = options or LoadOptions()
+        self._timeline = timeline or Timeline()
+        steps = plan_load(manifest, Order.EXACT, tables_last=self._options.rows_on_demand).steps
+        stretches = _stretches(steps)
+        if stretches is None:
+            raise ValueError("these slabs are not stretches of the files")
+        self._check_memory()
+        self._blobs = [source.map(blob.name, version=blob.version) for blob in manifest.blobs]
+        self._advisers = [adviser(memory) for memory in self._blobs]
+        self._slabs = []
+        for group in manifest.groups:
+            blob, begin = stretches.get(group.index, _Stretch(0, 0))
+            self._slabs.append(self._blobs[blob][begin : begin + group.slab_bytes])
+        self._can_populate = all(
+            advise(0, mmap.PAGESIZE, MADV_POPULATE_READ) for advise in self._advisers
+        )  # Linux 5.14
+        self._readiness = Readiness(
+            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
+        )
+        self._by_part = {step.part.index: step for step in steps}
+        self._todo = deque(steps)
+        self._lock = threading.Lock()  # guards what is to do, and starting against cancelling
+        self._meter = Meter()
+        self._threads: list[threading.Thread] = []
+        self._started_at_s: float | None = None
+        self._ended_at_s: float | None = None
+
+    def start(self) -> None:
+        """Begin to read; return at once. Raises `RuntimeError` the second time."""
+        with self._lock:
+            if self._started_at_s is not None:
+                raise RuntimeError("a load can be started once")
+            self._started_at_s = time.monotonic()
+            if self._readiness.error is not None:
+                return
+            if not self._todo:
+                self._end()
+            self._threads = [
+                threading.Thread(target=self._run, name=f"teneral-map-{number}", daemon=True)
+                for number in range(min(NUM_THREADS, len(self._todo)))
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
+        """As `WeightLoad.wait`."""
+        self._readiness.wait(group, tier, timeout_s)
+
+    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
+        return self._readiness.is_open(group, tier)
+
+    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
+        """As `WeightLoad.wait_parts`."""
+        if not self._readiness.are_there(numbers):
+            self.want_parts(numbers)
+            self._readiness.wait_parts(numbers, timeout_s)
+
+    def want_parts(self, numbers: Collection[int]) -> None:
+        """As `WeightLoad.want_parts`."""
+        with self._lock:
+            wanted = [step for step in self._todo if step.part.index in numbers]
+            for step in reversed(wanted):
+                self._todo.remove(step)
+                self._todo.appendleft(step)
+
+    def slab(self, group: int) -> npt.NDArray[np.uint8]:
+        """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this process's copy alone."""
+        return as_array(self._slabs[group])
+
+    def using(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.using`: nothing is ever refined here."""
+        return nullcontext()
+
+    @property
+    def refine_wait_s(self) -> float:
+        """As `WeightLoad.refine_wait_s`."""
+        return 0.0
+
+    @property
+    def order(self) -> Order:
+        """As `WeightLoad.order`: there is one tier."""
+        return Order.EXACT
+
+    def reorder(self, order: Order) -> None:
+        """As `WeightLoad.reorder`."""
+
+    @property
+    def failure(self) -> TeneralError | None:
+        """Why the load ended early, if it did."""
+        return self._readiness.error
+
+    def left_s(self) -> float:
+        """As `WeightLoad.left_s`."""
+        return self.progress().left_s
+
+    def progress(self) -> LoadProgress:
+        """As `WeightLoad.progress`."""
+        return LoadProgress(
+            state=self._state(),
+            stored_bytes_total=sum(part.size_bytes for part in self.manifest.parts),
+            fetched_bytes=self._meter.fetched_bytes,
+            parts_decoded=self._meter.parts_decoded,
+            num_parts=len(self.manifest.parts),
+            groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
+            groups_exact=self._readiness.num_open(Tier.REFINE),
+            num_groups=len(self.manifest.groups),
+            rate_bytes_per_s=self._rate_bytes_per_s(),
+        )
+
+    def statistics(self) -> LoadStatistics:
+        """As `WeightLoad.statistics`. What was mapped counts as read straight into its slab."""
+        return LoadStatistics(
+            elapsed_s=self._elapsed_s(),
+            weight_bytes=self.manifest.weight_bytes,
+            stored_bytes=sum(part.size_bytes for part in self.manifest.parts),
+            unverified_bytes=self._meter.unverified_bytes,
+            direct_bytes=self._meter.direct_bytes,
+            num_reads=self._meter.num_reads,
+            num_refetched_parts=0,
+            staging_capacity_bytes=0,
+            staging_peak_bytes=0,
+            staging_wait_s=0.0,
+            link=LinkStatistics(self._rate_bytes_per_s(), 0.0, 0.0, len(self._threads), NUM_THREADS, 0, 0, 0),
+            fetch=self._meter.phase(Phase.FETCH),
+            verify=self._meter.phase(Phase.VERIFY),
+            decode=self._meter.phase(Phase.DECODE),
+            cache=None,
+        )
+
+    def cancel(self) -> None:
+        """Stop: closed gates raise `LoadCancelledError`. Nothing after the end."""
+        self._fail(LoadCancelledError("the load was cancelled"))
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until all threads have ended, however; False when they have not after `timeout_s`."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def close(self) -> None:
+        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
+        self.cancel()
+        self.join()
+
+    def _check_memory(self) -> None:
+        """Pages of files are given back by a system that is short of memory, and read again for each token: that is a
+        model that does not fit.
+        """
+        options, weight_bytes = self._options, self.manifest.weight_bytes
+        left = available() if options.available_bytes is None else None
+        serving_bytes = max(0, options.serving_bytes - taken_bytes(os.getpid()))
+        check_fits(
+            weight_bytes + options.reserved_bytes + serving_bytes,
+            left,
+            what=f"loading the model from {self._source.url}",
+            made_of=f"weights {weight_bytes / MIB:,.0f}, keys and values at least {options.reserved_bytes / MIB:,.0f}, "
+            f"the server's processes another {serving_bytes / MIB:,.0f}",
+        )
+
+    def _run(self) -> None:
+        """The body of a thread."""
+        try:
+            while (step := self._next()) is not None:
+                self._take(step)
+        except TeneralError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - unless the load ends, everything waits for it for ever
+            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _next(self) -> Step | None:
+        with self._lock:
+            return self._todo.popleft() if self._todo and self._readiness.error is None else None
+
+    def _take(self, step: Step) -> None:
+        part = step.part
+        begun_at_s = time.monotonic()
+        try:
+            with self._meter.measure(Phase.FETCH, part.size_bytes):
+                self._read(part)
+        except TeneralError as error:
+            raise blame_part(error, self.manifest, part, self._source.url) from error
+        add_part_span(
+            self._timeline,
+            Phase.FETCH,
+            self.manifest,
+            part,
+            begun_at_s=begun_at_s,
+            ended_at_s=time.monotonic(),
+        )
+        self._meter.settled(part.size_bytes, verified=False, direct=True)
+        gates, all_settled = self._readiness.settle(part.index)
+        mark_ready(self._timeline, self.manifest, gates)
+        if all_settled:
+            self._end()
+        self._readiness.open(gates, (part.index,))
+
+    def _read(self, part: Part) -> None:
+        """Have the part's pages in memory and in this process's tables. Without the GIL."""
+        blob = self.manifest.blobs[part.blob]
+        if self._can_populate:
+            begin = part.offset_bytes - part.offset_bytes % mmap.PAGESIZE
+            size_bytes = part.offset_bytes + part.size_bytes - begin
+            advise = self._advisers[part.blob]
+            advise(begin, size_bytes, mmap.MADV_WILLNEED)  # all at once, where it is not in the cache
+            if not advise(begin, size_bytes, MADV_POPULATE_READ):
+                self._source.check_version(blob.name, blob.version)  # it was cut off, most likely
+                raise UnavailableError(f"{blob.name} in {self._source.url} cannot be read")
+        self._source.check_version(blob.name, blob.version)
+
+    def _fail(self, error: TeneralError) -> None:
+        if self._readiness.fail(error) and self._started_at_s is not None:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended_at_s = time.monotonic()
+        self._timeline.add(
+            "fetch",
+            "load",
+            (self._started_at_s or self._ended_at_s) - self._timeline.started_at,
+            self._ended_at_s - self._timeline.started_at,
+            state=str(self._state()),
+            weight_bytes=self.manifest.weight_bytes,
+            mapped=True,
+        )
+
+    def _state(self) -> LoadState:
+        if self._readiness.error is not None:
+            cancelled = isinstance(self._readiness.error, LoadCancelledError)
+            return LoadState.CANCELLED if cancelled else LoadState.FAILED
+        if self._ended_at_s is not None:
+            return LoadState.EXACT
+        return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
+
+    def _elapsed_s(self) -> float:
+        if self._started_at_s is None:
+            return 0.0
+        return (self._ended_at_s or time.monotonic()) - self._started_at_s
+
+    def _rate_bytes_per_s(self) -> float:
+        elapsed_s = self._elapsed_s()
+        return self._meter.fetched_bytes / elapsed_s if elapsed_s else 0.0
+
+
+def can_map(manifest: Manifest) -> bool:
+    """Whether each of the manifest's slabs is a stretch of one file (`checkpoint.manifest_in_place`)."""
+    return _stretches(plan_load(manifest, Order.EXACT).steps) is not None
+
+
+def _stretches(steps: Collection[Step]) -> dict[int, _Stretch] | None:
+    """By group; None where some slab is not as its file has it."""
+    found: dict[int, _Stretch] = {}
+    for step in steps:
+        if step.slab_offset_bytes is None:
+            return None
+        stretch = _Stretch(step.part.blob, step.part.offset_bytes - step.slab_offset_bytes)
+        if found.setdefault(step.part.group, stretch) != stretch:
+            return None
+    return found

@@ -54,10 +54,11 @@ def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
 
 
 def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+    from teneral.handlers.serve import import_server
     from teneral.handlers.standby.pool import import_everything
     from teneral.loader.load.launch import Prepared
 
-    import_everything()
+    import_everything(import_server)
     gc.collect()
     gc.freeze()  # as the pool does: what a collection looks at would be copied, page by page
     prepared = Prepared(fork=True, reserve_bytes=STANDBY_BYTES)

@@ -1,37 +1,32 @@
-"""The application: routes, and what they share."""
+"""The whole application: OpenAI's routes and those of every platform, on the web server of `http/`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
+import re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from aiohttp.typedefs import Handler as RouteHandler
 
-from ..loader.timeline import Timeline
-from ..runtime.metrics import Metrics
-from .http.edge import Origins, edge, parse_origins, stamp
-from .http.errors import ApiError
-from .http.health import DebugRoutes, HealthRoutes
-from .http.keys import ApiKeys, parse_keys
+from . import platforms
+from .http.application import make_application
+from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
 from .http.server import serve
-from .http.service import SERVICE, Service
-from .http.sockets import max_files
-from .openai.chat import ChatRoute
-from .openai.completions import CompletionRoute
-from .openai.embeddings import EmbeddingRoute, ModelRoutes
-from .platforms import TRAITS, Platform
-from .platforms.kserve.routes import kserve_routes
+from .openai.routes import openai_routes
+from .platforms import HTTP, Platform, Route, imported, routes_of
 
 if TYPE_CHECKING:
-    from ..runtime.config import ServeConfig
+    from aiohttp.typedefs import Handler as RouteHandler
+
     from ..runtime.instance import Instance
     from .function.handler import Handler
+    from .http.errors import ApiError
+    from .http.service import Service
 
-__all__ = ["Limits", "create_app", "serve"]
+__all__ = ["Limits", "create_app", "edge_rules", "serve"]
+
+_PARAMETER = re.compile(r"{(\w+):[^{}]*}")
 
 
 def create_app(
@@ -39,95 +34,65 @@ def create_app(
     *,
     handler: Handler | None = None,
     limits: Limits | None = None,
-    platform: Platform = Platform.HTTP,
+    platform: Platform = HTTP,
     make_instance: Callable[[], Instance] | None = None,
 ) -> web.Application:
-    """The HTTP face of an instance, which may still be loading. `serve` runs it; the caller closes instance
-    and handler. `make_instance` gives another one, not started, for who has the model unloaded and loaded again.
-    """
-    make_instance = make_instance or partial(_another, instance.config)
-    limits = (limits or Limits()).within_files(max_files())
-    service = Service(instance, limits, Metrics(), make_instance=make_instance)
-    api_key = instance.config.api_key
-    keys = None if api_key is None else ApiKeys(parse_keys(api_key))
-    origins = Origins(parse_origins(instance.config.cors_origin))
-    takes_any = platform is Platform.SAGEMAKER
-    app = web.Application(middlewares=[edge(service, keys, origins, takes_any_media=takes_any)])
-    app[SERVICE] = service
-    app.on_response_prepare.append(stamp(origins))
-    health = HealthRoutes(
-        service,
-        ping_while_loading=TRAITS[platform].ping_while_loading,
-        calls=None if handler is None else handler.calls,
+    """`make_application` with all routes that this server has. `serve` runs it."""
+
+    def routes(service: Service) -> Iterator[web.RouteDef]:
+        yield from openai_routes(service)
+        for row in platforms.PLATFORMS:
+            yield from _platform_routes(row, service, handler)
+
+    return make_application(
+        instance,
+        routes,
+        handler=handler,
+        limits=limits,
+        rules=edge_rules(platform),
+        ping_while_loading=platform.ping_while_loading,
+        make_instance=make_instance,
     )
-    models = ModelRoutes(service)
-    events = _on_first_use(lambda: _events_route(service, handler))
-    app.add_routes(
-        [
-            web.get("/livez", health.livez),
-            web.get("/readyz", health.readyz),
-            web.get("/health", health.readyz),
-            web.get("/ping", health.ping),
-            web.get("/metrics", health.metrics),
-            web.get("/timeline", health.timeline),
-            web.get("/debug/kv", DebugRoutes(service).kv),
-            web.get("/v1/models", models.list),
-            web.get("/v1/models/{id:.+}", models.get),  # names may have slashes: org/model
-            web.post("/v1/completions", CompletionRoute(service).post),
-            web.post("/v1/chat/completions", ChatRoute(service).post),
-            web.post("/v1/embeddings", EmbeddingRoute(service).post),
-            web.post("/invoke", _invoke_route(service, handler)),
-            web.post("/invocations", _on_first_use(lambda: _sagemaker_route(service, handler))),
-            web.post("/", events),
-            web.post("/events", events),
-            *kserve_routes(service, handler),
-        ]
+
+
+def edge_rules(platform: Platform) -> EdgeRules:
+    """What the edge needs to know of all platforms' routes, and of the platform that this server runs on."""
+    routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
+    return EdgeRules(
+        open_paths=OPEN_PATHS | {_pattern(route) for route in routes if route.is_open},
+        control_paths=frozenset(_pattern(route) for route in routes if route.is_control),
+        takes_any_media=platform.takes_any_media,
+        error_response=_error_response,
     )
-    return app
 
 
-def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
-    if handler is None:
-        return _no_function
-    from .http.invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
+def _platform_routes(platform: Platform, service: Service, handler: Handler | None) -> Iterator[web.RouteDef]:
+    """Routes whose module is imported, and whose object is made, by the first request to one of them."""
+    made: list[object] = []
 
-    return InvokeRoute(service, handler).post
+    def to(name: str) -> RouteHandler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if not made:
+                made.append(imported(platform.api)(service, handler))
+            response: web.StreamResponse = await getattr(made[0], name)(request)
+            return response
 
+        return handle
 
-def _sagemaker_route(service: Service, handler: Handler | None) -> RouteHandler:
-    from .platforms.sagemaker import SageMakerRoute
-
-    return SageMakerRoute(service, handler).post
-
-
-def _events_route(service: Service, handler: Handler | None) -> RouteHandler:
-    from .platforms.cloudevents import CloudEventRoute
-
-    return CloudEventRoute(service, handler).post
+    for route in routes_of(platform):
+        add = web.get if route.method == "GET" else web.post
+        yield add(route.path, to(route.name))
 
 
-def _on_first_use(make: Callable[[], RouteHandler]) -> RouteHandler:
-    """A route that is made, and its module imported, by the first request to it: few servers see more than one
-    platform, and a cold start waits for every import.
-    """
-    made: list[RouteHandler] = []
-
-    async def handle(request: web.Request) -> web.StreamResponse:
-        if not made:
-            made.append(make())
-        return await made[0](request)
-
-    return handle
+def _pattern(route: Route) -> str:
+    """The path as aiohttp names the resource, without the parameters' own patterns."""
+    return _PARAMETER.sub(r"{\1}", route.path)
 
 
-def _another(config: ServeConfig) -> Instance:
-    from ..runtime.instance import Instance  # there is one already, so this is imported
-
-    timeline = Timeline(started_at=time.monotonic())  # this process started long before
-    return Instance(config, timeline=timeline)
-
-
-async def _no_function(request: web.Request) -> web.StreamResponse:
-    raise ApiError(
-        404, "no function is served here: start the server with --handler module:function", code="no_handler"
-    )
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    """The error in the shape of the protocol whose path was asked for."""
+    for row in platforms.PLATFORMS:
+        if row.error_prefix and f"{request.path}/".startswith(row.error_prefix):
+            response: web.Response = imported(row.error_response)(error)
+            return response
+    return error.response()

@@ -17,14 +17,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
 from ..runtime.start import SentFor, send_for
 from .http.sockets import listen, max_files, require_files
-from .platforms import TRAITS, Platform, platform_of
+from .platforms import Platform, imported, platform_of
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from ..runtime.instance import Instance
+    from .function.handler import Handler
 
 
 def run_server(config: ServeConfig) -> int:
@@ -33,18 +37,21 @@ def run_server(config: ServeConfig) -> int:
     Blocks. Changes the process: logging, and the OpenMP policy.
     """
     platform = platform_of(config.platform, os.environ)
-    config = config.replace(platform=str(platform))
-    if platform is Platform.LAMBDA:
-        from .platforms.aws_lambda.command import run_lambda  # few run there
-
-        with _ending_at_once():
-            return run_lambda(config)
+    config = config.replace(platform=platform.name)
     with _ending_at_once() as ending:
-        if platform is Platform.RUNPOD_QUEUE:
-            from .platforms.runpod import run_runpod_queue  # and there
-
-            return run_runpod_queue(config)
+        if platform.run:
+            status: int = imported(platform.run)(config, _make_app)
+            return status
         return _run(config, ending)
+
+
+def _make_app(instance: Instance, handler: Handler | None, platform: Platform) -> web.Application:
+    """The whole application, for a platform whose events may be HTTP requests, too."""
+    from .app import Limits, create_app  # a web server, which few functions need
+
+    return create_app(
+        instance, handler=handler, limits=Limits.from_config(instance.config), platform=platform
+    )
 
 
 def _run(config: ServeConfig, ending: Ending) -> int:
@@ -111,7 +118,7 @@ def serve_on(
             app = create_app(instance, handler=handler, limits=limits, platform=platform)
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
-                drain_timeout_s = TRAITS[platform].drain_timeout_s
+                drain_timeout_s = platform.drain_timeout_s
             host, port = sock.getsockname()[:2]
             print(
                 f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
@@ -199,3 +206,59 @@ def _shown(host: str) -> str:
     if host in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
+
+
+def run_standby(
+    path: str, num_processes: int, *, reserve_bytes: int, report: Callable[[TeneralError], int]
+) -> int:
+    """`standby.pool.run_pool`, whose processes become this server."""
+    from .standby.pool import run_pool
+
+    return run_pool(
+        path,
+        num_processes,
+        reserve_bytes=reserve_bytes,
+        report=report,
+        import_server=import_server,
+        serve_on=serve_on,
+    )
+
+
+def import_server() -> None:
+    """All modules of a server. Starts no thread."""
+    from . import app  # noqa: F401
+    from .function import handler  # noqa: F401
+
+
+def main(listener: int, owner: int) -> int:
+    """Serve at the inherited socket `listener` until a signal, unless the process `owner` is gone.
+
+    The program of an instance of `teneral pool run` that no standby process takes over: it ends with the supervisor,
+    also where that is killed. The configuration comes as JSON on standard input, so that neither its secrets nor its
+    address are in the command line.
+    """
+    from .standby.beside import end_with_parent
+
+    end_with_parent()
+    if os.getppid() != owner:
+        return 0
+    gc.disable()  # as `teneral serve` does: the server has it enabled when it can answer
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))  # until the server has handlers of its own
+    import json
+
+    config = ServeConfig(**json.load(sys.stdin))
+    timeline = Timeline()
+    timeline.add("process", "start interpreter", 0.0, timeline.now_s())
+    try:
+        sent = send_for(config, timeline, fork=True)
+        serve_on(socket.socket(fileno=listener), config, timeline, sent)
+    except TeneralError as error:
+        print(f"teneral: {config.served_name}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -3,15 +3,14 @@
 A setting has one name everywhere: the field `max_queued` is the flag `--max-queued`, the variable
 `TENERAL_MAX_QUEUED` and the TOML key `max_queued`. Flags win over the environment, the environment over the
 file, the file over the defaults. Unknown keys are errors, and every error names the key as the user wrote
-it. The environment is read here and nowhere else, except for the standard variables of AWS, which the S3
-source reads as every AWS program does.
+it. The environment is read here and nowhere else, except for the standard variables of AWS, which the S3 source
+reads as every AWS program does. Variables that a platform sets are handed in.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from ..loader.device.detect import parse_device
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
-# How platforms tell a container its ports; where two do, the later one is meant. PORT: Cloud Run, Knative, RunPod and
-# others. SageMaker sets its own only where containers share a host.
-PLATFORM_VARIABLES = (
-    ("PORT", "port"),
-    ("SAGEMAKER_BIND_TO_PORT", "port"),
-    ("PORT_HEALTH", "health_port"),  # RunPod's load balancer
-)
-MODEL_FOLDER = "/opt/ml/model"  # where SageMaker lays a model's files before it starts the container
-MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
 # Of a server's processes beside weights and keys: 212 MiB with a small vocabulary, 185 of them the server's own, and
 # some 40 more for parsing a large one (docs/reliability.md).
 SERVING_BYTES = 256 << 20
@@ -463,23 +453,30 @@ SETTINGS = {name: value for name, value in vars(ServeConfig).items() if isinstan
 
 
 def resolve(
-    flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    config_file: str | Path | None = None,
+    *,
+    platform_variables: Sequence[tuple[str, str]] = (),
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
 ) -> ServeConfig:
     """The one configuration. `flags` holds only what was given on the command line, by field name.
 
-    Raises `UsageError` naming the flag, variable or key that is unknown or whose value cannot be meant.
+    `platform_variables` are variables that a platform sets, with the setting that each gives; of two for one setting
+    the later wins, and `TENERAL_*` wins over both. `defaults` gives further settings, from those that were given.
+    Raises `UsageError` naming the flag, variable or key that is unknown or invalid.
     """
     path = config_file or environment.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     if path:
         values.update(_from_file(path))
+    for variable, name in platform_variables:
+        if environment.get(variable) and PREFIX + name.upper() not in environment:  # our own variable wins
+            values[name] = _parse(name, environment[variable], variable)
     values.update(_from_environment(environment))
     for name, value in flags.items():
         values[name] = _parse(name, value, f"--{name.replace('_', '-')}")
-    if not values.get("model") and _has_model_folder(values.get("platform")):
-        values["model"] = MODEL_FOLDER
-        if values.get("platform", "auto") == "auto":
-            values["platform"] = "sagemaker"  # that is where the folder comes from
+    values.update(defaults(values))
     if not values.get("model"):
         raise UsageError(
             "no model was named",
@@ -489,20 +486,8 @@ def resolve(
     return ServeConfig(**values)
 
 
-def _has_model_folder(platform: str | None) -> bool:
-    """Whether the model is where SageMaker lays it, which starts a container with the one argument `serve`. Where
-    nobody says that this is SageMaker, a model must really lie there.
-    """
-    if platform == "sagemaker":
-        return os.path.isdir(MODEL_FOLDER)
-    return any(os.path.isfile(os.path.join(MODEL_FOLDER, name)) for name in MODEL_SIGNS)
-
-
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for variable, name in PLATFORM_VARIABLES:
-        if environment.get(variable) and PREFIX + name.upper() not in environment:  # our own variable wins
-            values[name] = _parse(name, environment[variable], variable)
     for variable, value in environment.items():
         if variable.startswith(PREFIX) and variable != PREFIX + "CONFIG":
             name = variable.removeprefix(PREFIX).lower()

@@ -10,6 +10,7 @@ TeneralError
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
 ├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
+├── TryAgainError          the work is not complete, and another attempt goes on with it
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
 ├── DeviceLostError        the device computes no more: the process must be started again
@@ -82,6 +83,10 @@ class UnloadedError(TeneralError):
     """The server has no model at the moment, because somebody asked so. Nothing was begun."""
 
     retry_after_s = 1.0
+
+
+class TryAgainError(TeneralError):
+    """The work is not complete, and another attempt goes on with it."""
 
 
 class SnapshotError(FormatError):

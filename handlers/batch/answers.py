@@ -158,10 +158,11 @@ def _problem_of(error: TeneralError) -> Problem:
 @asynccontextmanager
 async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIterator[Answers]:
     """While in here the instance answers, which may still be loading."""
-    # All routes, which a job of plain lines does not need before it has begun
-    from ..app import create_app
+    # A web server, which a job of plain lines does not need before it has begun
+    from ..http.application import make_application
     from ..http.limits import Limits
     from ..http.server import serving_inside
+    from ..openai.routes import openai_routes
 
     limits = Limits.from_config(host.config)
     max_body_bytes = max(limits.max_body_bytes, index.max_line_bytes + (1 << 16))
@@ -173,5 +174,5 @@ async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIte
         max_body_bytes_in_flight=max(limits.max_body_bytes_in_flight, 2 * max_body_bytes),
         request_timeout_s=REQUEST_TIMEOUT_S,
     )
-    async with serving_inside(create_app(host, limits=limits)) as session:
+    async with serving_inside(make_application(host, openai_routes, limits=limits)) as session:
         yield Answers(host, session, index)

@@ -23,36 +23,35 @@ from .inflight import deadline_of
 from .keys import ApiKeys
 from .service import CALL, SERVICE, Call, Service
 
-# A platform's probes carry no key. The last is KServe's for the runtimes that it knows (its MLServer's, for one); it
-# tells no more than whether a name is that of the model.
-OPEN_PATHS = frozenset(
-    {
-        "/livez",
-        "/readyz",
-        "/health",
-        "/ping",
-        "/v2/health/live",
-        "/v2/health/ready",
-        "/v2/models/{name}/ready",
-    }
-)
-# Routes that work without a model.
-CONTROL_PATHS = frozenset({"/v2/repository/index", "/v2/repository/models/{name}/{action}"})
-QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+# Probes carry no key.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499  # nobody receives it: for the count only
 access_logger = logging.getLogger("teneral.http.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-def edge(
-    service: Service, keys: ApiKeys | None, origins: Origins, *, takes_any_media: bool = False
-) -> Middleware:
-    """The one middleware. With `keys`, every route but `OPEN_PATHS` asks for one of them, those that do not exist
-    too. Pages of `origins` may send requests; `takes_any_media` as `check_media_type` has it.
+@dataclass(frozen=True, slots=True)
+class EdgeRules:
+    """What the edge must know of the routes behind it, which it does not import. Paths are patterns of routes."""
+
+    open_paths: frozenset[str] = OPEN_PATHS  # answered without a key
+    control_paths: frozenset[str] = frozenset()  # work without a model
+    takes_any_media: bool = False  # as `check_media_type` has it
+    error_response: Callable[[web.Request, ApiError], web.Response] = lambda _, error: error.response()
+
+    @property
+    def quiet_paths(self) -> frozenset[str]:
+        """Paths that are called every second, and logged for debugging only."""
+        return self.open_paths | {"/metrics"}
+
+
+def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRules) -> Middleware:
+    """The one middleware. With `keys`, every route but the open ones needs one of them, and so does a path without
+    a route. Pages of `origins` may send requests.
     """
 
-    guards = _Guards(keys, origins, takes_any_media)
+    guards = _Guards(keys, origins, rules)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -68,7 +67,7 @@ def edge(
         finally:
             service.connections.request_ends(request.protocol, request.content)
             service.metrics.request_ended(_route_of(request), status, call.age_s())
-            _log_access(request, status, size_bytes, call)
+            _log_access(request, status, size_bytes, call, rules)
 
     return middleware
 
@@ -101,11 +100,11 @@ def _size_bytes(response: web.StreamResponse) -> int:
     return response.body_length if response.prepared else 0
 
 
-def _log_access(request: web.Request, status: int, size_bytes: int, call: Call) -> None:
+def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, rules: EdgeRules) -> None:
     """One line a request. The path as it was sent, which has no line breaks, and without the query, which may
     hold a secret; probes come every second, so they are for debugging only.
     """
-    level = logging.DEBUG if _route_of(request) in QUIET_PATHS else logging.INFO
+    level = logging.DEBUG if _route_of(request) in rules.quiet_paths else logging.INFO
     if access_logger.isEnabledFor(level):
         path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
         access_logger.log(
@@ -130,7 +129,7 @@ def request_id_of(request: web.BaseRequest) -> str:
 class _Guards:
     keys: ApiKeys | None
     origins: Origins
-    takes_any_media: bool
+    rules: EdgeRules
 
 
 async def _guarded(
@@ -144,7 +143,7 @@ async def _guarded(
                 return answer
             if request.method not in SAFE_METHODS:
                 guards.origins.check(request)
-        if guards.keys is not None and not _is_open(request):
+        if guards.keys is not None and not _is_open(request, guards.rules):
             _check_key(request, guards.keys)
         if request.method != "POST":
             return await handler(request)
@@ -152,35 +151,26 @@ async def _guarded(
         async with service.in_flight.work() as call.work:
             if call.deadline is not None:
                 call.work.limit(call.deadline.remaining_s(), call.deadline.error())
-            if _route_of(request) not in CONTROL_PATHS:
+            if _route_of(request) not in guards.rules.control_paths:
                 service.slot.check()
                 if service.state is State.LOADING:
                     service.metrics.cold_request()
             if is_from_outside:
-                check_media_type(request, takes_any=guards.takes_any_media)
+                check_media_type(request, takes_any=guards.rules.takes_any_media)
             return await handler(request)
     except asyncio.CancelledError:
         raise
     except ConnectionError:
         raise  # the client went away while it was written to
     except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
-        return _told(request, call.explain(error))
+        return guards.rules.error_response(request, call.explain(error))
 
 
-def _told(request: web.Request, error: ApiError) -> web.Response:
-    """The error in the words of whoever asks."""
-    if f"{request.path}/".startswith("/v2/"):
-        from ..platforms.kserve.errors import error_response  # few speak it
-
-        return error_response(error)
-    return error.response()
-
-
-def _is_open(request: web.Request) -> bool:
+def _is_open(request: web.Request, rules: EdgeRules) -> bool:
     """Whether no key is asked for. By the route that will answer, not by how its path is written; and only to look: a
     path that is open for probes may take work as well.
     """
-    return request.method in ("GET", "HEAD") and _route_of(request) in OPEN_PATHS
+    return request.method in ("GET", "HEAD") and _route_of(request) in rules.open_paths
 
 
 def _check_key(request: web.Request, keys: ApiKeys) -> None:

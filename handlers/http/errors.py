@@ -22,9 +22,9 @@ from ...runtime.errors import (
     ModelError,
     RefusedError,
     RequestError,
+    TryAgainError,
     UnloadedError,
 )
-from ..batch.events.errors import JobRetryError
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
@@ -40,7 +40,7 @@ _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (DrainingError, 503, SERVER_ERROR, "draining"),
     (UnloadedError, 503, SERVER_ERROR, "model_unloaded"),
     (CancelledError, 503, SERVER_ERROR, "cancelled"),
-    (JobRetryError, 503, SERVER_ERROR, "job_retry"),
+    (TryAgainError, 503, SERVER_ERROR, "try_again"),  # or its own code
     (HandlerError, 500, SERVER_ERROR, "handler_error"),
     (ModelError, 503, SERVER_ERROR, "model_unavailable"),
     (SourceError, 503, SERVER_ERROR, "model_unavailable"),

@@ -1,69 +1,119 @@
-"""Where an instance runs: what the platforms that start containers want, where they do not want the same.
+"""The platforms that start containers, one row each: the variable that gives one away, what it wants differently, and
+the module that speaks its protocol.
 
-A server speaks every platform's HTTP contract at once (`http/app.py` has the routes); what is here is the little in
-which one container must behave differently from another. A platform is recognised by a variable that it sets, or
-named by `--platform`.
+A server speaks every platform's HTTP protocol at once; a row's traits are what one container must do differently from
+another. Rows name functions and classes by address ("module:name", relative to this package), so that a platform's
+module is imported when the platform first asks for it: a cold start waits for every import.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...loader.errors import UsageError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from ...runtime.instance import Instance
+    from ..function.handler import Handler
+
+    # What a platform without a port makes the HTTP application by, for events that are HTTP requests.
+    MakeApp = Callable[[Instance, Handler | None, "Platform"], web.Application]
 
 AUTO = "auto"
 
 
-class Platform(enum.StrEnum):
-    HTTP = (
-        "http"  # any that starts a container and sends it requests: ECS, Kubernetes, a person's own machine
-    )
-    CLOUD_RUN = "cloud-run"  # and Knative
-    KSERVE = "kserve"
-    SAGEMAKER = "sagemaker"
-    RUNPOD = "runpod"  # its load balancer
-    RUNPOD_QUEUE = "runpod-queue"
-    LAMBDA = "lambda"
+class Route(NamedTuple):
+    """One path that a platform calls, and the method of `Platform.api` that answers it."""
+
+    method: str
+    path: str  # as aiohttp writes patterns
+    name: str = "post"
+    is_open: bool = False  # a probe, which carries no key
+    is_control: bool = False  # works without a model
 
 
-class Traits(NamedTuple):
-    """`drain_timeout_s` is what stays below the time between the platform's SIGTERM and its SIGKILL."""
+class Platform(NamedTuple):
+    """A platform. `drain_timeout_s` stays below the time between its SIGTERM and its SIGKILL."""
 
+    name: str
+    sign: str = ""  # a variable that only this platform sets
     drain_timeout_s: float = 8.0
     ping_while_loading: int = 503  # the status of /ping until requests can be answered
+    takes_any_media: bool = False  # bodies of any media type reach the function
+    variables: tuple[tuple[str, str], ...] = ()  # the platform's variable, and the setting that it gives
+    model_folder: str = ""  # where the platform lays a model's files before it starts the container
+    routes: tuple[Route, ...] | str = ()  # or the address of such a tuple
+    api: str = ""  # class, made with (Service, Handler | None) by the first request to one of the routes
+    error_prefix: str = ""  # paths whose errors have the platform's own shape…
+    error_response: str = ""  # …made by this function of an ApiError
+    run: str = ""  # function (ServeConfig, MakeApp) -> exit status, for a platform without a port
 
 
 # Sources: Cloud Run container contract (SIGTERM, 10 s); SageMaker "custom inference code with hosting services" (30 s);
 # Kubernetes' terminationGracePeriodSeconds (30 s); RunPod "load balancing endpoints" (204: initialising); Lambda
-# "runtime environment lifecycle" (2 s with extensions).
-TRAITS: dict[Platform, Traits] = {
-    Platform.HTTP: Traits(),
-    Platform.CLOUD_RUN: Traits(),
-    Platform.KSERVE: Traits(drain_timeout_s=25.0),
-    Platform.SAGEMAKER: Traits(drain_timeout_s=25.0),
-    Platform.RUNPOD: Traits(ping_while_loading=204),
-    Platform.RUNPOD_QUEUE: Traits(),
-    Platform.LAMBDA: Traits(drain_timeout_s=1.2),
-}
-
-# Variables that only the platform sets. SageMaker and KServe set none; neither needs another behaviour while loading.
-SIGNS: tuple[tuple[str, Platform], ...] = (
-    ("AWS_LAMBDA_RUNTIME_API", Platform.LAMBDA),
-    ("RUNPOD_WEBHOOK_GET_JOB", Platform.RUNPOD_QUEUE),
-    ("RUNPOD_ENDPOINT_ID", Platform.RUNPOD),
-    ("K_SERVICE", Platform.CLOUD_RUN),
+# "runtime environment lifecycle" (2 s with extensions). SageMaker and KServe set no variable of their own; SageMaker's
+# port variable is there only where containers share a host. Of two variables for one setting the later row's wins.
+HTTP = Platform("http", variables=(("PORT", "port"),))
+PLATFORMS: tuple[Platform, ...] = (
+    HTTP,  # any other that starts a container and sends it requests: ECS, Kubernetes, a person's own machine
+    Platform(
+        "cloud-run",  # and Knative
+        sign="K_SERVICE",
+        routes=(Route("POST", "/"), Route("POST", "/events")),
+        api=".cloudevents:CloudEventRoute",
+    ),
+    Platform(
+        "kserve",
+        drain_timeout_s=25.0,
+        routes=".kserve.routes:ROUTES",
+        api=".kserve.api:KServeRoutes",
+        error_prefix="/v2/",
+        error_response=".kserve.errors:error_response",
+    ),
+    Platform(
+        "sagemaker",
+        drain_timeout_s=25.0,
+        takes_any_media=True,
+        variables=(("SAGEMAKER_BIND_TO_PORT", "port"),),
+        model_folder="/opt/ml/model",
+        routes=(Route("POST", "/invocations"),),
+        api=".sagemaker:SageMakerRoute",
+    ),
+    Platform(  # RunPod's load balancer
+        "runpod",
+        sign="RUNPOD_ENDPOINT_ID",
+        ping_while_loading=204,
+        variables=(("PORT_HEALTH", "health_port"),),
+    ),
+    Platform("runpod-queue", sign="RUNPOD_WEBHOOK_GET_JOB", run=".runpod:run_runpod_queue"),
+    Platform(
+        "lambda", sign="AWS_LAMBDA_RUNTIME_API", drain_timeout_s=1.2, run=".aws_lambda.command:run_lambda"
+    ),
 )
 
 
 def platform_of(setting: str, environment: Mapping[str, str]) -> Platform:
-    """The platform that was named, or with 'auto' the one whose variable is there. Raises `UsageError`."""
+    """The named platform, or with 'auto' the one whose sign is set: of several, the last row's. Raises `UsageError`."""
     if setting == AUTO:
-        return next((platform for variable, platform in SIGNS if environment.get(variable)), Platform.HTTP)
-    try:
-        return Platform(setting)
-    except ValueError:
-        raise UsageError(
-            f"{setting!r} is no platform", key="platform", hint=f"Name one of {', '.join((AUTO, *Platform))}."
-        ) from None
+        signed = (row for row in reversed(PLATFORMS) if row.sign and environment.get(row.sign))
+        return next(signed, HTTP)
+    found = next((row for row in PLATFORMS if row.name == setting), None)
+    if found is None:
+        names = ", ".join((AUTO, *(row.name for row in PLATFORMS)))
+        raise UsageError(f"unknown platform {setting!r}", key="platform", hint=f"Name one of {names}.")
+    return found
+
+
+def routes_of(platform: Platform) -> tuple[Route, ...]:
+    return imported(platform.routes) if isinstance(platform.routes, str) else platform.routes
+
+
+def imported(address: str) -> Any:
+    """The object at "module:name"; a module that begins with a dot is one of this package."""
+    from importlib import import_module
+
+    module, _, name = address.partition(":")
+    return getattr(import_module(module, __package__), name)

@@ -29,15 +29,17 @@ from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
 from ...runtime.start import send_for
 from ..function.lifetime import calling_on_loop
-from . import TRAITS, Platform
+from . import platform_of
 
 if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ..function.context import Context
     from ..function.handler import Handler
+    from . import MakeApp
 
 logger = logging.getLogger("teneral.runpod")
 
+NAME = "runpod-queue"  # of the platform
 JOBS_VARIABLE = (
     "RUNPOD_WEBHOOK_GET_JOB"  # where jobs come from; without it the SDK runs one test job and ends
 )
@@ -47,9 +49,11 @@ POLL_S = 0.02  # how often the SDK is asked whether all results are posted, duri
 _END = object()
 
 
-def run_runpod_queue(config: ServeConfig) -> int:
+def run_runpod_queue(config: ServeConfig, make_app: MakeApp | None = None) -> int:
     """Work on jobs until a signal ends it. Returns 0; raises the error that ended the instance, and `UsageError` where
     the SDK or its variables are missing. Blocks; changes the process: logging, signal handlers.
+
+    Jobs are no HTTP requests, so `make_app` is not used.
     """
     check_surroundings(os.environ)
     timeline = Timeline()
@@ -69,7 +73,7 @@ def run_runpod_queue(config: ServeConfig) -> int:
             try:
                 drain_timeout_s = config.drain_timeout_s
                 if drain_timeout_s is None:
-                    drain_timeout_s = TRAITS[Platform.RUNPOD_QUEUE].drain_timeout_s
+                    drain_timeout_s = platform_of(NAME, {}).drain_timeout_s
                 _work(instance, handler, drain_timeout_s)
             finally:
                 handler.close()
@@ -217,7 +221,7 @@ class Worker:
             self._instance,
             request_id=str(job["id"]),
             timeout_s=timeout_s,
-            platform={"name": str(Platform.RUNPOD_QUEUE), "job": job},
+            platform={"name": NAME, "job": job},
             on_progress=tell,
         )
 

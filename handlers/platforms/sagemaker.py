@@ -1,5 +1,5 @@
-"""SageMaker real-time endpoints: POST /invocations. (/ping is `http/health.py`'s. The rest of the contract, `serve`
-with no model named, the port, and 30 s from SIGTERM to SIGKILL, is `runtime/config.py`'s and `platforms.py`'s.)
+"""SageMaker real-time endpoints: POST /invocations. The rest of the contract is elsewhere: /ping in
+`http/health.py`, the port and 30 s from SIGTERM to SIGKILL in the platform's row, the model's folder in `settings.py`.
 
 With a function of the user's, the body is its event, as `Content-Type` says what it is, and what it gives comes back as
 `Accept` says. Without one, the body is one of OpenAI's API, and the key that it has says which. Sessions that SageMaker
@@ -27,12 +27,12 @@ from ..http.sse import NDJSON, SSE, Framing
 from ..openai.chat import ChatRoute
 from ..openai.completions import CompletionRoute
 from ..openai.embeddings import EmbeddingRoute
-from . import Platform
 
 if TYPE_CHECKING:
     from ..function.handler import Handler
     from ..http.service import Service
 
+NAME = "sagemaker"  # of the platform
 SESSION_HEADER = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_HEADER = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_HEADER = "X-Amzn-SageMaker-Closed-Session-Id"
@@ -99,7 +99,7 @@ class SageMakerRoute:
         self, request: web.Request, handler: Handler, data: bytearray, session: str | None
     ) -> web.StreamResponse:
         event = self._event(request, data)
-        facts = {"name": str(Platform.SAGEMAKER)} | {
+        facts = {"name": NAME} | {
             fact: request.headers[name] for fact, name in FACT_HEADERS.items() if name in request.headers
         }
         async with invoking(self._service, handler, event, session=session, platform=facts) as values:

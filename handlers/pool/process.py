@@ -148,7 +148,7 @@ async def start_server(
                 except ProcessLookupError as error:
                     channel.close()
                     raise StartError("the standby process ended at once") from error
-        command = [sys.executable, "-m", f"{PACKAGE}.handlers.pool.child"]
+        command = [sys.executable, "-m", f"{PACKAGE}.handlers.serve"]
         try:
             # On the event loop's thread: the child ends when the thread that started it does.
             popen = subprocess.Popen(

@@ -27,11 +27,14 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.load.launch import Prepared
 from ...loader.memory.limits import available, check_fits
 from ...loader.timeline import Timeline
+from ...runtime.config import ServeConfig
 from ...runtime.errors import ModelError, PortInUseError
-from ...runtime.start import send_for
+from ...runtime.start import SentFor, send_for
 from ...runtime.text.chat import ChatWorker
 from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandoverError, Order, check_path
+
+ServeOn = Callable[[socket.socket, ServeConfig, Timeline, SentFor | None], None]
 
 MAX_PROCESSES = 256
 MIN_LIFE_S = (
@@ -42,12 +45,19 @@ REFILL_DELAY_S = 3.0  # who was just taken needs the cores more
 
 
 def run_pool(
-    path: str, num_processes: int, *, reserve_bytes: int = 0, report: Callable[[TeneralError], int]
+    path: str,
+    num_processes: int,
+    *,
+    reserve_bytes: int = 0,
+    report: Callable[[TeneralError], int],
+    import_server: Callable[[], None],
+    serve_on: ServeOn,
 ) -> int:
     """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT, each with so much memory for weights,
     taken from the system. Returns 0.
 
-    Those that serve by then go on. `report` says to a person what ended a server, and gives its exit status. Blocks.
+    Those that serve by then go on. `import_server` imports the server's modules, and `serve_on` is `serve.serve_on`.
+    `report` says to a person what ended a server, and gives its exit status. Blocks.
     Raises `UsageError`, `InsufficientMemoryError`, and `PortInUseError` when another pool is there.
     """
     if not 1 <= num_processes <= MAX_PROCESSES:
@@ -61,11 +71,11 @@ def run_pool(
     with listener:
         try:
             began_s = time.monotonic()
-            import_everything()
+            import_everything(import_server)
             imported_s = time.monotonic() - began_s
             gc.collect()
             gc.freeze()  # what is there already is not looked at, and so not copied, by the forks' collections
-            pool = _Pool(listener, num_processes, reserve_bytes, report)
+            pool = _Pool(listener, num_processes, reserve_bytes, _Serving(serve_on, report))
             pool.fill()
             print(
                 f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
@@ -111,7 +121,7 @@ def _identity(path: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def import_everything() -> None:
+def import_everything(import_server: Callable[[], None]) -> None:
     """All that a server needs, and nothing that starts a thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # docs/decisions/0007
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would not survive the fork
@@ -139,8 +149,7 @@ def import_everything() -> None:
 
     import_all()
     library()  # its threads are made by the process that computes
-    from .. import app, serve  # noqa: F401
-    from ..function import handler as function  # noqa: F401
+    import_server()
 
 
 def listen_locally(path: str) -> socket.socket:
@@ -193,6 +202,13 @@ def _make_room(path: str) -> None:
     )
 
 
+class _Serving(NamedTuple):
+    """What a process of the pool does with an order."""
+
+    serve_on: ServeOn
+    report: Callable[[TeneralError], int]
+
+
 class _Pool:
     """The forking process."""
 
@@ -201,10 +217,10 @@ class _Pool:
         listener: socket.socket,
         num_processes: int,
         reserve_bytes: int,
-        report: Callable[[TeneralError], int],
+        serving: _Serving,
     ) -> None:
         self._listener = listener
-        self._report = report
+        self._serving = serving
         self._num_processes = num_processes
         self._reserve_bytes = reserve_bytes
         self._fill_at_s = 0.0
@@ -256,7 +272,7 @@ class _Pool:
                 os.close(self._taken)
                 os.close(self._keep_alive)
                 ends = _PoolEnds(self._listener, self._say_taken, self._alive)
-                _wait_and_exit(ends, self._reserve_bytes, self._report)
+                _wait_and_exit(ends, self._reserve_bytes, self._serving)
             self._waiting[process_id] = time.monotonic()
 
     def _forget_taken(self) -> None:
@@ -303,7 +319,7 @@ class _Ahead(NamedTuple):
         return cls(load, tokenizer, chat_worker)
 
 
-def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, report: Callable[[TeneralError], int]) -> None:
+def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, serving: _Serving) -> None:
     """A fork's whole life."""
     status = 1
     try:
@@ -320,7 +336,7 @@ def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, report: Callable[[Tenera
             os.write(ends.say_taken, b"%d\n" % os.getpid())
             for fd in (ends.listener.detach(), ends.say_taken, ends.alive):
                 os.close(fd)
-            status = _serve(channel, order, ahead, report)
+            status = _serve(channel, order, ahead, serving)
     except BaseException:  # noqa: BLE001 - said, and then the process is over
         sys.excepthook(*sys.exc_info())
     finally:
@@ -363,7 +379,7 @@ def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None
         channel.close()
 
 
-def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[TeneralError], int]) -> int:
+def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: _Serving) -> int:
     """Become what was ordered. Returns the exit status, having said it."""
     os.setsid()  # the client passes its signals on, and its terminal's
     for place, fd in enumerate(order.streams):
@@ -373,8 +389,6 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[Tene
     _end_with_client(channel)
     status = 0
     try:
-        from ..serve import serve_on
-
         timeline = Timeline(started_at=order.started_at)
         timeline.mark("process", "port open")
         timeline.mark("process", "taken over by a standby")
@@ -386,9 +400,9 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, report: Callable[[Tene
             chat_worker=ahead.chat_worker,
             surroundings=order.surroundings,
         )
-        serve_on(socket.socket(fileno=order.listener), order.config, timeline, sent)
+        serving.serve_on(socket.socket(fileno=order.listener), order.config, timeline, sent)
     except TeneralError as error:
-        status = report(error)
+        status = serving.report(error)
     sys.stdout.flush()
     sys.stderr.flush()
     channel.send({"status": status})

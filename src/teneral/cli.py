@@ -288,26 +288,26 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from .handlers.platforms.settings import resolve
     from .handlers.serve import run_server
-    from .runtime.config import resolve
 
     return run_server(resolve(_settings(options), os.environ, options.config))
 
 
 def _standby(options: argparse.Namespace) -> int:
-    from .handlers.standby.pool import run_pool
+    from .handlers.serve import run_standby
     from .runtime.config import parse_bytes
 
     try:
         reserve_bytes = 0 if options.memory is None else parse_bytes(options.memory)
     except ValueError as error:
         raise loading.UsageError(f"--memory {options.memory}: it {error}", key="memory") from error
-    return run_pool(options.socket, options.processes, reserve_bytes=reserve_bytes, report=report_error)
+    return run_standby(options.socket, options.processes, reserve_bytes=reserve_bytes, report=report_error)
 
 
 def _invoke(options: argparse.Namespace) -> int:
     from .handlers.function.invoke import invoke_once
-    from .runtime.config import resolve
+    from .handlers.platforms.settings import resolve
 
     config = resolve(_settings(options), os.environ, options.config)
     return invoke_once(options.function, options.event, config, timeout_s=options.timeout_s)
@@ -316,7 +316,7 @@ def _invoke(options: argparse.Namespace) -> int:
 def _batch(options: argparse.Namespace) -> int:
     from .handlers.batch.array_job import share_of
     from .handlers.batch.spec import JobSpec, Share
-    from .runtime.config import resolve
+    from .handlers.platforms.settings import resolve
 
     config = resolve({**_settings(options), "model": options.artifact}, os.environ, options.config)
     spec = JobSpec(

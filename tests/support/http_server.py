@@ -18,7 +18,7 @@ from aiohttp import web
 from teneral.handlers.app import Limits, create_app, serve
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.service import SERVICE, Service
-from teneral.handlers.platforms import Platform
+from teneral.handlers.platforms import HTTP, Platform
 from teneral.loader.errors import TeneralError
 
 PLATFORM_PATHS = ("/", "/events", "/invocations")
@@ -129,7 +129,7 @@ async def running_server(
     limits: Limits | None = None,
     drain_timeout_s: float = 5.0,
     send_buffer_bytes: int | None = None,
-    platform: Platform = Platform.HTTP,
+    platform: Platform = HTTP,
     make_instance: Callable[[], Any] | None = None,
 ) -> AsyncIterator[Server]:
     """`send_buffer_bytes` is what the system may hold back for a client that does not read."""

@@ -10,11 +10,11 @@ On Lambda these are the `errorType`, and so what Step Functions' `ErrorEquals` n
 from __future__ import annotations
 
 from ....loader.errors import TeneralError, UsageError
-from ....runtime.errors import RequestError
+from ....runtime.errors import RequestError, TryAgainError
 from ..errors import WORTH_ANOTHER_RUN
 
 
-class JobRetryError(TeneralError):
+class JobRetryError(TryAgainError):
     """The job is not complete, and another run goes on with it. What was finished is kept."""
 
     code = "job_retry"

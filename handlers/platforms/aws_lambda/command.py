@@ -19,14 +19,14 @@ from ....loader.errors import TeneralError, UsageError
 from ....loader.timeline import Timeline
 from ....runtime.config import ServeConfig
 from ....runtime.start import Helpers, send_for
-from .. import TRAITS, Platform
+from .. import platform_of
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from ....runtime.instance import Instance
     from ...function.handler import Handler
+    from .. import MakeApp
 
+NAME = "lambda"  # of the platform
 ADDRESS_VARIABLE = "AWS_LAMBDA_RUNTIME_API"
 KIND_VARIABLE = "AWS_LAMBDA_INITIALIZATION_TYPE"
 CONCURRENCY_VARIABLE = "AWS_LAMBDA_MAX_CONCURRENCY"
@@ -40,7 +40,7 @@ EXIT_INIT_FAILED = 1
 _DOTTED = re.compile(r"([\w./-]+)\.([A-Za-z_]\w*)")
 
 
-def run_lambda(config: ServeConfig) -> int:
+def run_lambda(config: ServeConfig, make_app: MakeApp) -> int:
     """Answer invocations until Lambda ends the instance. Returns the exit status; raises the error that ended the
     instance later than its start. Blocks. Changes the process: logging, and the variable that X-Ray's trace is in.
     """
@@ -52,10 +52,12 @@ def run_lambda(config: ServeConfig) -> int:
     except TeneralError as error:
         return _could_not_start(address, error)
     with sent.take_over(timeline) if sent else nullcontext() as helpers:
-        return _run(address, config, timeline, helpers)
+        return _run(address, config, timeline, helpers, make_app)
 
 
-def _run(address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers | None) -> int:
+def _run(
+    address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers | None, make_app: MakeApp
+) -> int:
     with timeline.span("process", "import runtime"):
         from ....runtime.instance import Instance
         from .logs import set_up_logging
@@ -74,12 +76,12 @@ def _run(address: str, config: ServeConfig, timeline: Timeline, helpers: Helpers
                 handler.close()
             return _could_not_start(address, error)
         try:
-            return _serve(address, instance, handler, num_workers)
+            return _serve(address, instance, handler, num_workers, make_app)
         finally:
             handler.close()
 
 
-def _serve(address: str, instance: Instance, handler: Handler, num_workers: int) -> int:
+def _serve(address: str, instance: Instance, handler: Handler, num_workers: int, make_app: MakeApp) -> int:
     import asyncio  # here, not above: the first bytes were asked for before it was needed
     import logging
 
@@ -90,11 +92,13 @@ def _serve(address: str, instance: Instance, handler: Handler, num_workers: int)
         if status != 0:
             return status
     instance.timeline.mark("process", "asks for an invocation")
-    asyncio.run(_answer_invocations(address, instance, handler, num_workers))
+    asyncio.run(_answer_invocations(address, instance, handler, num_workers, make_app))
     return 0
 
 
-async def _answer_invocations(address: str, instance: Instance, handler: Handler, num_workers: int) -> None:
+async def _answer_invocations(
+    address: str, instance: Instance, handler: Handler, num_workers: int, make_app: MakeApp
+) -> None:
     import asyncio
     import time
 
@@ -104,17 +108,16 @@ async def _answer_invocations(address: str, instance: Instance, handler: Handler
     config = instance.config
     own_handler = handler if handler.name != DEFAULT_HANDLER else None
 
-    def make_app() -> web.Application:
-        from ...app import Limits, create_app  # a web server, which few functions need
-
-        limits = Limits.from_config(config)
-        return create_app(instance, handler=own_handler, limits=limits, platform=Platform.LAMBDA)
-
+    platform = platform_of(NAME, {})
     answers = Answers(
-        instance, handler, make_app, environment=os.environ, is_streaming=config.lambda_streaming
+        instance,
+        handler,
+        lambda: make_app(instance, own_handler, platform),
+        environment=os.environ,
+        is_streaming=config.lambda_streaming,
     )
     drain_s = config.drain_timeout_s
-    drain_s = TRAITS[Platform.LAMBDA].drain_timeout_s if drain_s is None else drain_s
+    drain_s = platform.drain_timeout_s if drain_s is None else drain_s
     loop = InvocationLoop(address, instance, answers.answer, num_workers=num_workers, drain_timeout_s=drain_s)
     instance.ended.add_done_callback(lambda _: loop.request_stop())
     try:

@@ -21,7 +21,7 @@ from .schemas import Live, ModelReady, Ready
 from .texts import FRAMING, GenerateFormat, options_of, read_generate, takes_prompt_back, wants_stream
 
 
-class KServeFace:
+class KServeRoutes:
     """One per server that was asked anything. Each method is a route's."""
 
     def __init__(self, service: Service, handler: Handler | None) -> None:

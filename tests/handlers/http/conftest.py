@@ -13,7 +13,7 @@ from tests.support.instances import StagedInstance, TinyParts
 from teneral.handlers.function.calls import DEFAULT_MAX_CALLS
 from teneral.handlers.function.handler import Handler
 from teneral.handlers.http.limits import Limits
-from teneral.handlers.platforms import Platform
+from teneral.handlers.platforms import HTTP, Platform
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def start(tiny_parts: TinyParts) -> Callable[..., Any]:
         send_buffer_bytes: int | None = None,
         loaded: bool = True,
         parts: TinyParts = tiny_parts,
-        platform: Platform = Platform.HTTP,
+        platform: Platform = HTTP,
         **settings: Any,
     ) -> Any:
         instance = StagedInstance(parts, **settings)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from teneral.handlers.http.edge import FORM_TYPES, parse_origins
-from teneral.handlers.platforms import Platform
+from teneral.handlers.platforms import platform_of
 from teneral.loader.errors import UsageError
 
 BODY = {"prompt": "x", "max_tokens": 2, "ignore_eos": True}
@@ -103,7 +103,7 @@ async def test_json_is_json_however_it_is_written(start: Any, media: str) -> Non
 
 
 async def test_sagemaker_hands_over_bodies_of_every_kind(start: Any) -> None:
-    async with start(handler=lambda event, context: event, platform=Platform.SAGEMAKER) as server:
+    async with start(handler=lambda event, context: event, platform=platform_of("sagemaker", {})) as server:
         headers = {"Content-Type": "text/plain"}
         answer = await server.request("POST", "/invocations", data=b"a text", headers=headers)
         assert answer.status == 200

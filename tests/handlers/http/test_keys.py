@@ -11,15 +11,16 @@ import pytest
 from aiohttp import web
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.app import create_app
+from teneral.handlers.app import create_app, edge_rules
 from teneral.handlers.function.handler import Handler
-from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.keys import MAX_FILE_BYTES, MAX_KEYS, ApiKeys, parse_keys
-from teneral.handlers.platforms import Platform
+from teneral.handlers.platforms import HTTP, PLATFORMS, Platform
 from teneral.loader.errors import UsageError
 
 KEY = "sesame-secret"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
+
+OPEN_PATHS = edge_rules(HTTP).open_paths
 
 
 def echo(event: Any, context: Any) -> Any:
@@ -85,7 +86,7 @@ def spellings(path: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("platform", [Platform.HTTP, Platform.SAGEMAKER, Platform.RUNPOD, Platform.KSERVE])
+@pytest.mark.parametrize("platform", PLATFORMS, ids=lambda row: row.name)
 async def test_every_route_but_the_probes_asks_for_the_key(
     start: Any, tiny_parts: TinyParts, platform: Platform
 ) -> None:
@@ -108,7 +109,7 @@ async def test_every_route_but_the_probes_asks_for_the_key(
 async def test_no_spelling_of_a_path_and_no_method_goes_round_the_key(
     start: Any, tiny_parts: TinyParts
 ) -> None:
-    paths = {path for _, path in routes(tiny_parts, Platform.HTTP)}
+    paths = {path for _, path in routes(tiny_parts, HTTP)}
     async with start(api_key=KEY, handler=echo) as server:
         for path in sorted(paths):
             for spelling in sorted(spellings(path)):

@@ -16,7 +16,7 @@ from tests.support.instances import TinyParts
 from tests.support.sagemaker_endpoint import sagemaker_endpoint
 
 from teneral.handlers.http.errors import expected_wait_s
-from teneral.handlers.platforms import Platform
+from teneral.handlers.platforms import HTTP, Platform, platform_of
 from teneral.runtime.errors import RequestError
 from teneral.runtime.state import State
 
@@ -43,7 +43,8 @@ async def count_async(event: Any, context: Any) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize(
-    ("platform", "loading"), [(Platform.HTTP, 503), (Platform.SAGEMAKER, 503), (Platform.RUNPOD, 204)]
+    ("platform", "loading"),
+    [(HTTP, 503), (platform_of("sagemaker", {}), 503), (platform_of("runpod", {}), 204)],
 )
 async def test_a_ping_says_whether_requests_can_be_answered(
     start: Any, platform: Platform, loading: int
@@ -61,7 +62,7 @@ async def test_a_ping_says_whether_requests_can_be_answered(
         assert (answer.status, answer.body) == (200, b"")
 
 
-@pytest.mark.parametrize("platform", [Platform.SAGEMAKER, Platform.RUNPOD])
+@pytest.mark.parametrize("platform", [platform_of("sagemaker", {}), platform_of("runpod", {})])
 async def test_a_ping_takes_a_server_that_drains_out_of_the_pool(start: Any, platform: Platform) -> None:
     async with start(platform=platform) as server:
         server.instance.model.hold()
@@ -75,7 +76,7 @@ async def test_a_ping_takes_a_server_that_drains_out_of_the_pool(start: Any, pla
 
 
 async def test_a_ping_is_answered_while_the_model_computes(start: Any) -> None:
-    async with start(platform=Platform.SAGEMAKER) as server:
+    async with start(platform=platform_of("sagemaker", {})) as server:
         server.instance.model.hold()
         running = asyncio.create_task(server.post("/invocations", {"prompt": "Once", **GREEDY}))
         await server.eventually(lambda: server.running() == 1)

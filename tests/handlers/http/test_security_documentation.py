@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from teneral.handlers.app import edge_rules
 from teneral.handlers.http import inflight, json_bodies, limits, sockets
-from teneral.handlers.http.edge import OPEN_PATHS
 from teneral.handlers.http.limits import Limits
+from teneral.handlers.platforms import HTTP
 from teneral.runtime.config import ServeConfig
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +20,8 @@ BOUNDS = re.findall(
     r"^\| [^|]+ \| ([^|]+) \| `(Limits|limits|sockets|json_bodies|inflight)\.(\w+)`", PAGE, re.MULTILINE
 )
 UNITS = {"": 1, "s": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+
+OPEN_PATHS = edge_rules(HTTP).open_paths
 
 
 @pytest.mark.parametrize(("file", "test"), PROOFS)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from tests.support.instances import StagedInstance, TinyParts
 
-from teneral.handlers.app import create_app
-from teneral.handlers.http.edge import OPEN_PATHS
+from teneral.handlers.app import create_app, edge_rules
+from teneral.handlers.platforms import HTTP
 from teneral.handlers.platforms.kserve import schemas
 from teneral.handlers.platforms.kserve.repository import _STATES
 from teneral.handlers.platforms.kserve.tensors import DATATYPES
@@ -24,6 +24,8 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 STRUCTS = [
     each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)
 ]
+
+OPEN_PATHS = edge_rules(HTTP).open_paths
 
 
 def test_it_has_the_paths_and_methods_of_the_server(tiny_parts: TinyParts) -> None:

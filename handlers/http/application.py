@@ -1,0 +1,92 @@
+"""An application: the edge, the routes of any server, and the routes that it is given.
+
+Knows no platform and no API; `handlers/app.py` puts the whole together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from aiohttp.typedefs import Handler as RouteHandler
+
+from ...loader.timeline import Timeline
+from ...runtime.metrics import Metrics
+from .edge import EdgeRules, Origins, edge, parse_origins, stamp
+from .errors import ApiError
+from .health import DebugRoutes, HealthRoutes
+from .keys import ApiKeys, parse_keys
+from .limits import Limits
+from .service import SERVICE, Service
+from .sockets import max_files
+
+if TYPE_CHECKING:
+    from ...runtime.config import ServeConfig
+    from ...runtime.instance import Instance
+    from ..function.handler import Handler
+
+
+def make_application(
+    instance: Instance,
+    routes: Callable[[Service], Iterable[web.RouteDef]],
+    *,
+    handler: Handler | None = None,
+    limits: Limits | None = None,
+    rules: EdgeRules | None = None,
+    ping_while_loading: int = 503,
+    make_instance: Callable[[], Instance] | None = None,
+) -> web.Application:
+    """The HTTP server of an instance, which may still be loading. The caller closes instance and handler.
+
+    `handler` is the user's function behind /invoke. `make_instance` gives another instance, not started, for when the
+    model is unloaded and loaded again.
+    """
+    make_instance = make_instance or partial(_another, instance.config)
+    limits = (limits or Limits()).within_files(max_files())
+    service = Service(instance, limits, Metrics(), make_instance=make_instance)
+    api_key = instance.config.api_key
+    keys = None if api_key is None else ApiKeys(parse_keys(api_key))
+    origins = Origins(parse_origins(instance.config.cors_origin))
+    app = web.Application(middlewares=[edge(service, keys, origins, rules or EdgeRules())])
+    app[SERVICE] = service
+    app.on_response_prepare.append(stamp(origins))
+    calls = None if handler is None else handler.calls
+    health = HealthRoutes(service, ping_while_loading=ping_while_loading, calls=calls)
+    app.add_routes(
+        [
+            web.get("/livez", health.livez),
+            web.get("/readyz", health.readyz),
+            web.get("/health", health.readyz),
+            web.get("/ping", health.ping),
+            web.get("/metrics", health.metrics),
+            web.get("/timeline", health.timeline),
+            web.get("/debug/kv", DebugRoutes(service).kv),
+            web.post("/invoke", _invoke_route(service, handler)),
+            *routes(service),
+        ]
+    )
+    return app
+
+
+def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
+    if handler is None:
+        return _no_function
+    from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
+
+    return InvokeRoute(service, handler).post
+
+
+def _another(config: ServeConfig) -> Instance:
+    from ...runtime.instance import Instance  # there is one already, so this is imported
+
+    timeline = Timeline(started_at=time.monotonic())  # this process started long before
+    return Instance(config, timeline=timeline)
+
+
+async def _no_function(request: web.Request) -> web.StreamResponse:
+    raise ApiError(
+        404, "no function is served here: start the server with --handler module:function", code="no_handler"
+    )

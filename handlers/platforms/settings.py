@@ -1,0 +1,52 @@
+"""Settings that a platform gives: its variables for ports, and the folder where it lays a model.
+
+`runtime/config.py` knows no platform; this module hands it the rows of `platforms/__init__.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...runtime import config
+from ...runtime.config import ServeConfig
+from . import AUTO, PLATFORMS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
+
+
+def resolve(
+    flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
+) -> ServeConfig:
+    """`runtime.config.resolve`, with what the platforms say. Their variables win over the file and lose to ours.
+
+    Raises `UsageError` naming the flag, variable or key that is unknown or invalid.
+    """
+    variables = tuple(pair for row in PLATFORMS for pair in row.variables)
+    return config.resolve(
+        flags, environment, config_file, platform_variables=variables, defaults=_model_folder
+    )
+
+
+def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model of a container that was started without one, where its platform has laid one.
+
+    With `--platform auto` a model must really lie there, and the platform is then the folder's.
+    """
+    if settings.get("model"):
+        return {}
+    named = settings.get("platform", AUTO)
+    for row in PLATFORMS:
+        if not row.model_folder:
+            continue
+        if row.name == named:
+            found = os.path.isdir(row.model_folder)
+        else:
+            found = any(os.path.isfile(os.path.join(row.model_folder, name)) for name in MODEL_SIGNS)
+        if found:
+            return {"model": row.model_folder} | ({"platform": row.name} if named == AUTO else {})
+    return {}

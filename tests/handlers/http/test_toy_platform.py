@@ -1,0 +1,38 @@
+"""A platform is one file and one row: `tests/support/toy_platform.py` is both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.toy_platform import ROW
+
+from teneral.handlers import platforms
+from teneral.handlers.platforms import platform_of, settings
+
+
+@pytest.fixture(autouse=True)
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (*platforms.PLATFORMS, ROW)
+    monkeypatch.setattr(platforms, "PLATFORMS", rows)
+    monkeypatch.setattr(settings, "PLATFORMS", rows)
+
+
+def test_it_is_found_by_its_sign_and_gives_settings() -> None:
+    assert platform_of("auto", {"TOY_FUNCTION_NAME": "f"}) is ROW
+    assert platform_of("toy", {}) is ROW
+    assert settings.resolve({"model": "m"}, {"TOY_PORT": "8089"}).port == 8089
+
+
+async def test_its_events_reach_the_function_and_its_errors_have_its_shape(start: Any) -> None:
+    def handler(event: Any, context: Any) -> Any:
+        if event == "fail":
+            raise RuntimeError("no")
+        return {"event": event, "on": context.platform["name"]}
+
+    async with start(handler=handler, platform=ROW) as server:
+        answer = await server.post("/toy/run", {"toy": 5})
+        assert (answer.status, answer.json()) == (200, {"toy": [{"event": 5, "on": "toy"}]})
+        failed = await server.post("/toy/run", {"toy": "fail"})
+        assert failed.status == 500
+        assert failed.body.decode().startswith("toy trouble: ")

@@ -41,8 +41,6 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
         ({}, {"TENERAL_PORT": "-1"}, "TENERAL_PORT"),
         ({}, {"TENERAL_ANONYMOUS": "maybe"}, "TENERAL_ANONYMOUS"),
         ({}, {"TENERAL_MAX_QUEUE": "3"}, "TENERAL_MAX_QUEUE"),
-        ({}, {"PORT": "abc"}, "PORT"),
-        ({}, {"PORT_HEALTH": "abc"}, "PORT_HEALTH"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_by_name(

@@ -32,7 +32,7 @@ async def test_its_events_reach_the_function_and_its_errors_have_its_shape(start
 
     async with start(handler=handler, platform=ROW) as server:
         answer = await server.post("/toy/run", {"toy": 5})
-        assert (answer.status, answer.json()) == (200, {"toy": [{"event": 5, "on": "toy"}]})
+        assert (answer.status, answer.json) == (200, {"toy": [{"event": 5, "on": "toy"}]})
         failed = await server.post("/toy/run", {"toy": "fail"})
         assert failed.status == 500
         assert failed.body.decode().startswith("toy trouble: ")

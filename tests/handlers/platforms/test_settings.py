@@ -34,3 +34,10 @@ def test_the_folder_that_sagemaker_fills_is_the_model_where_none_is_named(
     assert resolve({}, {"TENERAL_MODEL": "s3://bucket/m"}).model == "s3://bucket/m"
     (tmp_path / "config.json").rename(tmp_path / "manifest.json")
     assert resolve({}, {}).model == str(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["PORT", "PORT_HEALTH"])
+def test_a_platforms_variable_is_refused_by_its_own_name(variable: str) -> None:
+    with pytest.raises(UsageError, match=variable) as caught:
+        resolve({"model": "m"}, {variable: "abc"})
+    assert caught.value.key == variable

@@ -109,6 +109,9 @@ def serve_on(
             with timeline.span("process", "import server"):
                 import asyncio  # here, not above: the first bytes were asked for before it was needed
 
+                from .http.lean_aiohttp import import_web
+
+                import_web()
                 from .app import Limits, create_app, serve
                 from .function.handler import load_handler
             instance.kind.add_done_callback(lambda _: _collect_garbage())

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
-from aiohttp import StreamReader
+from aiohttp.streams import StreamReader
 
 from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from .limits import MAX_UNSENT_BYTES, PIECE_BYTES

@@ -17,15 +17,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from ...loader.errors import TeneralError, UsageError
 from .limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
 from .service import SERVICE, logger
+
+if TYPE_CHECKING:
+    from aiohttp import ClientSession
 
 BACKLOG = 1024  # connections that the kernel takes while the event loop is busy
 # An instance may have failed before anybody was let in. Whoever waits in the backlog is told so, not reset.
@@ -140,7 +142,7 @@ BASE_URL = "http://inside"  # requests name their path behind it
 
 
 @asynccontextmanager
-async def serving_inside(app: web.Application) -> AsyncIterator[aiohttp.ClientSession]:
+async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
     """While in here the session's requests reach the application. Any number at a time; no time-outs but the
     application's own; nothing is decompressed. `UsageError` where no temporary folder can be made.
     """
@@ -167,10 +169,16 @@ async def serving_inside(app: web.Application) -> AsyncIterator[aiohttp.ClientSe
         await runner.setup()
         try:
             await web.UnixSite(runner, path).start()
-            async with aiohttp.ClientSession(
+            from aiohttp import (  # servers without events do without
+                ClientSession,
+                ClientTimeout,
+                UnixConnector,
+            )
+
+            async with ClientSession(
                 BASE_URL,
-                connector=aiohttp.UnixConnector(path, limit=0),
-                timeout=aiohttp.ClientTimeout(total=None),
+                connector=UnixConnector(path, limit=0),
+                timeout=ClientTimeout(total=None),
                 auto_decompress=False,
             ) as session:
                 yield session

@@ -4,6 +4,7 @@ TeneralError
 ├── ModelError             the artifact is sound, but not a model that this version can run
 ├── RequestError           the caller's request cannot be meant; `param` names the field
 │   ├── ContextLengthError
+│   ├── GrammarError       … because no answer can follow the grammar that it gives, within the bounds
 │   └── RefusedError       … or must not be served, as a filter of the handler's decides; `code` says why
 ├── CapacityError          too much at once: try again after `retry_after_s`
 │   └── HandlerBusyError   … because calls of the user's handler do not end
@@ -47,6 +48,10 @@ class RequestError(TeneralError):
 
 class ContextLengthError(RequestError):
     """The prompt, or the prompt and the tokens asked for, do not fit the context."""
+
+
+class GrammarError(RequestError):
+    """A schema, regular expression or grammar that is wrong, or goes over its limits while it is followed."""
 
 
 class RefusedError(RequestError):

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...loader.timeline import Timeline
-from ..errors import ModelError
 from ..step.backend import BackendOptions, DeviceStatistics, OnLayer
 from ..step.batch import StepBatch
 from ..step.rows import Rows, build_batch
 from ..step.sampling import choose_tokens
-from ..step.state import Choice, SamplingState
+from ..step.state import Chosen, SamplingState
 
 
 class HostBackend:
@@ -32,7 +31,7 @@ class HostBackend:
     def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Any:
         return self._model.forward(batch, self._kv, on_layer=on_layer)
 
-    def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Chosen]:
         return choose_tokens(logits, states)
 
     def wants_idle_time(self, *, has_running: bool) -> bool:

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...loader.timeline import Timeline
-from ..errors import ModelError
 from ..step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
 from ..step.batch import StepBatch
 from ..step.rows import Rows
-from ..step.state import Choice, SamplingState
+from ..step.state import Chosen, SamplingState
 from .budget import activation_bytes
 from .decoder import DeviceKernels
 from .executor import CudaExecutor
@@ -112,7 +111,7 @@ class CudaBackend:
         return self._decoder.forward(batch, self._kv, on_layer=on_layer)
 
     @torch.inference_mode()
-    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
         return self._sampler.choose(logits, states)
 
     def wants_idle_time(self, *, has_running: bool) -> bool:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import DeviceLostError, ModelError
+from ..errors import DeviceLostError
 from ..step.backend import Backend, DeviceStatistics, OnLayer
 from ..step.batch import StepBatch
 from ..step.rows import Rows
-from ..step.state import Choice, SamplingState
+from ..step.state import Chosen, SamplingState
 from .launch import OUT_OF_MEMORY, LaunchError
 
 PROBE_S = 10.0  # a device that takes longer for one addition is lost, too
@@ -82,7 +82,7 @@ class GuardedBackend:
             logits: torch.Tensor = self.backend.forward(batch, on_layer=on_layer)
             return logits
 
-    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
         with self._told():
             return self.backend.choose(logits, states)
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import ModelError
+from ..errors import GrammarError
 from ..step.requests import TokenLogprob
 from ..step.sampling import not_finite
-from ..step.state import Choice, SamplingState
+from ..step.state import Choice, Chosen, SamplingState
 from .launch import Launcher
 from .transfer import Downlink, Numbers, Uplink, as_floats, bits
 from .variants import PIECE, race_variant
@@ -38,7 +38,7 @@ class DeviceSampler:
         self._narrow = narrow
         self.num_redraws = 0
 
-    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
         """As `choose_tokens`. Returns when the device has done all that was asked of it before."""
         if not states:
             self._downlink.wait()
@@ -60,14 +60,16 @@ class DeviceSampler:
 
     def _choose(
         self, logits: torch.Tensor, states: Sequence[SamplingState], width: int
-    ) -> list[Choice | ModelError | None]:
+    ) -> list[Chosen | None]:
         """None for a row that so many candidates were not enough for."""
         scores = self._adjusted(logits, states)
-        best, tokens = scores.max(dim=-1)
+        masks = _Masks.of(states, scores.shape[1])
+        legal = masks.applied(scores, self._uplink)
+        best, tokens = legal.max(dim=-1)
         is_complete = torch.ones_like(best, dtype=torch.float64)
         drawing = [number for number, state in enumerate(states) if state.params.temperature != 0]
         if drawing:
-            self._draw(scores, best, tokens, is_complete, drawing, states, width)
+            self._draw(legal, best, tokens, is_complete, drawing, states, width)
         told = [tokens.double(), best.double(), is_complete]
         asked = [number for number, state in enumerate(states) if state.num_top_logprobs is not None]
         logprobs = _Logprobs.of(scores, tokens, asked, states, self._uplink) if asked else None
@@ -75,9 +77,11 @@ class DeviceSampler:
             told += logprobs.on_device()
         answer = self._downlink.fetch(torch.cat(told))
         of_tokens = {} if logprobs is None else logprobs.read(answer[3 * len(states) :])
-        choices: list[Choice | ModelError | None] = []
+        choices: list[Chosen | None] = []
         for number, (token, highest, complete) in enumerate(answer[: 3 * len(states)].reshape(3, -1).T):
-            if not math.isfinite(highest):
+            if number in masks.errors:
+                choices.append(masks.errors[number])
+            elif not math.isfinite(highest):
                 choices.append(not_finite())
             else:
                 choices.append(Choice(int(token), of_tokens.get(number)) if complete else None)
@@ -189,6 +193,45 @@ class DeviceSampler:
             *(quotients, places, size),
         )
         return places.gather(1, quotients.argmax(-1, keepdim=True)).squeeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The tokens that grammars allow, of those rows that have one."""
+
+    rows: list[int]
+    words: list[Numbers]  # a row each: bit t % 64 of word t // 64 is token t's
+    errors: dict[int, GrammarError]  # of rows whose grammar has gone over its limits
+
+    @classmethod
+    def of(cls, states: Sequence[SamplingState], vocab_size: int) -> _Masks:
+        masks = cls([], [], {})
+        for row, state in enumerate(states):
+            if state.grammar is None:
+                continue
+            words = np.zeros(state.grammar.num_mask_words, dtype=np.uint32)
+            try:
+                state.grammar.mask_into(words)
+            except GrammarError as error:
+                masks.errors[row] = error
+                continue
+            whole = np.zeros(2 * -(-vocab_size // 64), dtype=np.uint32)
+            whole[: len(words)] = words[: len(whole)]
+            masks.rows.append(row)
+            masks.words.append(whole.view(np.int64))
+        return masks
+
+    def applied(self, scores: torch.Tensor, uplink: Uplink) -> torch.Tensor:
+        """Scores (R, vocab), minus infinity for tokens that may not come next: a new tensor where there are any."""
+        if not self.rows:
+            return scores
+        sent = uplink.send([np.array(self.rows, dtype=np.int64), *self.words])
+        words = torch.stack(sent[1:])  # (rows, words)
+        places = torch.arange(64, device=words.device)
+        bits = ((words[:, :, None] >> places) & 1).reshape(len(self.rows), -1)[:, : scores.shape[1]]
+        legal = scores.clone()
+        legal[sent[0]] = scores[sent[0]].masked_fill(bits == 0, -math.inf)
+        return legal
 
 
 class _Sparse:

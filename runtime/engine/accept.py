@@ -5,20 +5,25 @@ from __future__ import annotations
 import logging
 
 from ...loader.errors import TeneralError
-from ..errors import ModelError
+from ..errors import GrammarError, ModelError
 from ..step.requests import FinishReason, GenerationEvent
-from ..step.state import Choice
+from ..step.state import Choice, Chosen
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 
-def accept(sequence: Sequence, choice: Choice | ModelError) -> GenerationEvent:
-    """Appends the token to the sequence; an error in its place, or on the way to text, ends that sequence only."""
-    if isinstance(choice, ModelError):
+def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
+    """Appends the token to the sequence, and those that its grammar forces behind it.
+
+    An error in its place, or on the way to text, ends that sequence only.
+    """
+    if not isinstance(choice, Choice):
         return error_event(choice)
     try:
         return sequence.accept(choice)
+    except GrammarError as error:
+        return error_event(error)
     except Exception as error:  # of the tokenizer's decoder: it must not end the other sequences
         logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
         return error_event(as_teneral_error(error))

@@ -25,13 +25,13 @@ import numpy.typing as npt
 
 from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
-from ..errors import ModelError
+from ..errors import GrammarError
 from ..kv.blocks import Epoch
 from ..step.backend import Backend, OnLayer
 from ..step.batch import StepBatch
 from ..step.requests import FirstToken, GenerationEvent
 from ..step.rows import Rows
-from ..step.state import Choice
+from ..step.state import Choice, Chosen
 from .accept import accept
 from .arrival import Arrival
 from .exact_passes import ExactPasses, PassLike, Sent
@@ -192,7 +192,7 @@ class EarlyPhase:
                 break
             roster.admit(sequence)
             roster.lending.grow(sequence.exact, num_blocks)
-            member = _Member(sequence, sequence.generation.request.first_token, sequence.num_computed)
+            member = _Member(sequence, _first_token_of(sequence), sequence.num_computed)
             num_draft_blocks = num_blocks + sequence.num_remembered
             if self._has_time(member) and num_draft_blocks <= roster.lending.num_available:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
@@ -274,16 +274,16 @@ class EarlyPhase:
                 if not member.can_draft or sequence.generation.ended:
                     continue
                 num_proposals = len(lane.tokens) - sequence.num_tokens
-                if num_proposals >= limit or not self._make_room(sequence, lane):
+                if num_proposals >= limit or not self._make_room(sequence, lane, len(lane.tokens)):
                     continue
                 if lane.sampling.num_outputs < sequence.max_new_tokens:
                     chosen.append(member)
         return chosen
 
-    def _make_room(self, sequence: TokenSequence, lane: Lane) -> bool:
-        """Blocks for the lane's tokens, and for these and one more in the exact lane, if the pool has them."""
+    def _make_room(self, sequence: TokenSequence, lane: Lane, num_tokens: int) -> bool:
+        """Blocks for so many tokens in the lane, and for these and one more in the exact one, if the pool has them."""
         roster = self._roster
-        missing = [(lane, len(lane.tokens)), (sequence.exact, len(lane.tokens) + 1)]
+        missing = [(lane, num_tokens), (sequence.exact, num_tokens + 1)]
         needed = [(each, max(0, roster.lending.num_missing(each, num))) for each, num in missing]
         if sum(num for _, num in needed) > roster.lending.num_available:
             return False
@@ -299,7 +299,7 @@ class EarlyPhase:
         parts: list[tuple[TokenSequence, Rows]] = []
         num_rows = 0
         for member in self._members:
-            is_prompt_through = member.num_planned >= member.sequence.num_prompt_tokens
+            is_prompt_through = member.num_planned >= member.sequence.num_given_tokens
             if not member.num_pending or (is_prompt_through and not is_time):
                 continue
             end = min(member.num_known, member.num_planned + self._max_rows - num_rows)
@@ -369,14 +369,14 @@ class EarlyPhase:
             return is_new or roster.some_ended_early or roster.is_stopping
 
     def _take_drafted(
-        self, members: Sequence[_Member], choices: Sequence[Choice | ModelError], num_rows: int, took_s: float
+        self, members: Sequence[_Member], choices: Sequence[Chosen], num_rows: int, took_s: float
     ) -> None:
         """Tokens of the draft: given out where they may be, else proposals."""
         events: Events = []
         proposed: list[int] = []
         for member, choice in zip(members, choices, strict=True):
             sequence, lane = member.sequence, _lane_of(member)
-            if isinstance(choice, ModelError):
+            if not isinstance(choice, Choice):
                 member.can_draft = (
                     False  # a weight that only the missing bits make finite: the exact ones decide
                 )
@@ -384,13 +384,31 @@ class EarlyPhase:
                 if not sequence.generation.ended:
                     events.append((sequence, _drafted(accept(sequence, choice))))
             else:
-                lane.tokens.append(choice.token)
-                lane.sampling.add(choice.token)
-                proposed.append(choice.token)
-                member.can_draft = choice.token not in sequence.end_tokens
+                begun = len(lane.tokens)
+                member.can_draft = self._propose(sequence, lane, choice.token)
+                proposed += lane.tokens[begun:]
         if wanted := proposed + [token for _, event in events for token in event.tokens]:
             self._want(wanted)
         self._hand_out(events, num_rows, took_s)
+
+    def _propose(self, sequence: TokenSequence, lane: Lane, token: int) -> bool:
+        """The draft goes on by this token, and by those that a grammar forces behind it for which there is room, as the
+        sequence will if it agrees. Whether there is something to be drafted behind them.
+        """
+        sampling = lane.sampling
+        try:
+            lane.tokens.append(token)
+            sampling.add(token)
+            for forced in () if token in sequence.end_tokens else sampling.forced():
+                with self._roster.changed:
+                    if not self._make_room(sequence, lane, len(lane.tokens) + 1):
+                        break
+                lane.tokens.append(forced)
+                sampling.add(forced)
+        except GrammarError:  # as the exact weights' own pass will say
+            return False
+        is_finished = sampling.grammar is not None and sampling.grammar.is_finished
+        return lane.tokens[-1] not in sequence.end_tokens and not is_finished
 
     # -- the exact weights -----------------------------------------------------------------------------------
 
@@ -419,7 +437,8 @@ class EarlyPhase:
                 continue
             chosen, is_settled = self._confirm(member, rows, own)
             events += [(sequence, event) for event in chosen]
-            sequence.exact.num_computed = min(rows.end, sequence.num_tokens - 1)
+            num_agreed = _num_common(rows.tokens, sequence.tokens, rows.end)
+            sequence.exact.num_computed = min(num_agreed, sequence.num_tokens - 1)
             if is_settled:
                 settled.append(member)
         with self._roster.changed:
@@ -440,7 +459,8 @@ class EarlyPhase:
             event = accept(sequence, choice)
             if member.sends_drafts or not num_proposals:
                 return [*events, event], True
-            is_right = event.error is None and event.tokens == (known[position + 1],)
+            proposals = tuple(known[position + 1 : position + 1 + len(event.tokens)])
+            is_right = event.error is None and event.tokens == proposals
             ends = event.finish_reason is not None
             events.append(_judged(event, is_right=is_right, num_proposals=num_proposals, ends=ends))
             self._acceptance.add(is_right)
@@ -460,6 +480,12 @@ class EarlyPhase:
             sequence.generation.emit(event)
 
 
+def _first_token_of(sequence: TokenSequence) -> FirstToken:
+    """As the request says; the answers of grammars are exact, since forced tokens come with chosen ones."""
+    request = sequence.generation.request
+    return request.first_token if request.grammar is None else FirstToken.EXACT
+
+
 def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
     """What is drafted is either said at once, or a copy of the sequence runs ahead."""
     if shares_tokens:
@@ -470,6 +496,14 @@ def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
 def _lane_of(member: _Member) -> Lane:
     assert member.draft is not None
     return member.draft
+
+
+def _num_common(left: Sequence[int], right: Sequence[int], end: int) -> int:
+    """The number of tokens, `end` at most, with which both begin; the same list agrees with itself."""
+    end = min(end, len(left), len(right))
+    if left is right or left[:end] == right[:end]:
+        return end
+    return next(place for place in range(end) if left[place] != right[place])
 
 
 def _exact_rows(member: _Member, end: int) -> Rows:

@@ -29,7 +29,6 @@ from ..errors import (
     ContextLengthError,
     DeviceLostError,
     DrainingError,
-    ModelError,
     RequestError,
 )
 from ..kv.kinds import KVKind
@@ -38,7 +37,7 @@ from ..kv.view import PoolView, view_pool
 from ..step.backend import BackendOptions, MakeBackend
 from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, Priority
 from ..step.rows import Rows
-from ..step.state import Choice, SamplingState
+from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
 from .arrival import Arrival
@@ -160,12 +159,13 @@ class Engine:
         refused for how long it will have to wait (`max_wait_s`).
 
         `on_event` gets the events in order, as a rule from the engine's thread, which it must not hold up;
-        from the caller's when it cancels, stops the engine or asks for no tokens. If it raises, its sequence
-        is cancelled.
+        from the caller's when it cancels, stops the engine or asks for no tokens, and for the tokens that the
+        request's grammar forces from the beginning, which nothing is computed for. If it raises, its sequence is
+        cancelled.
 
         `max_tokens` beyond the end of the context is no error: the sequence ends there with LENGTH. Raises
-        ContextLengthError, RequestError (a token that the model does not have), CapacityError, DrainingError,
-        or the error that cost the engine its weights. Then nothing was begun.
+        ContextLengthError, RequestError (a token that the model does not have), GrammarError, CapacityError,
+        DrainingError, or the error that cost the engine its weights. Then nothing was begun.
         """
         self._check(request)
         max_new_tokens = self.max_context - len(request.prompt_tokens)
@@ -175,13 +175,24 @@ class Engine:
         sequence = TokenSequence(
             generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
         )
+        # What the grammar forces from the beginning is said at once, whatever the weights are.
+        first = sequence.begin() if max_new_tokens > 0 else _no_tokens()
+        last = first if first is not None and first.finish_reason is not None else None
+        if first is not None and last is None:
+            generation.begin(first)
         with self._roster.changed:
-            if max_new_tokens > 0:
+            if last is None:
                 self._roster.enqueue(sequence, joins=joins)
+                self._roster.note_events([] if first is None else [(sequence, first)])
             else:
                 self._roster.require_open()
-        if max_new_tokens == 0:
-            generation.emit(GenerationEvent("", (), finish_reason=FinishReason.LENGTH))
+                self._roster.num_output_tokens += len(last.tokens)
+        if last is not None:
+            generation.emit(last)
+        else:
+            generation.deliver()
+        if first is not None and first.tokens:
+            self._timeline.add_forced(generation, len(first.tokens))
         return generation
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
@@ -396,7 +407,7 @@ class Engine:
 
     def _compute(
         self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
-    ) -> list[Choice | ModelError]:
+    ) -> list[Chosen]:
         """One step, and the tokens after it."""
         backend, step, spill = self._backend, self._roster.num_steps, self._roster.lending.spill
         batch = backend.build([_rows_of(share) for share in shares])
@@ -502,6 +513,11 @@ def _rows_of(share: Share[TokenSequence]) -> Rows:
     lane = share.sequence.exact
     end = lane.num_computed + share.num_tokens
     return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last))
+
+
+def _no_tokens() -> GenerationEvent:
+    """The only event of a sequence that may have no tokens."""
+    return GenerationEvent("", (), finish_reason=FinishReason.LENGTH)
 
 
 def _shutting_down() -> DrainingError:

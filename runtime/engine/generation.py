@@ -29,6 +29,9 @@ class RequestTimings:
     queued_s: float
     started_s: float | None = None  # first taken into a step
     first_token_s: float | None = None
+    first_computed_s: float | None = (
+        None  # the first token that was not forced by a grammar from the beginning
+    )
     finished_s: float | None = None
 
 
@@ -73,6 +76,7 @@ class Generation:
         self._queued_s = time.monotonic()
         self._started_s: float | None = None
         self._first_token_s: float | None = None
+        self._first_computed_s: float | None = None
         self._finished_s: float | None = None
 
     @property
@@ -87,7 +91,13 @@ class Generation:
 
     @property
     def timings(self) -> RequestTimings:
-        return RequestTimings(self._queued_s, self._started_s, self._first_token_s, self._finished_s)
+        return RequestTimings(
+            self._queued_s,
+            self._started_s,
+            self._first_token_s,
+            self._first_computed_s,
+            self._finished_s,
+        )
 
     def cancel(self) -> None:
         """Ends the sequence now, from any thread; nothing happens when it has ended. What it holds of the KV
@@ -142,14 +152,26 @@ class Generation:
         self.num_cached_tokens = num_cached_tokens
         return True
 
+    def begin(self, event: GenerationEvent) -> None:
+        """For the engine, before any other thread has this: its first event, which does not end it. `deliver` or the
+        next event hands it out.
+        """
+        self._first_token_s = time.monotonic()
+        self._append(event)
+
+    def deliver(self) -> None:
+        """For the engine: hands out what `begin` has added."""
+        self._deliver()
+
     def emit(self, event: GenerationEvent) -> bool:
         """For the engine: adds an event. False, and nothing happens, when the sequence has ended already."""
         now_s = time.monotonic()
         with self._changed:
             if self._ended:
                 return False
-            if event.tokens and self._first_token_s is None:
-                self._first_token_s = now_s
+            if event.tokens and self._first_computed_s is None:
+                self._first_computed_s = now_s
+                self._first_token_s = self._first_token_s or now_s
             if event.finish_reason is None:
                 self._append(event)
             else:
@@ -164,10 +186,11 @@ class Generation:
         return True
 
     def _append(self, event: GenerationEvent) -> None:
-        self._events.append(event)
-        self._changed.notify_all()
-        if event.finish_reason is not None:
-            self._finished.notify_all()
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+            if event.finish_reason is not None:
+                self._finished.notify_all()
 
     def _deliver(self) -> None:
         """Calls `on_event` with what it has not seen yet, unless a thread is about that already: then it

@@ -56,6 +56,7 @@ class Sequence:
         "generation",
         "is_batch",
         "max_new_tokens",
+        "num_given_tokens",
         "num_prompt_tokens",
         "num_remembered",
         "priority",
@@ -76,6 +77,7 @@ class Sequence:
         self.generation = generation
         self.tokens: list[int] = list(request.prompt_tokens)  # prompt and output
         self.num_prompt_tokens = len(self.tokens)
+        self.num_given_tokens = self.num_prompt_tokens  # and those that the grammar forces behind the prompt
         self.max_new_tokens = max_new_tokens
         self.queue_name = request.queue_name
         self.priority = request.priority
@@ -117,12 +119,42 @@ class Sequence:
         """Whether some are on their way back to the pool for it."""
         return self.fetch is not None and not self.fetch.is_done
 
+    def begin(self) -> GenerationEvent | None:
+        """The event of the tokens that the grammar forces at the beginning, which need no weights; None: there are
+        none. Called once, before anything is computed. Raises `GrammarError`.
+        """
+        begun = len(self.tokens)
+        text, finish = self._append_forced()
+        self.num_given_tokens = len(self.tokens)
+        tokens = tuple(self.tokens[begun:])
+        return GenerationEvent(text, tokens, (), finish) if tokens else None
+
     def accept(self, choice: Choice) -> GenerationEvent:
-        """Appends the token and gives the event that tells of it, the last one if the sequence ends with it.
+        """Appends the token, and those that the grammar forces behind it, and gives the event that tells of them, the
+        last one if the sequence ends with them.
 
         A token that ends the sequence is counted among its tokens and has no text.
         """
-        token = choice.token
+        begun = len(self.tokens)
+        text, finish = self._append(choice.token)
+        if finish is None:
+            more, finish = self._append_forced()
+            text += more
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        return GenerationEvent(text, tuple(self.tokens[begun:]), logprobs, finish)
+
+    def _append_forced(self) -> tuple[str, FinishReason | None]:
+        """The text of the tokens that the grammar forces now, and whether the sequence ends with them."""
+        texts: list[str] = []
+        for token in self.sampling.forced():
+            text, finish = self._append(token)
+            texts.append(text)
+            if finish is not None:
+                return "".join(texts), finish
+        return "".join(texts), None
+
+    def _append(self, token: int) -> tuple[str, FinishReason | None]:
+        """The text that the token adds, and whether the sequence ends with it."""
         self.tokens.append(token)
         self.sampling.add(token)
         text, finish = "", None
@@ -131,12 +163,14 @@ class Sequence:
         else:
             text, stopped = self._stop_strings.push(self._detokenizer.push(token))
             if stopped:
-                return self._event(choice, text, FinishReason.STOP)
-            if self.sampling.num_outputs >= self.max_new_tokens:
+                return text, FinishReason.STOP
+            if self.sampling.grammar is not None and self.sampling.grammar.is_finished:
+                finish = FinishReason.STOP
+            elif self.sampling.num_outputs >= self.max_new_tokens:
                 finish = FinishReason.LENGTH
         if finish is not None:
             text += self._stop_strings.flush()
-        return self._event(choice, text, finish)
+        return text, finish
 
     def forget_computed(self) -> tuple[int, ...]:
         """Preempts: gives up the blocks of all lanes, which are the caller's to release, and keeps the tokens."""
@@ -158,7 +192,3 @@ class Sequence:
             tokens = self.tokens[number * block_size : (number + 1) * block_size]
             hashes.append(chain_hash(hashes[number], tokens))
         return hashes[: num_blocks + 1]
-
-    def _event(self, choice: Choice, text: str, finish: FinishReason | None) -> GenerationEvent:
-        logprobs = () if choice.logprob is None else (choice.logprob,)
-        return GenerationEvent(text, (choice.token,), logprobs, finish)

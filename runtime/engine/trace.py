@@ -78,6 +78,15 @@ class EngineTimeline:
         now_s = time.monotonic()
         self._add("draft", "exact from here on", now_s, now_s, **figures)
 
+    def add_forced(self, generation: Generation, num_tokens: int) -> None:
+        """A sequence began with tokens that its grammar left no choice of."""
+        first_s = generation.timings.first_token_s
+        with self._lock:
+            if self._timeline is None or first_s is None or self._num_requests >= NUM_REQUESTS:
+                return
+        request_id = generation.request.request_id
+        self._add("request", "forced tokens", first_s, first_s, request=request_id, tokens=num_tokens)
+
     def add_request(self, generation: Generation, reason: FinishReason) -> None:
         """The spans of a sequence that has ended: queued, prefill (until its first token), decode."""
         with self._lock:
@@ -88,7 +97,7 @@ class EngineTimeline:
         moments = [
             ("queued", timings.queued_s),
             ("prefill", timings.started_s),
-            ("decode", timings.first_token_s),
+            ("decode", timings.first_computed_s),
         ]
         reached = [(name, start_s) for name, start_s in moments if start_s is not None]
         ends_s = [start_s for _, start_s in reached[1:]] + [timings.finished_s or reached[-1][1]]

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...loader.timeline import Timeline
-from ..errors import ModelError
 from .batch import StepBatch
 from .rows import Rows
-from .state import Choice, SamplingState
+from .state import Chosen, SamplingState
 
 # Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
 # weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
@@ -55,7 +54,7 @@ class Backend(Protocol):
         what `choose` takes there. Raises what the model raises.
         """
 
-    def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+    def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Chosen]:
         """The next token of each row. The step is over then, on the device, too."""
 
     def wants_idle_time(self, *, has_running: bool) -> bool:

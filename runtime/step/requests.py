@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ...loader.errors import TeneralError
 from ..errors import RequestError
+from ..grammar.matcher import Grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
@@ -90,6 +91,7 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    grammar: Grammar | None = None  # what the answer must follow
     first_token: FirstToken = FirstToken.EXACT
     cache_salt: str = ""  # who gives another one shares no keys and values with this one
     session: str = ""  # what is computed of it is kept for the next request that names the same; '': none

@@ -1,9 +1,10 @@
 """From logits to the next token, sequence by sequence.
 
 Order, as in transformers: logit bias; repetition penalty (prompt and output), presence and frequency penalty
-(output); temperature; top-k (values equal to the k-th are kept); top-p of what is left, renormalised (the
-smallest set of best tokens that reaches p, at least one); min-p (against the best token's probability).
-Log-probabilities are taken before the temperature.
+(output); the grammar, which leaves only the tokens that may come next; temperature; top-k (values equal to the
+k-th are kept); top-p of what is left, renormalised (the smallest set of best tokens that reaches p, at least one);
+min-p (against the best token's probability).
+Log-probabilities are taken before the grammar and the temperature.
 
 A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
 wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
@@ -21,9 +22,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ModelError
+from ..errors import GrammarError, ModelError
+from ..grammar.matcher import Matcher
 from .requests import TokenLogprob
-from .state import Choice, SamplingState
+from .state import Choice, Chosen, SamplingState
 
 NUM_BUCKETS = 1_024
 MAX_BUCKET_DEPTH = 30.0  # of scores below the best; all tokens beyond together have next to no probability
@@ -33,11 +35,12 @@ Floats = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 
-def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Choice | ModelError]:
+def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Chosen]:
     """The next token for each row of `logits` (R, vocab), which is left as it is. Changes no state. Among equal scores
     the lowest id wins.
 
-    A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice.
+    A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice, and so does one
+    whose grammar has gone over its limits.
     """
     if all(state.is_plain_greedy for state in states):
         return [Choice(token) if math.isfinite(score) else not_finite() for score, token in _best(logits)]
@@ -51,13 +54,17 @@ def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
     return np.random.Generator(np.random.SFC64([seed % (1 << 64), index])).standard_exponential(num)
 
 
-def _choose(logits: Floats, state: SamplingState) -> Choice | ModelError:
+def _choose(logits: Floats, state: SamplingState) -> Chosen:
     scores = _adjust(logits, state)  # (vocab,)
-    ((score, token),) = _best(scores[None])
+    try:
+        legal = scores if state.grammar is None else _masked(scores, state.grammar)
+    except GrammarError as error:
+        return error
+    ((score, token),) = _best(legal[None])
     if not math.isfinite(score):
         return not_finite()
     if state.params.temperature != 0:
-        token = _draw(scores - np.float32(score), state)
+        token = _draw(legal - np.float32(score), state)
     if state.num_top_logprobs is None:
         return Choice(token)
     return Choice(token, _logprob(scores, token, state.num_top_logprobs))
@@ -87,6 +94,16 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
             np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
         )
     return scores
+
+
+def _masked(scores: Floats, grammar: Matcher) -> Floats:
+    """(vocab,) scores, minus infinity for tokens that may not come next."""
+    words = np.zeros(grammar.num_mask_words, dtype=np.uint32)
+    grammar.mask_into(words)
+    bits = np.unpackbits(words.view(np.uint8), count=min(scores.size, 32 * len(words)), bitorder="little")
+    if len(bits) < scores.size:  # a model may have rows for tokens that its tokenizer does not know
+        bits = np.pad(bits, (0, scores.size - len(bits)))
+    return np.where(bits.view(np.bool_), scores, np.float32(-math.inf))
 
 
 def _draw(relative_scores: Floats, state: SamplingState) -> int:

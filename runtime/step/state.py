@@ -6,6 +6,8 @@ import copy
 import secrets
 from dataclasses import dataclass
 
+from ..errors import GrammarError, ModelError
+from ..grammar.matcher import Matcher
 from .requests import GenerationRequest, SamplingParams, TokenLogprob
 
 
@@ -13,6 +15,7 @@ class SamplingState:
     """What the choice of a sequence's next token depends on, beside its logits."""
 
     __slots__ = (
+        "grammar",
         "is_plain_greedy",
         "num_outputs",
         "num_top_logprobs",
@@ -25,6 +28,8 @@ class SamplingState:
     def __init__(self, request: GenerationRequest) -> None:
         params = request.sampling
         self.params: SamplingParams = params
+        # Its place in the request's grammar, which follows the tokens that are added.
+        self.grammar: Matcher | None = None if request.grammar is None else request.grammar.start()
         self.num_top_logprobs = request.num_top_logprobs
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.num_outputs = 0
@@ -39,6 +44,7 @@ class SamplingState:
             and params.repetition_penalty == 1.0
             and params.presence_penalty == params.frequency_penalty == 0
             and request.num_top_logprobs is None
+            and request.grammar is None
         )
 
     def for_draft(self) -> SamplingState:
@@ -46,13 +52,25 @@ class SamplingState:
         other = copy.copy(self)
         other.num_top_logprobs = None
         other.output_counts, other.seen = dict(self.output_counts), dict(self.seen)
+        other.grammar = None if self.grammar is None else self.grammar.copy()
         return other
 
     def add(self, token: int) -> None:
+        """Raises `GrammarError` for a token that the request's grammar does not allow."""
         self.num_outputs += 1
+        if self.grammar is not None:
+            self.grammar.accept(token)
         self.output_counts[token] = self.output_counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
             self.seen[token] = None
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar leaves no choice of: they need not be computed. None where logprobs are asked
+        for, which only computing gives.
+        """
+        if self.grammar is None or self.num_top_logprobs is not None or self.grammar.is_finished:
+            return []
+        return self.grammar.forced()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +79,7 @@ class Choice:
 
     token: int
     logprob: TokenLogprob | None = None
+
+
+Chosen = Choice | ModelError | GrammarError
+"""What a sequence gets of a step: a token, or why there is none."""

@@ -38,6 +38,9 @@ class Backend(Protocol):
 
     def piece_to_id(self, piece: str) -> int | None: ...
 
+    def tokenizer_json(self) -> bytes:
+        """The tokenizer as the content of a tokenizer.json."""
+
     def close(self) -> None: ...
 
 
@@ -110,6 +113,10 @@ class LocalBackend:
     def piece_to_id(self, piece: str) -> int | None:
         token: int | None = self.tokenizer.token_to_id(piece)
         return token
+
+    def tokenizer_json(self) -> bytes:
+        text: str = self.tokenizer.to_str()
+        return text.encode()
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -72,5 +72,8 @@ class GrowingBackend:
     def piece_to_id(self, piece: str) -> int | None:
         return self.current.piece_to_id(piece)
 
+    def tokenizer_json(self) -> bytes:
+        return self._data or self.complete().tokenizer_json()  # it is there until the vocabulary was parsed
+
     def close(self) -> None:
         """There is nothing to end."""

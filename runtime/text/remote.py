@@ -105,6 +105,10 @@ class TokenizerProcess:
         token: int | None = self._ask("piece_to_id", piece)
         return token
 
+    def tokenizer_json(self) -> bytes:
+        data: bytes = self._ask("tokenizer_json")
+        return data
+
     def close(self) -> None:
         """End the child; whoever waits for it gets a `ModelError`. Idempotent."""
         with self._lock:

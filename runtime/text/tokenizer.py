@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ContextLengthError, RequestError
+from ..grammar.compiler import GrammarCompiler
+from ..grammar.matcher import Grammar
+from ..grammar.spec import GrammarSpec
 from .backend import MAX_TOKEN, Backend, LocalBackend
 from .chat import DEFAULT_TEMPLATE, ChatTemplate, ChatWorker, Message
 from .settings import Files, TextSettings, read_tokenizer_file
@@ -35,6 +38,7 @@ class TextTokenizer:
         self.vocab_size = backend.vocab_size
         own = backend.piece_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = settings.eos_token_ids | (frozenset() if own is None else {own})
+        self._grammars = GrammarCompiler(backend.tokenizer_json, self.eos_token_ids)
 
     @classmethod
     def from_files(cls, files: Files) -> TextTokenizer:
@@ -109,6 +113,12 @@ class TextTokenizer:
                 param="prompt",
                 hint="Send less.",
             )
+
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        """The grammar over this vocabulary. The first one takes up to a second, in which other threads run. Raises
+        `GrammarError`, and `RequestError` where the tokenizer is of a kind that takes none.
+        """
+        return self._grammars.compile(spec)
 
     def close(self) -> None:
         """End the processes that tokenise and that render chat templates."""

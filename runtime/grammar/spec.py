@@ -1,0 +1,202 @@
+"""A grammar as a value: the form that an answer must have, however a client asked for it.
+
+Every route and every spelling (`response_format`, `structured_outputs`, `guided_json`, `regex`, tools, …) comes to a
+`GrammarSpec`. It is bounded when it is made, and says nothing of tokens: `compiler.py` brings it and a vocabulary
+together.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RequestError
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_EXPRESSION_CHARS = 4 << 10  # of a regular expression
+MAX_GRAMMAR_CHARS = 16 << 10
+MAX_CHOICES = 1 << 10
+MAX_CHOICES_CHARS = 64 << 10
+MAX_WHITESPACE_CHARS = 128
+MAX_REPETITION = 5_000  # symbols that nested and consecutive counts such as (a{20}){30} come to
+COMPACT = ""  # a whitespace pattern: no whitespace between the tokens of JSON
+FREE_WHITESPACE = r"[ \n\t]{0,16}"  # bounded, or a model could go on with spaces for ever
+
+
+class GrammarKind(enum.StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+    GBNF = "gbnf"
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """Hashable: equal values are compiled once. Make it by one of the class methods."""
+
+    kind: GrammarKind
+    text: str  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
+    whitespace: str = COMPACT  # between the tokens of JSON: an expression
+    param: str = ""  # the field that asked for it, for error messages
+
+    @classmethod
+    def json_schema(
+        cls, schema: Mapping[str, Any] | bool | str, *, param: str = "", whitespace: str = COMPACT
+    ) -> GrammarSpec:
+        """An answer that is a JSON value of this schema: a mapping, or its JSON. Raises `RequestError`."""
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise RequestError(f"{param} is not JSON: {error}", param=param) from None
+        if not isinstance(schema, Mapping | bool):
+            raise RequestError(f"{param} must be a JSON schema: an object", param=param)
+        try:
+            text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RequestError(f"{param} is not JSON: {error}", param=param) from None
+        _check_text(text, MAX_SCHEMA_BYTES, "a JSON schema", param)
+        _check_patterns(schema, param)
+        _check_text(whitespace, MAX_WHITESPACE_CHARS, "a whitespace pattern", param)
+        _check_repetition(whitespace, param)
+        return cls(GrammarKind.JSON_SCHEMA, text, whitespace, param)
+
+    @classmethod
+    def json_object(cls, *, param: str = "") -> GrammarSpec:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, param=param, whitespace=FREE_WHITESPACE)
+
+    @classmethod
+    def regex(cls, expression: str, *, param: str = "") -> GrammarSpec:
+        """An answer that this expression matches as a whole. Raises `RequestError`."""
+        _check_text(expression, MAX_EXPRESSION_CHARS, "a regular expression", param)
+        _check_repetition(expression, param)
+        return cls(GrammarKind.REGEX, expression, param=param)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], *, param: str = "") -> GrammarSpec:
+        """One of these texts. Raises `RequestError`."""
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise RequestError(f"{param} must be a list of texts, none of them empty", param=param)
+        if not 0 < len(texts) <= MAX_CHOICES:
+            raise RequestError(f"{param} must have 1 to {MAX_CHOICES} choices", param=param)
+        text = json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False)
+        _check_text(text, MAX_CHOICES_CHARS, "a list of choices", param)
+        return cls(GrammarKind.CHOICE, text, param=param)
+
+    @classmethod
+    def grammar(cls, grammar: str, *, param: str = "") -> GrammarSpec:
+        """A context-free grammar, in GBNF (`root ::= …`) or in Lark's notation (`start: …`). Raises `RequestError`."""
+        _check_text(grammar, MAX_GRAMMAR_CHARS, "a grammar", param)
+        _check_counts(grammar, param)
+        kind = GrammarKind.GBNF if "::=" in grammar else GrammarKind.LARK
+        return cls(kind, grammar, param=param)
+
+
+def _check_text(text: object, limit: int, what: str, param: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{param} must be text", param=param)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} has half of a surrogate pair in it", param=param) from None
+    if size > limit or "\0" in text:
+        raise RequestError(
+            f"{param} is not valid: {what} may have {limit} bytes, and no zero byte; this has {size}",
+            param=param,
+        )
+
+
+def _check_patterns(schema: Any, param: str) -> None:
+    """Bounds the expressions of a schema, wherever they are."""
+    pending = [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            if isinstance(pattern := value.get("pattern"), str):
+                _check_repetition(pattern, param)
+            for key in (
+                properties if isinstance(properties := value.get("patternProperties"), Mapping) else ()
+            ):
+                _check_repetition(str(key), param)
+            pending += value.values()
+        elif isinstance(value, list | tuple):
+            pending += value
+
+
+def _check_repetition(expression: str, param: str) -> None:
+    """Raises `RequestError` where counted repetitions come to too many symbols: each state of an automaton costs
+    memory and time, and a few characters can ask for millions.
+    """
+    sizes = [0]  # of the groups that are open, the whole expression first
+    last = 0  # the size of what a count would repeat
+    position = 0
+    while position < len(expression):
+        character = expression[position]
+        if character == "(":
+            sizes.append(0)
+            last = 0
+        elif character == ")" and len(sizes) > 1:
+            last = sizes.pop()
+            sizes[-1] += last
+        elif character == "[":
+            position = _end_of_class(expression, position)
+            last = 1
+            sizes[-1] += 1
+        elif character == "{" and (count := _count_at(expression, position)) is not None:
+            times, position = count
+            sizes[-1] += last * max(0, times - 1)
+            last *= max(1, times)
+        elif character not in "*+?|^$":
+            position += character == "\\"
+            last = 1
+            sizes[-1] += 1
+        if sum(sizes) > MAX_REPETITION:
+            raise _too_much(param)
+        position += 1
+
+
+def _check_counts(grammar: str, param: str) -> None:
+    """The same for a grammar, whose rules may repeat one another: all of its counts together."""
+    total = 1
+    position = grammar.find("{")
+    while position >= 0:
+        if (count := _count_at(grammar, position)) is not None:
+            total *= max(1, count[0])
+            if total > MAX_REPETITION:
+                raise _too_much(param)
+        position = grammar.find("{", position + 1)
+
+
+def _count_at(text: str, position: int) -> tuple[int, int] | None:
+    """The most repetitions that `{n}`, `{n,}` or `{n,m}` at this place asks for, and where it ends."""
+    end = text.find("}", position, position + 32)
+    counts = [part.strip() for part in text[position + 1 : end].split(",")] if end > 0 else []
+    if (
+        not 0 < len(counts) <= 2
+        or not all(part.isdecimal() or not part for part in counts)
+        or not any(counts)
+    ):
+        return None
+    return max(int(part) for part in counts if part), end
+
+
+def _end_of_class(expression: str, position: int) -> int:
+    """The place of the bracket that closes the class which begins here."""
+    start = position + 1 + (expression[position + 1 : position + 2] == "^")
+    end = start + (expression[start : start + 1] == "]")
+    while end < len(expression) and expression[end] != "]":
+        end += 2 if expression[end] == "\\" else 1
+    return end
+
+
+def _too_much(param: str) -> RequestError:
+    return RequestError(
+        f"{param} is too complex: its repetitions come to more than {MAX_REPETITION} symbols",
+        param=param,
+        hint="Use * or + for long texts, or maxLength for strings of a schema.",
+    )

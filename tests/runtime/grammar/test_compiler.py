@@ -1,0 +1,214 @@
+"""Grammars over a vocabulary: what they allow, what they force, and what hostile ones cost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.instances import TinyParts
+
+from teneral.runtime.errors import GrammarError, RequestError
+from teneral.runtime.grammar.compiler import GrammarCompiler
+from teneral.runtime.grammar.matcher import Matcher
+from teneral.runtime.grammar.spec import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, GrammarSpec
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def allowed_tokens(matcher: Matcher) -> set[int]:
+    words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
+    matcher.mask_into(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_a_schema_forces_the_beginning_as_the_tokenizer_spells_it(
+    parts: TinyParts, compiler: GrammarCompiler
+) -> None:
+    forced = compiler.compile(GrammarSpec.json_schema(PERSON)).start().forced()
+    text = parts.tokenizer.decode(forced)
+    assert '{"name":"'.startswith(text)
+    assert text
+    whole = parts.tokenizer.encode('{"name":"x"', add_special_tokens=False)
+    assert whole[: len(forced)] == forced
+
+
+def test_a_choice_is_forced_where_its_texts_part(parts: TinyParts, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GrammarSpec.choice(["only this"])).start()
+    for token in (tokens := matcher.forced()):
+        matcher.accept(token)
+    rest = matcher.forced() if not matcher.is_finished else []
+    assert parts.tokenizer.decode([*tokens, *rest]) == "only this"
+
+
+def test_a_mask_allows_the_end_only_where_the_answer_may_end(
+    parts: TinyParts, compiler: GrammarCompiler
+) -> None:
+    (eos, *_) = parts.tokenizer.eos_token_ids
+    matcher = compiler.compile(GrammarSpec.regex("[0-9]+")).start()
+    digit = parts.tokenizer.encode("7", add_special_tokens=False)[-1]
+    assert eos not in allowed_tokens(matcher)
+    assert digit in allowed_tokens(matcher)
+    matcher.accept(digit)
+    assert eos in allowed_tokens(matcher)
+    matcher.accept(eos)
+    assert matcher.is_finished
+
+
+def test_copies_go_their_own_ways(parts: TinyParts, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GrammarSpec.regex("ab|cd")).start()
+    first = next(iter(allowed_tokens(matcher)))
+    other = matcher.copy()
+    before = allowed_tokens(other)
+    matcher.accept(first)
+    assert allowed_tokens(other) == before
+
+
+def test_a_token_that_does_not_follow_is_an_error(parts: TinyParts, compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(GrammarSpec.regex("[0-9]+")).start()
+    (letter, *_) = parts.tokenizer.encode("x", add_special_tokens=False)
+    with pytest.raises(GrammarError):
+        matcher.accept(letter)
+
+
+def test_equal_grammars_are_compiled_once(compiler: GrammarCompiler) -> None:
+    assert compiler.compile(GrammarSpec.regex("a+b")) is compiler.compile(GrammarSpec.regex("a+b"))
+    assert compiler.compile(GrammarSpec.regex("a+b")) is not compiler.compile(GrammarSpec.regex("a+c"))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('root ::= "yes" | "no"', "no"),
+        ('start: "yes" | "no"', "yes"),
+    ],
+)
+def test_both_notations_of_grammars_are_read(
+    parts: TinyParts, compiler: GrammarCompiler, grammar: str, text: str
+) -> None:
+    matcher = compiler.compile(GrammarSpec.grammar(grammar)).start()
+    for token in parts.tokenizer.encode(text, add_special_tokens=False):
+        assert token in allowed_tokens(matcher)
+        matcher.accept(token)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GrammarSpec.json_schema({"type": "strnig"}, param="p"),
+        lambda: GrammarSpec.json_schema({"type": "string", "not": {"const": "x"}}, param="p"),
+        lambda: GrammarSpec.json_schema({"$ref": "#/missing"}, param="p"),
+        lambda: GrammarSpec.regex("(", param="p"),
+        lambda: GrammarSpec.grammar("start: missing_rule", param="p"),
+        lambda: GrammarSpec.grammar("root ::= (", param="p"),
+        lambda: GrammarSpec.json_schema("{", param="p"),
+        lambda: GrammarSpec.json_schema('"text"', param="p"),
+        lambda: GrammarSpec.choice([], param="p"),
+        lambda: GrammarSpec.choice([""], param="p"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(compiler: GrammarCompiler, make: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(make())
+    assert caught.value.param == "p"
+    assert caught.value.message.startswith("p ")
+
+
+NESTED: Any = {"type": "string"}
+for _ in range(400):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GrammarSpec.regex("(a{1000}){1000}"),
+        lambda: GrammarSpec.regex("((a|b|[c-f]{9}){90}){90}"),
+        lambda: GrammarSpec.regex("a" * 100_000),
+        lambda: GrammarSpec.json_schema({"type": "string", "pattern": "(a{999}b){999}"}),
+        lambda: GrammarSpec.json_schema({"patternProperties": {"(a{999}b){999}": True}}),
+        lambda: GrammarSpec.json_schema({"enum": ["x" * MAX_SCHEMA_BYTES]}),
+        lambda: GrammarSpec.grammar("start: A{500}\nA: B{500}\nB: /x/"),
+        lambda: GrammarSpec.grammar('start: "a"' + " " * MAX_GRAMMAR_CHARS),
+        lambda: GrammarSpec.choice(["a" * 100] * 2_000),
+        lambda: GrammarSpec.regex("\ud800"),
+    ],
+)
+def test_too_large_grammars_are_refused_before_any_work(make: Any) -> None:
+    with pytest.raises(RequestError):
+        make()
+
+
+def test_hostile_grammars_neither_end_the_process_nor_take_its_memory(
+    tmp_path: Any, parts: TinyParts
+) -> None:
+    """In a process of its own, whose address space is bounded: the worst that the bounds let through."""
+    (tmp_path / "tokenizer.json").write_bytes(parts.tokenizer._backend.tokenizer_json())
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTILE, str(tmp_path / "tokenizer.json")],
+        check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["tried"] == 11
+    assert told["grown_mb"] < 400
+
+
+HOSTILE = r"""
+import json, resource, sys, threading
+import numpy as np
+from teneral.runtime.errors import RequestError
+from teneral.runtime.grammar.compiler import GrammarCompiler
+from teneral.runtime.grammar.spec import GrammarSpec
+
+data = open(sys.argv[1], "rb").read()
+compiler = GrammarCompiler(lambda: data, {0})
+compiler.compile(GrammarSpec.regex("a"))
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+nested = {"type": "string"}
+for _ in range(60):
+    nested = {"type": "object", "properties": {"a": nested}, "required": ["a"]}
+refs = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1800)} | {"d1800": {"type": "string"}}
+hostile = [
+    lambda: GrammarSpec.regex(".*a.{40}"),
+    lambda: GrammarSpec.regex(r"(.*a.{20}b|.*c.{19}d).*"),
+    lambda: GrammarSpec.regex(r"(\p{L}{1,40}\d){1,40}"),
+    lambda: GrammarSpec.regex("(" * 240 + "a" + ")" * 240),
+    lambda: GrammarSpec.regex("|".join("a" * i + "b" for i in range(80))),
+    lambda: GrammarSpec.grammar("start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(900)) + '\nr900: "b"'),
+    lambda: GrammarSpec.grammar('start: a\na: a a | "x" | "xx" | a a a'),
+    lambda: GrammarSpec.json_schema({"$ref": "#/$defs/d0", "$defs": refs}),
+    lambda: GrammarSpec.json_schema(nested),
+    lambda: GrammarSpec.json_schema({"properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
+    lambda: GrammarSpec.json_schema({"allOf": [{"anyOf": [{"properties": {f"a{i}_{j}": True}} for j in range(6)]}
+                                              for i in range(6)]}),
+]
+tried = 0
+def work():
+    global tried
+    for make in hostile:
+        tried += 1
+        try:
+            matcher = compiler.compile(make()).start()
+            words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
+            for step in range(40):
+                matcher.mask_into(words)
+                tokens = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+                if matcher.is_finished or not len(tokens):
+                    break
+                matcher.accept(int(tokens[step % len(tokens)]))
+        except RequestError:
+            pass
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(json.dumps({"tried": tried, "grown_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun) / 1024}))
+"""

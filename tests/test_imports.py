@@ -17,7 +17,7 @@ FOLDERS = ("loader", "runtime", "handlers", "infra")
 HEAVY = {
     "torch", "transformers", "numpy", "aiohttp", "asyncio", "boto3", "botocore", "tokenizers", "jinja2", "msgspec",
     "prometheus_client", "cupy", "zstandard", "blake3", "ssl", "http.client", "urllib.request", "email",
-    "concurrent.futures",
+    "concurrent.futures", "llguidance",
 }  # fmt: skip
 
 

@@ -489,10 +489,9 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
 
 
 def _weights_of(load: AnyLoad) -> Weights:
-    from ..loader.load.device_load import DeviceLoad
     from .weights import StreamedWeights
 
-    if not isinstance(load, DeviceLoad):
+    if load.place == "host":
         return StreamedWeights(load)
     from .cuda.weights import DeviceWeights  # nobody else has a device
 

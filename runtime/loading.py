@@ -97,11 +97,9 @@ class _Ahead:
 
 def wait_exact(load: AnyLoad) -> None:
     """Block until all weights are exact, where they are to be. Raises the load's error."""
-    from ..loader.load.device_load import DeviceLoad
-
     for group in range(len(load.manifest.groups)):
         load.wait(group)
-    if isinstance(load, DeviceLoad):
+    if load.place == "device":
         load.wait_done()
 
 
@@ -125,11 +123,10 @@ def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
 def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
     """Raises `IntegrityError` naming a tensor that is not what was packed."""
     from ..loader.format.tensor_digests import wrong_tensors
-    from ..loader.load.device_load import DeviceLoad
 
     def content(tensor: Tensor) -> memoryview:
         end_bytes = tensor.offset_bytes + tensor.size_bytes
-        if isinstance(load, DeviceLoad):
+        if load.place == "device":
             return load.read_back(tensor.group, tensor.offset_bytes, end_bytes)
         return load.slab(tensor.group)[tensor.offset_bytes : end_bytes].data
 
@@ -144,17 +141,12 @@ def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
 
 def untaken_bytes(load: AnyLoad) -> int:
     """The weights' memory, but for what a standby process had taken from the system before the load."""
-    from ..loader.load.process_load import ProcessLoad
-
-    ahead_bytes = load.reserved_bytes if isinstance(load, ProcessLoad) else 0
-    return load.manifest.weight_bytes - ahead_bytes
+    return load.manifest.weight_bytes - load.reserved_bytes
 
 
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
     """What another device did and holds; None where there is none, or while it is being opened."""
-    from ..loader.load.device_load import DeviceLoad  # who loads in another process has it not
-
-    return load.device_statistics() if isinstance(load, DeviceLoad) else None
+    return load.device_statistics() if load.place == "device" else None
 
 
 def warn_of_cache(load: AnyLoad) -> None:

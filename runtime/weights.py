@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..loader.format.manifest import Tier
-from ..loader.load.device_load import DeviceLoad
 from ..loader.load.plan import RowParts
 from .dtypes import DType
 from .errors import ModelError
 from .tensors import Tensor
 
 if TYPE_CHECKING:
+    from ..loader.load.device_load import DeviceLoad
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.process_load import ProcessLoad
@@ -130,7 +130,7 @@ class StreamedWeights:
         if begin == end:
             return Tensor(dtype, np.empty(shape, dtype.numpy))
         if group not in self._slabs:  # one array, so that adjacent tensors can be stacked as one view
-            assert not isinstance(self._load, DeviceLoad)
+            assert self._load.place == "host"
             self._slabs[group] = self._load.slab(group)
         return Tensor(dtype, self._slabs[group][begin:end].view(dtype.numpy).reshape(shape))
 
@@ -272,7 +272,7 @@ def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
         for group in groups:
             if load.is_ready(group):
                 _order_after(load, (group,))
-            elif isinstance(load, DeviceLoad):
+            elif load.place == "device":
                 stack.enter_context(load.using(group, _stream_of(load)))
             else:
                 stack.enter_context(load.using(group))
@@ -281,7 +281,7 @@ def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
 
 def _order_after(load: AnyLoad, groups: Iterable[int]) -> None:
     """What this thread launches from now on sees what has been placed in the groups. On the host it is simply there."""
-    if isinstance(load, DeviceLoad):
+    if load.place == "device":
         load.order_after(groups, _stream_of(load))
 
 

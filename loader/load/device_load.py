@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..device.paths import DeviceSpeed
 from ..device.placement import Placement
@@ -41,6 +41,9 @@ OpenDevice = Callable[[], "Device"]
 
 class DeviceLoad:
     """Loads one model onto a device. All methods may be called from any thread. Made by `follow` or `in_threads`."""
+
+    place: Literal["device"] = "device"  # of the weights
+    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(self, open_device: OpenDevice, *, timeline: Timeline) -> None:
         """Begin to open the device. For `follow` and `in_threads`."""

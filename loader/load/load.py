@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
@@ -62,6 +62,9 @@ class WeightLoad:
     still shows. The source stays the caller's to close, after the load has ended; only a load that is
     cancelled while reads are on their way closes it itself, since nothing else makes them return.
     """
+
+    place: Literal["host"] = "host"  # of the weights
+    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
         self,

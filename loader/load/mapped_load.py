@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import LoadCancelledError, LoadError, TeneralError, UnavailableError
 from ..format.manifest import Manifest, Part, Tier
@@ -59,6 +59,9 @@ class MappedLoad:
 
     The slabs are views of private mappings, which live as long as any view does. The source stays the caller's.
     """
+
+    place: Literal["host"] = "host"  # of the weights
+    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
@@ -56,6 +56,8 @@ class ProcessLoad:
 
     The slabs belong to whoever looks at them: neither `close` nor the child's end frees memory that a view shows.
     """
+
+    place: Literal["host"] = "host"  # of the weights
 
     def __init__(
         self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None

@@ -16,7 +16,6 @@ from ...loader.format.nibbles import RUN
 from ..dtypes import DType
 from ..errors import ModelError
 from ..tensors import Tensor
-from .converted import take_converted
 from .matrices import DenseMatrix, EmbeddingTable, IntegerMatrix, Matrix, Projection, StoredProjection
 from .parameters import Parameters
 
@@ -56,6 +55,8 @@ def take_stacked(
     """One projection to all the (name, num_out), in this order. Raises `ModelError` for what does not fit."""
     is_foreign = [f"{name}.qweight" in parameters for name, _ in names_and_sizes]
     if all(is_foreign):
+        from .converted import take_converted  # few models are of GPTQ or AWQ
+
         return take_converted(parameters, names_and_sizes, num_in, bias=bias)
     if any(is_foreign):
         return JoinedProjection(

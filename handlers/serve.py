@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..loader.errors import TeneralError
 from ..loader.timeline import Timeline
 from ..runtime.config import ServeConfig
-from ..runtime.start import SentFor, send_for
+from ..runtime.start import LaunchedHelpers, launch_helpers
 from .http.sockets import listen, max_files, require_files
 from .platforms import Platform, imported, platform_of
 
@@ -66,8 +66,8 @@ def _run(config: ServeConfig, ending: Ending) -> int:
             status = hand_over(config, sock, timeline)
             if status is not None:
                 return status
-        sent = send_for(config, timeline, fork=True)
-        serve_on(sock, config, timeline, sent, ending)
+        launched = launch_helpers(config, timeline, fork=True)
+        serve_on(sock, config, timeline, launched, ending)
     return 0
 
 
@@ -75,10 +75,10 @@ def serve_on(
     sock: socket.socket,
     config: ServeConfig,
     timeline: Timeline,
-    sent: SentFor | None,
+    launched: LaunchedHelpers | None,
     ending: Ending | None = None,
 ) -> None:
-    """Serve at a listening socket what was sent for already, until a signal ends it. Closes the socket.
+    """Serve at a listening socket what was launched already, until a signal ends it. Closes the socket.
 
     Blocks. Raises the error that ended the instance. `ending` learns of a failure as soon as there is one.
     """
@@ -86,7 +86,7 @@ def serve_on(
     with (
         sock,
         _probe_socket(config) as probe_sock,
-        sent.take_over(timeline) if sent else nullcontext() as helpers,
+        launched.adopt(timeline) if launched else nullcontext() as helpers,
     ):
         load = helpers.load if helpers is not None else None
         if load is not None:
@@ -255,8 +255,8 @@ def main(listener: int, owner: int) -> int:
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     try:
-        sent = send_for(config, timeline, fork=True)
-        serve_on(socket.socket(fileno=listener), config, timeline, sent)
+        launched = launch_helpers(config, timeline, fork=True)
+        serve_on(socket.socket(fileno=listener), config, timeline, launched)
     except TeneralError as error:
         print(f"teneral: {config.served_name}: {error}", file=sys.stderr)
         return 1

@@ -37,7 +37,7 @@ from .loading import (
     wait_exact,
     warn_of_cache,
 )
-from .start import Helpers, send_for
+from .start import Helpers, launch_helpers
 from .state import State
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ class Instance:
         """
         return self._snapshots is not None and self._failure is None and self._snapshots.save(timeout_s)
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """The process may stand still now, or has: let go of connections to stores, addresses and credentials, which
         are made anew when they are needed. Does not block.
         """
         if isinstance(self._source, Remote):
-            self._source.rest()
+            self._source.quiesce()
         if self._snapshots is not None:
-            self._snapshots.rest()
+            self._snapshots.quiesce()
 
     def wait_opened(self, timeout_s: float) -> bool:
         """Block until it is known what is to be loaded; False when that takes longer. Raises the instance's failure."""
@@ -169,7 +169,7 @@ class Instance:
             if not self.ended.done():
                 self.ended.set_result(self._failure)
 
-    def let_go(self, timeout_s: float = 10.0) -> None:
+    def release(self, timeout_s: float = 10.0) -> None:
         """Forget the model, after `close`: whoever goes on holding this instance then holds none of its memory. Waits
         for the threads that were building it.
         """
@@ -177,7 +177,7 @@ class Instance:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._helpers is not None and self._helpers.load is not None:
-            self._helpers.load.let_go()  # the process that launched them may hold them still
+            self._helpers.load.release()  # the process that launched them may hold them still
         self.tokenizer, self.engine, self.embedder, self._opened = Future(), Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
         self._load = self._helpers = self._source = self._snapshots = None
@@ -250,9 +250,9 @@ class Instance:
     # the three threads
 
     def _start_helpers(self) -> None:
-        sent = send_for(self.config, self.timeline)
-        if sent is not None:
-            self._helpers = sent.take_over(self.timeline)
+        launched = launch_helpers(self.config, self.timeline)
+        if launched is not None:
+            self._helpers = launched.adopt(self.timeline)
             self._load = self._helpers.load
 
     def _start_snapshots(self) -> None:

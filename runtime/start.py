@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..loader.device.base import Device
     from ..loader.load.device_load import DeviceLoad
     from ..loader.load.process_load import ProcessLoad
-    from ..loader.process.helper import Surroundings
+    from ..loader.process.helper import ProcessContext
     from .text.chat import ChatWorker
     from .text.launch import LaunchedTokenizer, PreparedTokenizer
     from .text.remote import TokenizerProcess
 
 
-class SentFor(NamedTuple):
+class LaunchedHelpers(NamedTuple):
     """Processes at work, launched and not yet adopted."""
 
     load: Launched | None  # None: the instance loads in its own threads
@@ -33,7 +33,7 @@ class SentFor(NamedTuple):
     kernel_dir: str | None = None  # as the configuration has it
     chat_worker: ChatWorker | None = None  # one that waits
 
-    def take_over(self, timeline: Timeline) -> Helpers:
+    def adopt(self, timeline: Timeline) -> Helpers:
         """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
         another device than the CPU is used.
         """
@@ -74,19 +74,19 @@ class Helpers(NamedTuple):
         self.close()
 
 
-def send_for(
+def launch_helpers(
     config: ServeConfig,
     timeline: Timeline,
     *,
     prepared: Prepared | None = None,
     tokenizer: PreparedTokenizer | None = None,
     chat_worker: ChatWorker | None = None,
-    surroundings: Surroundings | None = None,
+    context: ProcessContext | None = None,
     fork: bool = False,
-) -> SentFor | None:
+) -> LaunchedHelpers | None:
     """The processes beside an instance, at work; None with `loader = thread`, which has none.
 
-    Takes over what is prepared, and has it take the `surroundings`, if they are not its own. `fork` is for a process
+    Takes over what is prepared, and has it take the `context`, if they are not its own. `fork` is for a process
     that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an invalid address, or a
     device that cannot be used, and `OSError` when the system refuses another process.
     """
@@ -107,12 +107,12 @@ def send_for(
         if device != CPU:
             prepared.give_up_reserve()
         files = prepared.files
-        load = launch(Task(address, digest, source, options, began_at, device, surroundings), prepared)
+        load = launch(Task(address, digest, source, options, began_at, device, context), prepared)
     from .text.launch import PreparedTokenizer, TokenizerTask  # the weights are sent for without it
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
-    launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, surroundings))
-    return SentFor(load, launched, config.kernel_dir, chat_worker)
+    launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
+    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker)
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:

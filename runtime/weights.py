@@ -41,7 +41,7 @@ class Gate(Protocol):
     def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         """Whether they hold `tier`, at least, now or within this time. Raises the load's error."""
 
-    def using(self, tier: Tier) -> AbstractContextManager[None]:
+    def reading(self, tier: Tier) -> AbstractContextManager[None]:
         """Blocks until they hold `tier`, at least. While inside, nothing about them changes. One thread at a time."""
 
 
@@ -52,7 +52,7 @@ class RowGate(Protocol):
 
     def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool: ...
 
-    def using(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]: ...
+    def reading(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]: ...
 
     def want(self, rows: Rows, tier: Tier) -> None:
         """Have these rows sent for, in all tiers up to this one, and return at once."""
@@ -157,7 +157,7 @@ class _Open:
     def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         return True
 
-    def using(self, tier: Tier) -> AbstractContextManager[None]:
+    def reading(self, tier: Tier) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -173,8 +173,8 @@ class _WholeTable:
     def opens(self, rows: Rows, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
         return self._gate.opens(timeout_s, tier)
 
-    def using(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]:
-        return self._gate.using(tier)
+    def reading(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]:
+        return self._gate.reading(tier)
 
     def want(self, rows: Rows, tier: Tier) -> None:
         pass
@@ -205,7 +205,7 @@ class _GroupGate:
         return True
 
     @contextmanager
-    def using(self, tier: Tier) -> Iterator[None]:
+    def reading(self, tier: Tier) -> Iterator[None]:
         for group in self._groups:
             self._load.wait(group, tier)
         with _unchanged(self._load, self._groups):
@@ -244,7 +244,7 @@ class _TableGate:
         return True
 
     @contextmanager
-    def using(self, rows: Rows, tier: Tier) -> Iterator[None]:
+    def reading(self, rows: Rows, tier: Tier) -> Iterator[None]:
         if not self._is_open():
             self._load.wait_parts(self._parts(rows, tier))
         with _unchanged(self._load, self._groups):
@@ -273,9 +273,9 @@ def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
             if load.is_ready(group):
                 _order_after(load, (group,))
             elif load.place == "device":
-                stack.enter_context(load.using(group, _stream_of(load)))
+                stack.enter_context(load.reading(group, _stream_of(load)))
             else:
-                stack.enter_context(load.using(group))
+                stack.enter_context(load.reading(group))
         yield
 
 

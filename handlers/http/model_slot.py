@@ -181,7 +181,7 @@ def _give_back(instance: Instance, drain_timeout_s: float) -> None:
     """End an instance and free its memory, also where somebody holds the instance still. Blocks."""
     instance.drain(drain_timeout_s)
     instance.close()
-    instance.let_go()
+    instance.release()
     # A server's start puts all that there is then out of the collector's sight, parts of the model among it.
     gc.unfreeze()
     gc.collect()

@@ -27,7 +27,7 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import CancelledError, DrainingError
-from ...runtime.start import send_for
+from ...runtime.start import launch_helpers
 from ..function.lifetime import calling_on_loop
 from . import platform_of
 
@@ -57,8 +57,8 @@ def run_runpod_queue(config: ServeConfig, make_app: MakeApp | None = None) -> in
     """
     check_surroundings(os.environ)
     timeline = Timeline()
-    sent = send_for(config, timeline, fork=True)
-    with sent.take_over(timeline) if sent else nullcontext() as helpers:
+    launched = launch_helpers(config, timeline, fork=True)
+    with launched.adopt(timeline) if launched else nullcontext() as helpers:
         from ...runtime.instance import Instance  # from here on beside the load
 
         logging.basicConfig(

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 
 from ...loader.errors import TeneralError
-from ...loader.process.helper import Surroundings
+from ...loader.process.helper import ProcessContext
 from ...runtime.config import ServeConfig
 from ..http.sockets import listen
 from ..standby.handover import Channel, HandoverError, Order
@@ -181,9 +181,9 @@ def _hand_over(
     try:
         null = os.open(os.devnull, os.O_RDWR)
         try:
-            surroundings = Surroundings(dict(environment), os.getcwd())
+            context = ProcessContext(dict(environment), os.getcwd())
             channel.settimeout(max(0.1, deadline_s - time.monotonic()))
-            channel.send_order(Order(config, surroundings, time.monotonic(), (null, 2, 2), listener.fileno()))
+            channel.send_order(Order(config, context, time.monotonic(), (null, 2, 2), listener.fileno()))
         finally:
             os.close(null)
         pid = int(channel.receive()["process"])

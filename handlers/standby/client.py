@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ...loader.process.helper import ProcessLimits, Surroundings
+from ...loader.process.helper import ProcessContext, ProcessLimits
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from .handover import Channel, HandoverError, Order, check_path
@@ -34,8 +34,8 @@ def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) 
     channel = _connect(check_path(config.standby_socket))
     if channel is None:
         return None
-    surroundings = Surroundings(dict(os.environ), os.getcwd(), ProcessLimits.current())
-    order = Order(config, surroundings, timeline.started_at, (0, 1, 2), listener.fileno())
+    context = ProcessContext(dict(os.environ), os.getcwd(), ProcessLimits.current())
+    order = Order(config, context, timeline.started_at, (0, 1, 2), listener.fileno())
     try:
         channel.settimeout(ANSWER_TIMEOUT_S)
         channel.send_order(order)

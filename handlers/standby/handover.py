@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...loader.errors import UsageError
-from ...loader.process.helper import ProcessLimits, Surroundings
+from ...loader.process.helper import ProcessContext, ProcessLimits
 from ...runtime.config import ServeConfig
 
 MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it
@@ -37,7 +37,7 @@ class Order:
     """What is handed over. The open files are the receiver's to close."""
 
     config: ServeConfig
-    surroundings: Surroundings
+    context: ProcessContext
     started_at: float  # of the process that was asked to serve, on the clock that all processes share
     streams: tuple[int, int, int]
     listener: int
@@ -51,9 +51,9 @@ class Order:
         """The message, and the files that go along."""
         message = {
             "config": self.config.as_dict(),
-            "environment": self.surroundings.environment,
-            "folder": self.surroundings.folder,
-            "limits": self.surroundings.limits,
+            "environment": self.context.environment,
+            "folder": self.context.folder,
+            "limits": self.context.limits,
             "started_at": self.started_at,
         }
         return _line(message), [*self.streams, self.listener]
@@ -64,9 +64,9 @@ class Order:
         try:
             config = ServeConfig(**message["config"])
             limits = _limits(message["limits"])
-            surroundings = Surroundings(dict(message["environment"]), str(message["folder"]), limits)
+            context = ProcessContext(dict(message["environment"]), str(message["folder"]), limits)
             stdin, stdout, stderr, listener = files
-            return cls(config, surroundings, float(message["started_at"]), (stdin, stdout, stderr), listener)
+            return cls(config, context, float(message["started_at"]), (stdin, stdout, stderr), listener)
         except (KeyError, TypeError, ValueError) as error:
             raise HandoverError(f"this is no order: {type(error).__name__}: {error}") from error
 

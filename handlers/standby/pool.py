@@ -29,12 +29,12 @@ from ...loader.memory.limits import available, check_fits
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import ModelError, PortInUseError
-from ...runtime.start import SentFor, send_for
+from ...runtime.start import LaunchedHelpers, launch_helpers
 from ...runtime.text.chat import ChatWorker
 from ...runtime.text.launch import PreparedTokenizer
 from .handover import Channel, HandoverError, Order, check_path
 
-ServeOn = Callable[[socket.socket, ServeConfig, Timeline, SentFor | None], None]
+ServeOn = Callable[[socket.socket, ServeConfig, Timeline, LaunchedHelpers | None], None]
 
 MAX_PROCESSES = 256
 MIN_LIFE_S = (
@@ -385,22 +385,22 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: _Serving) -> 
     for place, fd in enumerate(order.streams):
         os.dup2(fd, place)
         os.close(fd)
-    order.surroundings.take()
+    order.context.apply()
     _end_with_client(channel)
     status = 0
     try:
         timeline = Timeline(started_at=order.started_at)
         timeline.mark("process", "port open")
         timeline.mark("process", "taken over by a standby")
-        sent = send_for(
+        launched = launch_helpers(
             order.config,
             timeline,
             prepared=ahead.load,
             tokenizer=ahead.tokenizer,
             chat_worker=ahead.chat_worker,
-            surroundings=order.surroundings,
+            context=order.context,
         )
-        serving.serve_on(socket.socket(fileno=order.listener), order.config, timeline, sent)
+        serving.serve_on(socket.socket(fileno=order.listener), order.config, timeline, launched)
     except TeneralError as error:
         status = serving.report(error)
     sys.stdout.flush()

@@ -5,8 +5,8 @@ a time; another waits for the tickets and gives the ring's memory back. No image
 done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
 
 A part is *settled* when the device was told to place it, not when it has. So whoever was let through a gate has its
-stream wait, by `order_after` or `using`, before it launches anything that reads. And who computes with values that
-are not exact yet does so within `using`: what refines them is placed behind the last of that. On the host the two
+stream wait, by `order_after` or `reading`, before it launches anything that reads. And who computes with values that
+are not exact yet does so within `reading`: what refines them is placed behind the last of that. On the host the two
 exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`). It does not know
 sources, planes or torch.
 """
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Part
-from ..memory.refine_locks import Guards
+from ..memory.refine_locks import RefineLocks
 from ..process.cpu import quick_turns
 from ..timeline import Timeline
 from .base import Device, DeviceStatistics, Placed, Ticket
@@ -95,10 +95,10 @@ class Placement:
         self._undone: list[int] = []
         # … and of each stream, where its last use ends of values that are not exact.
         self._uses: list[dict[int, Ticket]] = []
-        self._guards = Guards(0)
+        self._refine_locks = RefineLocks(0)
         self._parts: dict[int, _PartOnItsWay] = {}
-        self._turns = ExitStack()
-        self._turns.enter_context(quick_turns())
+        self._fetch_order = ExitStack()
+        self._fetch_order.enter_context(quick_turns())
         self._images: queue.SimpleQueue[SentImage | None] = queue.SimpleQueue()
         self._placed: queue.SimpleQueue[_OnItsWay | None] = queue.SimpleQueue()
         self._threads = [
@@ -111,7 +111,7 @@ class Placement:
     def begin(self, manifest: Manifest, ring: memoryview) -> None:
         """The manifest is known, and so is the memory in which images will lie."""
         starts, weights_bytes = slab_starts(manifest.groups)
-        self._guards = Guards(len(manifest.groups))
+        self._refine_locks = RefineLocks(len(manifest.groups))
         self._last = [None] * len(manifest.groups)
         self._unplaced = [0] * len(manifest.groups)
         for part in manifest.parts:
@@ -166,12 +166,12 @@ class Placement:
         return self._done.is_set() and self._error is None
 
     @contextmanager
-    def using(self, group: int, stream: int) -> Iterator[None]:
+    def reading(self, group: int, stream: int) -> Iterator[None]:
         """What is launched on the stream while this is held sees the group as it is now, whatever is placed meanwhile.
 
         One thread a group at a time. Blocks no longer than another thread needs to launch.
         """
-        with self._guards.using(group):
+        with self._refine_locks.reading(group):
             self.order_after((group,), stream)
             try:
                 yield
@@ -181,8 +181,8 @@ class Placement:
 
     @property
     def refine_wait_s(self) -> float:
-        """How long `using` has waited on the host."""
-        return self._guards.waited_s if self._model is not None else 0.0
+        """How long `reading` has waited on the host."""
+        return self._refine_locks.waited_s if self._model is not None else 0.0
 
     def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
         """A copy, on the host, of these bytes of a group's slab as they are on the device. Blocks."""
@@ -205,12 +205,12 @@ class Placement:
         if not self._done.is_set():
             self._error = LoadCancelledError("the load was closed before all weights were on the device")
             self._done.set()
-        self._turns.close()
+        self._fetch_order.close()
         if self._device is not None:
             with suppress(TeneralError):  # of a device that has failed: that was told
                 self._device.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forget the device and its memory, after `close`. Nothing can be asked for any more."""
         self._device, self._model = None, None
         self._last, self._uses = [], []
@@ -296,7 +296,7 @@ class Placement:
         placed = [each for _, each in images]
         part = model.manifest.parts[together[0].part]
         if _refines(model.manifest, part):
-            with self._guards.refining(part.group):
+            with self._refine_locks.writing(part.group):
                 ticket = device.place(placed, tuple(self._uses[part.group].values()))
                 self._last[part.group] = ticket
         else:  # the first to write there: no values that somebody could be using
@@ -377,7 +377,7 @@ class Placement:
         """All is done: nobody needs the ring any more."""
         self._model = model._replace(ring=memoryview(b""))
         device.release_ring()
-        self._turns.close()
+        self._fetch_order.close()
         self._done.set()
 
 

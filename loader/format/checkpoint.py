@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import AccessDeniedError, CheckpointError, NotFoundError, TeneralError, UsageError
-from ..process.parallel_map import map_side_by_side
+from ..process.parallel_map import parallel_map
 from ..sources.base import ObjectInfo, Remote, Source, check_name
 from .layout import Stretch, arrange_tensors, cut_parts, fine_part_elements, group_tensors
 from .limits import MAX_SMALL_FILE_BYTES
@@ -131,7 +131,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     def read(info: ObjectInfo) -> SafetensorsFile:
         return read_header(source, info, start=b"" if guess is None else guess.start_of(info))
 
-    headers = map_side_by_side(read, shards.infos, num_threads=_CONNECTIONS)
+    headers = parallel_map(read, shards.infos, num_threads=_CONNECTIONS)
     tensors = _merge(shards.infos, headers)
     _check_index(shards.weight_map, tensors, shards.infos)
     metadata: dict[str, str] = {}
@@ -325,7 +325,7 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
             return None
 
     names = (SINGLE_NAME, INDEX_NAME, *SMALL_FILES, "pytorch_model.bin", "pytorch_model.bin.index.json")
-    found = [info for info in map_side_by_side(look, names, num_threads=_CONNECTIONS) if info is not None]
+    found = [info for info in parallel_map(look, names, num_threads=_CONNECTIONS) if info is not None]
     names_found = {info.name: info for info in found}
     if denied:
         _check_denied(source, denied, names_found)

@@ -180,7 +180,7 @@ def _tiered(manifest: Manifest, part: Part) -> str:
     return f"{manifest.groups[part.group].name} {part.tier.name.lower()}"
 
 
-def blame_part(
+def in_part(
     error: Exception, manifest: Manifest, part: Part, source_url: str, *, num_parts: int = 1
 ) -> TeneralError:
     """The same error, naming the part and the source; what nobody foresaw becomes a `TeneralError`.
@@ -199,12 +199,12 @@ def blame_part(
         )
     import copy  # only on the way to an error
 
-    blamed = copy.copy(error)
-    blamed.message = f"{where} could not be loaded: {error.message}"
-    blamed.args = (blamed.message,)
-    if isinstance(blamed, FormatError):
-        blamed.where = where
-    return blamed
+    named = copy.copy(error)
+    named.message = f"{where} could not be loaded: {error.message}"
+    named.args = (named.message,)
+    if isinstance(named, FormatError):
+        named.where = where
+    return named
 
 
 def wrong_digest(manifest: Manifest, part: Part, source_url: str, got: bytes) -> IntegrityError:

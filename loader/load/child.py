@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..format.manifest import Blob, Manifest, Part
     from ..memory.arena import Reserve, Reserved
     from ..sources.base import Source
-    from .fetch import ReadAhead
+    from .fetch import Prefetch
     from .launch import Task
     from .load import WeightLoad
     from .options import Order
@@ -75,18 +75,18 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     # From now on nobody but the load takes pages.
     memory = None if reserve is None else reserve.hand_over()
     try:
-        if task.surroundings is not None:
-            task.surroundings.take()
-        source, manifest, ahead = _open(task, memory_fd, timeline)
+        if task.context is not None:
+            task.context.apply()
+        source, manifest, prefetch = _open(task, memory_fd, timeline)
     except TeneralError as error:
         _reporter(stream, timeline).send(error=error)
     else:
         reporter = _reporter(stream, timeline)
         try:
-            _load(task, source, manifest, ahead, memory_fd, files_fd, reporter, inbox, memory)
+            _load(task, source, manifest, prefetch, memory_fd, files_fd, reporter, inbox, memory)
         except TeneralError as error:
             reporter.send(error=error)
-    if task.surroundings is not None:
+    if task.context is not None:
         time.sleep(LINGER_S)
     # Everything is told; taking an interpreter apart would only cost time that the parent could use.
     os._exit(0)
@@ -114,35 +114,35 @@ def _reporter(stream: BufferedRWPair, timeline: Timeline) -> Reporter:
     return Reporter(stream, timeline)
 
 
-def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manifest, ReadAhead | None]:
-    ahead: ReadAhead | None = None
+def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manifest, Prefetch | None]:
+    prefetch: Prefetch | None = None
 
     def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
-        nonlocal ahead
-        if ahead is None:
+        nonlocal prefetch
+        if prefetch is None:
             from ..memory.arena import held_bytes
-            from .fetch import ReadAhead  # the first request did not wait for these, either
+            from .fetch import Prefetch  # the first request did not wait for these, either
 
             is_here = task.device == "cpu"
             held = held_bytes(memory_fd) if is_here else 0
-            ahead = ReadAhead(
+            prefetch = Prefetch(
                 source, task.load_options, timeline=timeline, weights_are_here=is_here, held_bytes=held
             )
-        return ahead.look(weight_bytes, blob, part)
+        return prefetch.look(weight_bytes, blob, part)
 
     with timeline.span("manifest", "open"):
         source = open_model(task.url, task.source_options)
         show_outages(source, timeline)
         threading.Thread(target=_import_ahead, daemon=True).start()
         manifest = open_artifact(source, digest=task.digest, look=look)
-    return source, manifest, ahead
+    return source, manifest, prefetch
 
 
 def _load(
     task: Task,
     source: Source,
     manifest: Manifest,
-    ahead: ReadAhead | None,
+    prefetch: Prefetch | None,
     memory_fd: int,
     files_fd: int,
     reporter: Reporter,
@@ -162,7 +162,7 @@ def _load(
         shared_fd=memory_fd if images is None else None,
         reserve=reserve if images is None else None,
         images=images,
-        ahead=ahead,
+        prefetch=prefetch,
     )
     _tell_of_files(
         manifest, files_fd
@@ -176,7 +176,7 @@ def _load(
 
     # Pickling takes 3 ms, or 0.1 s beside the threads that begin next. A standby has nothing to do before it has this;
     # others import torch meanwhile.
-    is_awaited = task.surroundings is not None
+    is_awaited = task.context is not None
     if is_awaited:
         tell()
     load.start()

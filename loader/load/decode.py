@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from blake3 import blake3
 
 from ..format.manifest import Manifest, Part, Segment
-from ..memory.refine_locks import Guards
+from ..memory.refine_locks import RefineLocks
 from ..timeline import Timeline
-from .accounting import Meter, Phase, add_part_span, blame_part, wrong_digest
+from .accounting import Meter, Phase, add_part_span, in_part, wrong_digest
 from .plan import Step
 from .queue import WorkQueue
 
@@ -40,7 +40,7 @@ class Decoder:
         meter: Meter,
         timeline: Timeline,
         settle: Callable[[Step], None],
-        guards: Guards,
+        refine_locks: RefineLocks,
         cache: PartCache | None = None,
         images: ImageSink | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Decoder:
         self._meter = meter
         self._timeline = timeline
         self._settle = settle
-        self._guards = guards
+        self._refine_locks = refine_locks
         self._cache = cache
         self._images = images
         self._suspect: set[int] = set()  # steps whose digest was wrong once
@@ -70,7 +70,7 @@ class Decoder:
             if self._verify(step, stored):
                 # What needs nothing is the first to write there: no values that somebody could be using.
                 is_first = not step.needs or self._images is not None
-                with nullcontext() if is_first else self._guards.refining(step.part.group):
+                with nullcontext() if is_first else self._refine_locks.writing(step.part.group):
                     self._decode(step.part, stored, scratch)
                 if self._cache is not None and step.part.digest is not None:
                     self._cache.offer(step.part.digest, stored)
@@ -106,7 +106,7 @@ class Decoder:
                 else:
                     self._images.deliver(part, stored, self._work.link_statistics().rate_bytes_per_s)
         except Exception as error:
-            raise blame_part(error, self._manifest, part, self._source_url) from error
+            raise in_part(error, self._manifest, part, self._source_url) from error
         self._add_span(Phase.DECODE, part, begun_at_s)
 
     def _fill_slab(self, part: Part, stored: memoryview, scratch: codec.Scratch) -> None:

@@ -5,7 +5,7 @@
      or threads here)        ◄──── given back ──────   own the device)
 
 A gate opens when the device was *told* to place the last part behind it. So whoever passes it calls `order_after`, or
-holds `using`, before launching what reads (`placement.py` says why that is enough). The device is opened, and its
+holds `reading`, before launching what reads (`placement.py` says why that is enough). The device is opened, and its
 memory taken, while the first bytes are on their way.
 """
 
@@ -216,9 +216,9 @@ class DeviceLoad:
             self._feed.close()
         self._placement.close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forget the weights, after `close`: their memory goes with the last tensor over it."""
-        self._placement.let_go()
+        self._placement.release()
 
     def __enter__(self) -> Self:
         return self
@@ -249,11 +249,11 @@ class DeviceLoad:
         """
         return self._placement.wait_done(timeout_s)
 
-    def using(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
+    def reading(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
         """What is launched on the stream while this is held sees the group's values as they are now, whatever is placed
         meanwhile. For who computes with values that are not exact yet, in one thread.
         """
-        return self._placement.using(group, stream)
+        return self._placement.reading(group, stream)
 
     def read_back(self, group: int, begin_bytes: int, end_bytes: int) -> memoryview:
         """A copy of these bytes of a group's slab, as they are on the device. Blocks."""

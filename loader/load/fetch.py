@@ -5,7 +5,7 @@ that is read of a blob is of one version. Nothing here knows what the bytes mean
 
 Between the manifest's last byte and the first range that a plan hands out lie the reading of all parts, their checks
 and the plan: 15 ms of a core for 300 parts. As soon as it is known how much memory the model takes, and where a part
-lies that comes first, `ReadAhead` requests its beginning and keeps it for the load. It is a guess, in every respect:
+lies that comes first, `Prefetch` requests its beginning and keeps it for the load. It is a guess, in every respect:
 what was not wanted is dropped, what fails is left to the load, which reads it as if nothing had been requested. Nothing
 is verified there, and nothing is read of a model for which there may not be room.
 """
@@ -22,7 +22,7 @@ from ..memory.limits import MIB, available_bytes
 from ..sources import base
 from ..sources.base import Remote, Source
 from ..timeline import Timeline
-from .accounting import Meter, Phase, add_part_span, blame_part
+from .accounting import Meter, Phase, add_part_span, in_part
 from .options import LoadOptions
 from .plan import FIRST_GROUP, Plan, Step
 from .queue import Piece, Read, WorkQueue
@@ -87,7 +87,7 @@ class _Slice:
         return blob == self.blob and 0 <= start - self.start_bytes < len(self.data)
 
 
-class ReadAhead:
+class Prefetch:
     """For one load. `look` is for one thread; `take` may be called by any."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Fetcher:
         between: Callable[[], None],
         versions: BlobVersions,
         cache: PartCache | None = None,
-        ahead: ReadAhead | None = None,
+        prefetch: Prefetch | None = None,
     ) -> None:
         """`settle` takes the steps that were read straight into their slab, and are done with that. `between` is called
         after each range.
@@ -202,7 +202,7 @@ class Fetcher:
         self._settle = settle
         self._between = between
         self._cache = cache
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._versions = versions
 
     def run(self) -> None:
@@ -218,7 +218,7 @@ class Fetcher:
                 is_from_source = self._fill(read, memory)
         except Exception as error:
             num_parts = len(read.pieces)
-            raise blame_part(error, self._manifest, part, self._source.url, num_parts=num_parts) from error
+            raise in_part(error, self._manifest, part, self._source.url, num_parts=num_parts) from error
         ended_at_s = time.monotonic()
         for step, begun_at_s in self._work.finish_read(read, is_from_source=is_from_source):
             add_part_span(
@@ -242,12 +242,16 @@ class Fetcher:
         return False
 
     def _read_source(self, number: int, start: int, memory: memoryview) -> bool:
-        """Fill the memory from this blob. Whether nothing of that had been asked for ahead. Raises `ChangedError` when
+        """Fill the memory from this blob. Whether nothing of that had been prefetched. Raises `ChangedError` when
         it is not of the version that others were of.
         """
         name = self._manifest.blobs[number].name
         rest = memory
-        while rest and self._ahead is not None and (taken := self._ahead.take(name, start, rest)) is not None:
+        while (
+            rest
+            and self._prefetch is not None
+            and (taken := self._prefetch.take(name, start, rest)) is not None
+        ):
             self._versions.check(number, taken.version)
             start, rest = start + taken.num_bytes, rest[taken.num_bytes :]
         if rest:

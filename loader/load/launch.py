@@ -14,7 +14,7 @@ from ..process.helper import HelperProcess
 
 if TYPE_CHECKING:
     from ..memory.arena import Reserve, Reserved
-    from ..process.helper import Surroundings
+    from ..process.helper import ProcessContext
     from ..sources.base import SourceOptions
     from .options import LoadOptions
 
@@ -86,7 +86,7 @@ class Task(NamedTuple):
     load_options: LoadOptions
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
     device: str = "cpu"  # another one's weights: what lies in the memory file is then a ring of images
-    surroundings: Surroundings | None = None  # the child takes these; None: it has them
+    context: ProcessContext | None = None  # the child takes these; None: it has them
 
 
 class Launched(NamedTuple):
@@ -108,7 +108,7 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
     if prepared is None:
         prepared = Prepared()
         prepared.files.close()  # nobody asked
-    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with surroundings
+    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with context
     # there are more, and it is there.
     prepared.process.socket.sendall(pickle.dumps(task))
     return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())

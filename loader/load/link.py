@@ -73,7 +73,7 @@ MAX_WAIT_SHARE = 0.1  # of the connections' time, waiting for memory, or they ar
 MIN_LEFT_S = 0.5  # of the load: with less left, finding out costs as much as it brings
 
 
-class Budget(NamedTuple):
+class ReadLimits(NamedTuple):
     """What must not be exceeded."""
 
     range_bytes: int  # by a range
@@ -89,18 +89,18 @@ class Position(NamedTuple):
     is_staged: bool = True  # else it is read straight to where it will stay
 
 
-def range_bytes(position: Position, link: Link, width: int, budget: Budget) -> int:
+def range_bytes(position: Position, link: Link, width: int, limits: ReadLimits) -> int:
     """What the next range should take, at least 1: of this part, or of more where that is small."""
     wanted = max(USUAL_RANGE_BYTES, int(WORTH * link.first_byte_s * link.connection_bytes_per_s))
     least = int(MIN_RANGE_S * width * link.connection_bytes_per_s)
     if position.is_staged:
         # Ranges on their way may fill half of the staging; the other half is for what is being decoded.
-        share = budget.staging_bytes // (2 * width) or wanted
+        share = limits.staging_bytes // (2 * width) or wanted
         wanted, least = min(wanted, share), min(least, share)
     even = -(-position.left_bytes // width)
     if position.awaited_bytes is not None:
         even = min(even, -(-position.awaited_bytes // width))
-    return max(1, min(budget.range_bytes, max(MIN_RANGE_BYTES, least, min(wanted, even))))
+    return max(1, min(limits.range_bytes, max(MIN_RANGE_BYTES, least, min(wanted, even))))
 
 
 def cut(left_bytes: int, most_bytes: int) -> int:
@@ -121,12 +121,14 @@ class Width(NamedTuple):
     is_settled: bool = False
 
 
-def first_width(budget: Budget) -> Width:
-    connections = min(FIRST_CONNECTIONS, budget.connections)
-    return Width(connections, is_settled=connections == budget.connections)
+def first_width(limits: ReadLimits) -> Width:
+    connections = min(FIRST_CONNECTIONS, limits.connections)
+    return Width(connections, is_settled=connections == limits.connections)
 
 
-def widen(width: Width, rate_bytes_per_s: float, left_bytes: int, budget: Budget, *, is_fed: bool) -> Width:
+def widen(
+    width: Width, rate_bytes_per_s: float, left_bytes: int, limits: ReadLimits, *, is_fed: bool
+) -> Width:
     """What to try next, after `width` gave this rate over a while: more as long as that pays, else the last but one.
 
     Unless `is_fed`, ranges waited for memory: what follows the fetching is the limit now, and nothing is tried.
@@ -137,7 +139,7 @@ def widen(width: Width, rate_bytes_per_s: float, left_bytes: int, budget: Budget
         return Width(width.narrower, is_settled=True)
     if not is_fed:
         return width
-    wider = min(WIDER * width.connections, budget.connections)
+    wider = min(WIDER * width.connections, limits.connections)
     if wider == width.connections or left_bytes < MIN_LEFT_S * rate_bytes_per_s:
         return Width(width.connections, is_settled=True)
     return Width(wider, width.connections, rate_bytes_per_s)
@@ -162,16 +164,16 @@ class LinkStatistics(NamedTuple):
     largest_range_bytes: int
 
 
-class Pace:
+class LinkTuner:
     """Sizes ranges and counts connections for one load."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, limits: ReadLimits) -> None:
+        self._limits = limits
         self._meter = LinkMeter()
         self._link = Link()
         self._num_arrived = self._arrived_bytes = 0
         self._first_began_s, self._last_ended_s = math.inf, -math.inf
-        self._width: Width = first_width(budget)
+        self._width: Width = first_width(limits)
         self._most_connections = self._width.connections
         self._num_to_skip = self._width.connections  # that were asked for at another width
         self._trial: tuple[float, int, int] = (0.0, 0, 0)  # since when, its reads and their bytes
@@ -185,7 +187,7 @@ class Pace:
 
     def range_bytes(self, position: Position) -> int:
         """What the next range may take."""
-        size_bytes = range_bytes(position, self._link, self.connections, self._budget)
+        size_bytes = range_bytes(position, self._link, self.connections, self._limits)
         if position.awaited_bytes is not None and size_bytes < USUAL_RANGE_BYTES:
             self._num_to_skip = self.connections  # such ranges say little about a number of connections
         return size_bytes
@@ -240,5 +242,5 @@ class Pace:
         took_s = max(ended_s - since_s, 1e-6)
         is_fed = self._waited_s < MAX_WAIT_SHARE * self.connections * took_s
         self._num_to_skip = self.connections
-        self._width = widen(self._width, sofar / took_s, left_bytes, self._budget, is_fed=is_fed)
+        self._width = widen(self._width, sofar / took_s, left_bytes, self._limits, is_fed=is_fed)
         self._most_connections = max(self._most_connections, self.connections)

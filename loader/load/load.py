@@ -24,7 +24,7 @@ from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..memory.arena import Arena, Reserved, as_array, held_bytes
 from ..memory.limits import MIB, Available, available, check_fits, taken_bytes
-from ..memory.refine_locks import Guards
+from ..memory.refine_locks import RefineLocks
 from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
 from ..process.cpu import available_cores
 from ..sources.base import Source
@@ -33,7 +33,7 @@ from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, Phase, m
 from .decode import Decoder
 from .fetch import BlobVersions, Fetcher
 from .gates import Gate, Readiness
-from .link import MIN_RANGE_BYTES, MIN_READS, Budget, Pace
+from .link import MIN_RANGE_BYTES, MIN_READS, LinkTuner, ReadLimits
 from .options import LoadOptions, Order
 from .plan import Sizes, Step, plan_load, predict
 from .queue import WorkQueue
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from ..cache.part_cache import PartCache
     from ..device.sink import ImageSink
-    from .fetch import ReadAhead
+    from .fetch import Prefetch
 
 MIN_WATCHED_S, MAX_WATCHED_S = 0.2, 1.0  # of a load, before it is decided which tier comes first
 
@@ -76,7 +76,7 @@ class WeightLoad:
         shared_fd: int | None = None,
         reserve: Reserved | None = None,
         images: ImageSink | None = None,
-        ahead: ReadAhead | None = None,
+        prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
     ) -> None:
         """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
@@ -92,7 +92,7 @@ class WeightLoad:
         self._options = options or LoadOptions()
         self._timeline = timeline or Timeline()
         self._images = images
-        self._ahead = ahead
+        self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
         self._plan = plan_load(
             manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
@@ -108,15 +108,15 @@ class WeightLoad:
         staged_bytes = sum(
             step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None
         )
-        budget = Budget(
+        limits = ReadLimits(
             self._options.range_bytes,
             self._options.connections,
             # What has room for all that goes through it, much or little, limits nothing.
             self._staging_bytes if self._staging_bytes < staged_bytes else max(staged_bytes, DEFAULT_BYTES),
         )
-        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, Pace(budget))
+        self._work = WorkQueue(self._plan, self._staging, self._arena.slabs, LinkTuner(limits))
         self._cache = _open_cache(self._options, manifest)
-        self._guards = Guards(len(manifest.groups), shared_fd=shared_fd)
+        self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=shared_fd)
         self._order = self._options.order
         self._meter = Meter()
         self._readiness = Readiness(
@@ -211,16 +211,16 @@ class WeightLoad:
         array = data.view(NUMPY_DTYPES.get(tensor.dtype, "u1"))
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 
-    def using(self, group: int) -> AbstractContextManager[None]:
+    def reading(self, group: int) -> AbstractContextManager[None]:
         """While this is held the group's values stay as they are. For who computes with values that are not exact
         yet, in one thread, and does nothing to the load meanwhile; exact ones never change.
         """
-        return self._guards.using(group)
+        return self._refine_locks.reading(group)
 
     @property
     def refine_wait_s(self) -> float:
-        """How long `using` has waited for groups that were just being refined."""
-        return self._guards.waited_s
+        """How long `reading` has waited for groups that were just being refined."""
+        return self._refine_locks.waited_s
 
     @property
     def order(self) -> Order:
@@ -307,7 +307,7 @@ class WeightLoad:
         if any(thread.is_alive() for thread in self._threads):
             self._source.close()  # it failed, and reads that have not noticed would go on until they time out
         self.join()
-        self._guards.close()
+        self._refine_locks.close()
         vars(self).pop("_fetch", None)  # refers to the load, whose memory would wait for the collector
 
     def __enter__(self) -> Self:
@@ -357,7 +357,7 @@ class WeightLoad:
             between=self._between_reads,
             versions=self._versions,
             cache=self._cache,
-            ahead=self._ahead,
+            prefetch=self._prefetch,
         )
         decoder = Decoder(
             self.manifest,
@@ -367,7 +367,7 @@ class WeightLoad:
             meter=self._meter,
             timeline=self._timeline,
             settle=self._settle,
-            guards=self._guards,
+            refine_locks=self._refine_locks,
             cache=self._cache,
             images=self._images,
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
 from ..memory.arena import Arena, as_array, held_bytes, map_shared
-from ..memory.refine_locks import Guards
+from ..memory.refine_locks import RefineLocks
 from ..sources.base import SourceOptions
 from ..timeline import Timeline
 from .accounting import LoadProgress, LoadState, LoadStatistics
@@ -74,7 +74,7 @@ class ProcessLoad:
         self._manifest: Manifest | None = None
         self._arena: Arena | None = None
         self._readiness: Readiness | None = None
-        self._guards: Guards | None = None
+        self._refine_locks: RefineLocks | None = None
         self._progress_at_s = 0.0
         self._error: TeneralError | None = None
         self._progress: LoadProgress | None = None
@@ -160,15 +160,15 @@ class ProcessLoad:
         """What the child last told: at every gate, and a few times a second between them."""
         return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)
 
-    def using(self, group: int) -> AbstractContextManager[None]:
-        """As `WeightLoad.using`; for a group that holds something."""
-        assert self._guards is not None, "nothing can be used before the manifest is there"
-        return self._guards.using(group)
+    def reading(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.reading`; for a group that holds something."""
+        assert self._refine_locks is not None, "nothing can be used before the manifest is there"
+        return self._refine_locks.reading(group)
 
     @property
     def refine_wait_s(self) -> float:
         """As `WeightLoad.refine_wait_s`."""
-        return 0.0 if self._guards is None else self._guards.waited_s
+        return 0.0 if self._refine_locks is None else self._refine_locks.waited_s
 
     @property
     def order(self) -> Order:
@@ -204,9 +204,9 @@ class ProcessLoad:
         self._child.kill()  # it may be writing to the node's cache still, which can be interrupted at any point
         self.join()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forget the slabs, after `close`: whoever goes on holding this load then holds none of their memory."""
-        self._arena = self._guards = None
+        self._arena = self._refine_locks = None
 
     def __enter__(self) -> Self:
         return self
@@ -232,8 +232,8 @@ class ProcessLoad:
                 error = LoadError(said).with_traceback(error.__traceback__)
             self._fail(error)
         finally:
-            if self._guards is not None:
-                self._guards.close()
+            if self._refine_locks is not None:
+                self._refine_locks.close()
             os.close(memory_fd)
 
     def _take(self, report: Report, memory_fd: int) -> None:
@@ -268,7 +268,7 @@ class ProcessLoad:
                     self.reserved_bytes = min(held_bytes(memory_fd), manifest.weight_bytes)
                 slabs = [group.slab_bytes for group in manifest.groups]
                 self._arena = Arena(slabs, shared_fd=memory_fd, reserve=self._reserve)
-                self._guards = Guards(len(manifest.groups), shared_fd=memory_fd)
+                self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=memory_fd)
             self._readiness = Readiness(
                 len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
             )

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ..format.manifest import Part, Tier
 from ..memory.staging import Buffer, Staging
-from .link import LinkStatistics, Pace, Position, cut
+from .link import LinkStatistics, LinkTuner, Position, cut
 from .options import Order
 from .plan import Plan, Step, follows
 
@@ -45,7 +45,7 @@ class _Awaited:
         self.total_bytes = self.total_bytes + max(0, size_bytes) if self._unread_bytes else 0
 
 
-class Turns:
+class FetchOrder:
     """The steps of a plan that had no turn yet, and the numbers of the turns that others had."""
 
     def __init__(self, plan: Plan) -> None:
@@ -167,15 +167,15 @@ class _Loan:
 class WorkQueue:
     """Hands out a plan's ranges and steps. Thread-safe; the blocking methods wait without the GIL."""
 
-    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview], pace: Pace) -> None:
+    def __init__(self, plan: Plan, staging: Staging, slabs: Sequence[memoryview], tuner: LinkTuner) -> None:
         self._plan = plan
         self._staging = staging
         self._slabs = slabs
-        self._pace = pace
+        self._tuner = tuner
         self._lock = threading.Lock()
         self._readable = threading.Condition(self._lock)
         self._decodable = threading.Condition(self._lock)
-        self._turns = Turns(plan)
+        self._fetch_order = FetchOrder(plan)
         self._cursors: dict[int, int] = {}  # of parts with bytes that nobody has asked for: where these begin
         self._missing = [step.part.size_bytes for step in plan.steps]  # bytes that have not arrived
         self._unmet = [len(step.needs) for step in plan.steps]
@@ -197,7 +197,7 @@ class WorkQueue:
     @property
     def connections(self) -> int:
         """How many threads should read: more of them only wait."""
-        return self._pace.connections
+        return self._tuner.connections
 
     def next_read(self) -> tuple[Read, memoryview] | None:
         """The next range and the memory that it belongs in. Blocks while there is none; None at the end.
@@ -206,17 +206,17 @@ class WorkQueue:
         """
         with self._lock:
             while not self._stopped and self._num_left:
-                may_read = self._num_reading < self._pace.connections
+                may_read = self._num_reading < self._tuner.connections
                 if may_read and (pieces := self._next_pieces()):
                     self._readable.notify()  # there may be more: who is woken in vain waits again
                     return self._hand_out(pieces)
                 started_s = time.monotonic()
-                for_memory = may_read and self._turns.peek() is not None
+                for_memory = may_read and self._fetch_order.peek() is not None
                 self._readable.wait()
                 if for_memory:
                     waited_s = time.monotonic() - started_s
                     self.memory_wait_s += waited_s
-                    self._pace.waited(waited_s)
+                    self._tuner.waited(waited_s)
             return None
 
     def finish_read(self, read: Read, *, is_from_source: bool = True) -> list[tuple[Step, float]]:
@@ -231,7 +231,7 @@ class WorkQueue:
             self._num_reading -= 1
             if is_from_source:
                 size_bytes = read.end_bytes - read.start_bytes
-                self._pace.arrived(size_bytes, read.began_s, time.monotonic(), self._left_bytes)
+                self._tuner.arrived(size_bytes, read.began_s, time.monotonic(), self._left_bytes)
             for piece in read.pieces:
                 step = self._plan.steps[piece.step]
                 self._missing[step.number] -= piece.size_bytes
@@ -256,20 +256,20 @@ class WorkQueue:
     def promote(self, numbers: Iterable[int]) -> None:
         """Give these steps, and those that they need, their turn before all others."""
         with self._lock:
-            self._turns.promote(numbers)
+            self._fetch_order.promote(numbers)
             self._readable.notify()
 
     def reorder(self, order: Order) -> None:
         """Go on in another order, from the next part on that nobody has asked for."""
         with self._lock:
-            self._turns.reorder(order)
+            self._fetch_order.reorder(order)
 
     def fetch_again(self, step: Step) -> None:
         """Have a part read once more, into the same memory, before all others."""
         with self._lock:
             self._missing[step.number] = step.part.size_bytes
             self._left_bytes += step.part.size_bytes
-            self._turns.handed_out(step.number, -step.part.size_bytes)
+            self._fetch_order.handed_out(step.number, -step.part.size_bytes)
             self._cursors = {step.number: 0, **self._cursors}
             self._readable.notify()
 
@@ -318,7 +318,7 @@ class WorkQueue:
 
     def link_statistics(self) -> LinkStatistics:
         with self._lock:
-            return self._pace.statistics()
+            return self._tuner.statistics()
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` when loans overlap, or are out to steps that are done."""
@@ -332,16 +332,16 @@ class WorkQueue:
         """What the next range reads; nothing when all is asked for, or while staging has no room for the next part."""
         if self._cursors:
             return self._cut(next(iter(self._cursors)))
-        number = self._turns.peek()
+        number = self._fetch_order.peek()
         if number is None:
             return ()
         most_bytes = self._range_bytes(number)
-        run = self._turns.next_run(most_bytes)
+        run = self._fetch_order.next_run(most_bytes)
         if not self._place(run):
             run = run[:1]
             if not self._place(run):
                 return ()
-        self._turns.take(run)
+        self._fetch_order.take(run)
         if len(run) > 1:
             return tuple(Piece(each, 0, self._missing[each]) for each in run)
         self._cursors[number] = 0
@@ -359,20 +359,20 @@ class WorkQueue:
 
     def _range_bytes(self, number: int) -> int:
         is_staged = self._plan.steps[number].slab_offset_bytes is None
-        return self._pace.range_bytes(Position(self._turns.awaited_bytes, self._left_bytes, is_staged))
+        return self._tuner.range_bytes(Position(self._fetch_order.awaited_bytes, self._left_bytes, is_staged))
 
     def _hand_out(self, pieces: tuple[Piece, ...]) -> tuple[Read, memoryview]:
         now_s = time.monotonic()
         for piece in pieces:
             self._begun_at_s.setdefault(piece.step, now_s)
-            self._turns.handed_out(piece.step, piece.size_bytes)
+            self._fetch_order.handed_out(piece.step, piece.size_bytes)
         first, last = pieces[0], pieces[-1]
         part = self._plan.steps[first.step].part
         start = part.offset_bytes + first.start_bytes
         end = self._plan.steps[last.step].part.offset_bytes + last.end_bytes
         self._num_reading += 1
         self._left_bytes -= sum(piece.size_bytes for piece in pieces)
-        self._pace.handed_out(end - start)
+        self._tuner.handed_out(end - start)
         return Read(part.blob, start, end, pieces, now_s), self._memory_of(pieces, end - start)
 
     def _memory_of(self, pieces: tuple[Piece, ...], size_bytes: int) -> memoryview:
@@ -411,5 +411,5 @@ class WorkQueue:
         """Let decoders have the step if it has arrived and needs nothing any more."""
         if number in self._arrived and self._unmet[number] == 0:
             self._arrived.remove(number)
-            heapq.heappush(self._ready, (self._turns[number], number))
+            heapq.heappush(self._ready, (self._fetch_order[number], number))
             self._decodable.notify()

@@ -117,7 +117,7 @@ class SuccessiveLoad:
                 # What is on its way of this window is little by now, and the link must not idle between two.
                 if len(self._windows) == 1 and (window.is_there() or group == window.groups[-1]):
                     self._begin_window()
-                with self._blaming(window):
+                with self._naming_parts(window):
                     window.load.wait(group)
                 yield group, window.load.slab(group)
             self._end_window()
@@ -184,7 +184,7 @@ class SuccessiveLoad:
         )
 
     @contextmanager
-    def _blaming(self, window: _Window) -> Iterator[None]:
+    def _naming_parts(self, window: _Window) -> Iterator[None]:
         """An error names the part as the whole manifest numbers it, and so does `teneral verify`."""
         try:
             yield

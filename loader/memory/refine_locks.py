@@ -1,7 +1,7 @@
 """Keeps refining a group's weights and computing with them apart.
 
 A refine part replaces the low bits of weights that were usable before. Who computes with such weights says so for as
-long as it reads them (`using`), and decode threads say so while they write (`refining`); neither happens during the
+long as it reads them (`reading`), and decode threads say so while they write (`writing`); neither happens during the
 other. Groups that are exact need no guard, and nobody who waits for exact values needs one.
 
 Between two processes these are locks on a file that both have open, one byte for each group: the kernel frees them
@@ -27,7 +27,7 @@ _FLOCK = struct.Struct(
 DEADLOCK_PAUSE_S = 1e-3
 
 
-class Guards:
+class RefineLocks:
     """The guards of `num_groups` groups. Thread-safe.
 
     With `shared_fd`, a file that two processes have open, one of them uses and the other refines; without it, both
@@ -51,7 +51,7 @@ class Guards:
         return self._waited_s
 
     @contextmanager
-    def using(self, group: int) -> Iterator[None]:
+    def reading(self, group: int) -> Iterator[None]:
         """Nobody refines the group while this is held. One thread a group at a time."""
         begun_s = time.monotonic()
         self._take(group)
@@ -62,7 +62,7 @@ class Guards:
             self._give_back(group)
 
     @contextmanager
-    def refining(self, group: int) -> Iterator[None]:
+    def writing(self, group: int) -> Iterator[None]:
         """Nobody uses the group while this is held. Any number of threads."""
         refiners = self._refiners[group]
         with refiners.lock:  # held while the first one waits, for which all others have to wait, too

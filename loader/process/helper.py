@@ -78,7 +78,7 @@ def _lower(first: int, second: int) -> int:
     return max(first, second) if -1 in (first, second) else min(first, second)
 
 
-class Surroundings(NamedTuple):
+class ProcessContext(NamedTuple):
     """What a helper that was started ahead, by another process than the one that it is for, takes from that one."""
 
     environment: dict[str, str]  # has secrets
@@ -86,9 +86,9 @@ class Surroundings(NamedTuple):
     limits: ProcessLimits | None = None  # None: the process keeps its own
 
     def __repr__(self) -> str:
-        return f"Surroundings({len(self.environment)} variables, {self.folder!r})"
+        return f"ProcessContext({len(self.environment)} variables, {self.folder!r})"
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Have this process's environment, folder and limits be these. Raises `OSError` where the folder is gone."""
         if self.limits is not None:
             self.limits.take()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def map_side_by_side(function: Callable[[T], R], things: Iterable[T], *, num_threads: int) -> list[R]:
+def parallel_map(function: Callable[[T], R], things: Iterable[T], *, num_threads: int) -> list[R]:
     """The results, in the order of the things. Blocks; this thread is one of those that work.
 
     Raises the error of the first thing that has one, when all calls that were begun have ended; no more are begun then.

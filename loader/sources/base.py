@@ -115,7 +115,7 @@ class Source(Protocol):
 class Remote(Protocol):
     """A source that keeps connections. Those that are on this machine have nothing of the kind."""
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Nothing will be read for a while, during which the process may stand still or be copied: close connections
         that are idle, and forget credentials and addresses. All of it is made anew when it is needed. Does not block.
         """

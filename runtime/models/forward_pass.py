@@ -72,11 +72,13 @@ class ForwardPass:
         if stage == 0:
             gate: Callable[[], None] = partial(decoder.weights.entry_gate, self.batch.tokens)
             use = (
-                nullcontext() if is_exact else decoder.weights.entry_gate.using(self.batch.tokens, self._tier)
+                nullcontext()
+                if is_exact
+                else decoder.weights.entry_gate.reading(self.batch.tokens, self._tier)
             )
         else:
             gate = self._gate()
-            use = nullcontext() if is_exact else self._gate().using(self._tier)
+            use = nullcontext() if is_exact else self._gate().reading(self._tier)
         if is_exact:
             gate()
         with use:

@@ -7,7 +7,7 @@ import socket
 from typing import NamedTuple
 
 from ...loader.load.options import LoadOptions
-from ...loader.process.helper import HelperProcess, Surroundings
+from ...loader.process.helper import HelperProcess, ProcessContext
 from ...loader.sources.base import SourceOptions
 
 NUM_LINES = 3  # requests that it works on at the same time: a long text must not hold up all others
@@ -20,7 +20,7 @@ class TokenizerTask(NamedTuple):
     source_options: SourceOptions
     load_options: LoadOptions
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
-    surroundings: Surroundings | None = None  # the child takes these; None: it has them
+    context: ProcessContext | None = None  # the child takes these; None: it has them
 
 
 class LaunchedTokenizer(NamedTuple):

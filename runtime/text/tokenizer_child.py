@@ -52,8 +52,8 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     control = socket.socket(fileno=control_fd)
     stream = control.makefile("rwb")
     task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
-    if task.surroundings is not None:
-        task.surroundings.take()
+    if task.context is not None:
+        task.context.apply()
     manifest = _first_manifest(control, stream, files_fd)
     from ...loader.errors import TeneralError
     from ...loader.timeline import Timeline

@@ -33,7 +33,7 @@ from teneral.handlers.standby.pool import listen_locally
 from teneral.loader.errors import UsageError
 from teneral.loader.load.launch import Task
 from teneral.loader.load.options import LoadOptions
-from teneral.loader.process.helper import ProcessLimits, Surroundings
+from teneral.loader.process.helper import ProcessContext, ProcessLimits
 from teneral.loader.sources.base import SourceOptions
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import PortInUseError
@@ -289,7 +289,11 @@ def test_a_client_that_gives_up_leaves_no_open_file_behind(pool: Pool) -> None:
     with socket.socket(socket.AF_UNIX) as sock, socket.create_server(("127.0.0.1", 0)) as listener:
         sock.connect(str(pool.path))
         order = Order(
-            ServeConfig(model="m"), Surroundings({}, "/"), 0.0, (writing, writing, writing), listener.fileno()
+            ServeConfig(model="m"),
+            ProcessContext({}, "/"),
+            0.0,
+            (writing, writing, writing),
+            listener.fileno(),
         )
         channel = Channel(sock)
         channel.send_order(order)
@@ -372,26 +376,26 @@ def test_an_order_brings_the_clients_umask_limits_niceness_and_cores() -> None:
     client = """if True:
         import os, resource, socket, sys
         from teneral.handlers.standby.handover import Channel, Order
-        from teneral.loader.process.helper import ProcessLimits, Surroundings
+        from teneral.loader.process.helper import ProcessLimits, ProcessContext
         from teneral.runtime.config import ServeConfig
 
         os.umask(0o027)
         os.nice(5)
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         resource.setrlimit(resource.RLIMIT_NOFILE, (77, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        surroundings = Surroundings({}, "/", ProcessLimits.current())
+        context = ProcessContext({}, "/", ProcessLimits.current())
         ours, theirs = socket.socketpair()
         if os.fork():
-            Channel(ours).send_order(Order(ServeConfig(model="m"), surroundings, 0.0, (0, 1, 2), 0))
+            Channel(ours).send_order(Order(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 0))
             sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
         os.umask(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (99, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        Channel(theirs).receive_order().surroundings.take()
+        Channel(theirs).receive_order().context.apply()
         assert os.umask(0) == 0o027
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 77
         assert len(os.sched_getaffinity(0)) == 1
         assert os.getpriority(os.PRIO_PROCESS, 0) == os.getpriority(os.PRIO_PROCESS, os.getppid())
-        assert surroundings.limits == ProcessLimits.current()._replace(umask=0o027)
+        assert context.limits == ProcessLimits.current()._replace(umask=0o027)
     """
     done = subprocess.run(
         [sys.executable, "-c", client], capture_output=True, text=True, timeout=patience_s(60)
@@ -415,7 +419,7 @@ def test_a_hard_limit_that_cannot_be_raised_stays_and_the_soft_one_keeps_below_i
 
 
 def test_an_orders_secrets_are_not_shown() -> None:
-    surroundings = Surroundings({"AWS_SECRET_ACCESS_KEY": "hush"}, "/")
-    order = Order(ServeConfig(model="m"), surroundings, 0.0, (0, 1, 2), 3)
+    context = ProcessContext({"AWS_SECRET_ACCESS_KEY": "hush"}, "/")
+    order = Order(ServeConfig(model="m"), context, 0.0, (0, 1, 2), 3)
     assert "hush" not in repr(order)
-    assert "hush" not in repr(Task("m", None, SourceOptions(), LoadOptions(), 0.0, surroundings=surroundings))
+    assert "hush" not in repr(Task("m", None, SourceOptions(), LoadOptions(), 0.0, context=context))

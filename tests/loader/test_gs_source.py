@@ -74,7 +74,7 @@ def test_a_token_is_renewed_shortly_before_it_ends(server: GsServer, store: GsSt
     store.stat("blob")
     store.stat("blob")  # asked for again at once: the first one was already old
     assert tokens_asked(server) == 1  # … but not more than every half minute
-    store.rest()
+    store.quiesce()
     server.expires_in = 3600
     store.stat("blob")
     store.stat("blob")

@@ -306,7 +306,7 @@ def test_while_a_draft_is_used_no_byte_of_it_changes_though_all_that_refines_it_
         load.start()
         load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
         draft = built.expected("w0", Tier.DRAFT)
-        with load.using(0):
+        with load.reading(0):
             held.release()
             wait_until(lambda: load.progress().fetched_bytes == load.progress().stored_bytes_total)
             time.sleep(0.05)
@@ -327,7 +327,7 @@ def test_a_draft_can_be_used_again_and_again_between_its_refinements() -> None:
         load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
         seen: set[bytes] = set()
         while not load.is_ready(0):
-            with load.using(0):
+            with load.reading(0):
                 before = load.slab(0).tobytes()
                 time.sleep(0.001)
                 assert load.slab(0).tobytes() == before
@@ -344,14 +344,14 @@ def test_closing_a_load_waits_for_who_uses_a_draft() -> None:
     load = WeightLoad(source, built.manifest, options=LoadOptions(order=Order.DRAFT_FIRST, connections=64))
     load.start()
     load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
-    with load.using(0):
+    with load.reading(0):
         closer = threading.Thread(target=load.close)
         closer.start()
         closer.join(0.1)
         assert closer.is_alive()
     closer.join(WAIT_S)
     assert not closer.is_alive()
-    with load.using(0):  # the values stay, and so may who looks at them
+    with load.reading(0):  # the values stay, and so may who looks at them
         pass
 
 
@@ -421,7 +421,7 @@ def test_what_this_process_uses_no_other_process_refines(folder: Path, gated: Ga
     load.wait(group, Tier.DRAFT, timeout_s=WAIT_S)
     assert load.order is Order.DRAFT_FIRST
     draft = load.slab(group).tobytes()
-    with load.using(group):
+    with load.reading(group):
         gated.release()
         wait_until(lambda: load.progress().fetched_bytes == load.progress().stored_bytes_total)
         time.sleep(0.1)
@@ -440,11 +440,11 @@ def test_what_this_process_uses_no_other_process_refines(folder: Path, gated: Ga
 def test_a_child_that_is_killed_while_it_refines_keeps_nobody_from_what_there_is(gated: GatedStore) -> None:
     load = ProcessLoad.start(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST))
     load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
-    with load.using(0):
+    with load.reading(0):
         gated.release()
         load.cancel()
     assert load.join(WAIT_S)
-    with load.using(0):
+    with load.reading(0):
         pass
     load.close()
 

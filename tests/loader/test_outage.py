@@ -18,7 +18,7 @@ from teneral.loader.errors import NotFoundError, UnavailableError
 from teneral.loader.load.process_load import ProcessLoad
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.outage import Outage, show_outages
-from teneral.loader.sources.http.retry import Budget, _Tries
+from teneral.loader.sources.http.retry import TokenBucket, _Tries
 from teneral.loader.sources.http.source import HttpSource
 from teneral.loader.sources.s3.store import S3Store
 from teneral.loader.timeline import Timeline
@@ -43,7 +43,7 @@ def clock() -> Clock:
 
 def readers(clock: Clock, number: int, **options: object) -> tuple[Outage, list[_Tries]]:
     outage = Outage(clock=clock)
-    budget = Budget(at_first=1_000, share=0.1, most=1_000)
+    budget = TokenBucket(at_first=1_000, share=0.1, most=1_000)
     chosen = SourceOptions(**options)
     return outage, [_Tries(chosen, outage, budget) for _ in range(number)]
 
@@ -88,7 +88,7 @@ def test_without_patience_attempts_are_all(clock: Clock) -> None:
 
 def test_an_outage_costs_each_reader_one_retry_of_the_budget(clock: Clock) -> None:
     outage = Outage(clock=clock)
-    budget = Budget(at_first=1, share=0.0, most=1)
+    budget = TokenBucket(at_first=1, share=0.0, most=1)
     one, other = (_Tries(SourceOptions(), outage, budget) for _ in range(2))
     assert [one.failed("refused", is_outage=True) for _ in range(50)] == [""] * 50
     assert "too many requests" in other.failed("refused", is_outage=True)

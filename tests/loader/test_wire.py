@@ -10,7 +10,7 @@ import pytest
 
 from teneral.loader.sources.base import SourceOptions
 from teneral.loader.sources.http.address import Origin
-from teneral.loader.sources.http.poll_coroutines import Steps, Wait
+from teneral.loader.sources.http.poll_coroutines import PollCoroutine, Wait
 from teneral.loader.sources.http.wire import MAX_SLICE_BYTES, WAKE_BYTES, AddressBook, Wire
 
 WAIT_MS = 10_000
@@ -20,7 +20,9 @@ def _nothing() -> None:
     pass
 
 
-def finish(steps: Steps[int] | Steps[None], begun: Callable[[], object] = _nothing) -> int | None:
+def finish(
+    steps: PollCoroutine[int] | PollCoroutine[None], begun: Callable[[], object] = _nothing
+) -> int | None:
     """Run them to their end, woken by nothing but what they wait for; `begun` is called when they wait."""
     try:
         while True:

@@ -50,7 +50,7 @@ def device() -> Iterator[SimulatedDevice]:
 
 
 def on_device(config: ServeConfig, device: SimulatedDevice) -> Instance:
-    """As `send_for` and `take_over` do it for a device that configurations cannot name."""
+    """As `launch_helpers` and `adopt` do it for a device that configurations cannot name."""
     timeline, prepared = Timeline(), Prepared()
     source, options = config.source_options, config.load_options
     load = launch(

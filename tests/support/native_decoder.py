@@ -43,7 +43,7 @@ class OpenGate:
     def opens(self, *_: Any, **__: Any) -> bool:
         return True
 
-    def using(self, *_: Any) -> Any:
+    def reading(self, *_: Any) -> Any:
         return nullcontext()
 
     def want(self, *_: Any) -> None:

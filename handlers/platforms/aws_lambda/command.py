@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ....loader.errors import TeneralError, UsageError
 from ....loader.timeline import Timeline
 from ....runtime.config import ServeConfig
-from ....runtime.start import Helpers, send_for
+from ....runtime.start import Helpers, launch_helpers
 from .. import platform_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def run_lambda(config: ServeConfig, make_app: MakeApp) -> int:
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
     address = os.environ.get(ADDRESS_VARIABLE, "")
     try:
-        sent = send_for(config, timeline, fork=True)
+        launched = launch_helpers(config, timeline, fork=True)
     except TeneralError as error:
         return _could_not_start(address, error)
-    with sent.take_over(timeline) if sent else nullcontext() as helpers:
+    with launched.adopt(timeline) if launched else nullcontext() as helpers:
         return _run(address, config, timeline, helpers, make_app)
 
 

@@ -39,7 +39,7 @@ class Served(Protocol):
     @property
     def failure(self) -> TeneralError | None: ...
 
-    def rest(self) -> None: ...
+    def quiesce(self) -> None: ...
 
 
 class InvocationLoop:
@@ -108,7 +108,7 @@ class InvocationLoop:
     def _wake(self) -> None:
         """The instance may have been frozen. What others use at the moment has not been."""
         if self._num_running == 0:
-            self._instance.rest()
+            self._instance.quiesce()
 
     async def _invoke(self, api: RuntimeApi, invocation: Invocation) -> None:
         """One invocation, to its end. Raises only what ends the worker."""

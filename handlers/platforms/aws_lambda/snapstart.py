@@ -30,7 +30,7 @@ def checkpoint(
     """
     try:
         hooks.run_before()
-        instance.rest()
+        instance.quiesce()
         asyncio.run(_call(address, lambda api: api.restore_next()))
     except Exception as error:  # noqa: BLE001 - the user's hooks
         say("before the checkpoint: %s", error, exc_info=error)
@@ -39,7 +39,7 @@ def checkpoint(
         return EXIT_BEFORE
     try:
         seed_anew()
-        instance.rest()
+        instance.quiesce()
         hooks.run_after()
     except Exception as error:  # noqa: BLE001 - as above
         say("after the restore: %s", error, exc_info=error)

@@ -108,7 +108,7 @@ class GgufDirectory:
 
     def rest(self) -> None:
         if isinstance(self._source, Remote):
-            self._source.rest()
+            self._source.quiesce()
 
     def close(self) -> None:
         self._source.close()

@@ -93,9 +93,9 @@ class AzStore:
         """As `Outage.watch`."""
         self._client.on_outage(note)
 
-    def rest(self) -> None:
-        """As `Remote.rest`."""
-        self._client.rest()
+    def quiesce(self) -> None:
+        """As `Remote.quiesce`."""
+        self._client.quiesce()
         if self._tokens is not None:
             self._tokens.forget()
 
@@ -128,11 +128,11 @@ class AzStore:
         self._writing().delete(name)
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `Door.request`."""
+        """As `ObjectServer.request`."""
         return self._authorized("GET", name, (), extra, 0)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `Door.refusal`."""
+        """As `ObjectServer.refusal`."""
         if head.status == 401 and self._tokens is not None and self._tokens.renews(request):
             return None
         from .answers import explain  # only on the way to an error

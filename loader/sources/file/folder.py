@@ -57,7 +57,7 @@ class Folder:
 
     @contextmanager
     def translated(self, name: str) -> Iterator[None]:
-        """Turns the operating system's errors about the object `name` into the loader's."""
+        """Translates the operating system's errors about the object `name` into the loader's."""
         try:
             yield
         except OSError as error:

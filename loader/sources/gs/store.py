@@ -97,9 +97,9 @@ class GsStore:
         """As `Outage.watch`."""
         self._client.on_outage(note)
 
-    def rest(self) -> None:
-        """As `Remote.rest`."""
-        self._client.rest()
+    def quiesce(self) -> None:
+        """As `Remote.quiesce`."""
+        self._client.quiesce()
         if self._tokens is not None:
             self._tokens.forget()
 
@@ -132,7 +132,7 @@ class GsStore:
         self._writing().delete(name)
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `Door.request`. The condition on a version becomes one on the generation."""
+        """As `ObjectServer.request`. The condition on a version becomes one on the generation."""
         query: Query = (("alt", "media"),)
         headers = []
         for field, value in extra:
@@ -144,7 +144,7 @@ class GsStore:
         return self._authorized("GET", object_target(self._bucket, self._key(name), query), tuple(headers))
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `Door.refusal`."""
+        """As `ObjectServer.refusal`."""
         if head.status == 401 and self._tokens is not None and self._tokens.renews(request):
             return None
         from .answers import explain  # only on the way to an error

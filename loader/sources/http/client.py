@@ -2,7 +2,7 @@
 
 Answers are checked against what was asked for: status, range, length, version. A range that breaks off is
 resumed at the byte reached; one that is behind the others is asked for a second time (`stragglers.py`). Whom
-to ask, with which signature, and what a refusal means is the business of a `Door`.
+to ask, with which signature, and what a refusal means is the business of an `ObjectServer`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..base import ObjectInfo, SourceOptions, check_name
 from .connections import BodyTooLargeError, Connection, ConnectionPool, StaleConnectionError
 from .head import Head, Headers, RangeRead, Request, WrongAnswerError, redirected
 from .outage import HttpStatistics, Note, Tally
-from .poll_coroutines import Steps
+from .poll_coroutines import PollCoroutine
 from .retry import MendedError, Retrying, Throttle
-from .stragglers import Answer, HedgedRead, Pace, first_to_answer
+from .stragglers import Answer, HedgedRead, Stragglers, first_to_answer
 
 MAX_REDIRECTS = 3
 MAX_EXCERPT_BYTES = 16 * 1024  # of a body that explains an error
@@ -31,7 +31,7 @@ _NO_CODINGS = ("", "identity", "aws-chunked")  # the last is how an upload came 
 T = TypeVar("T")
 
 
-class Door(Protocol):
+class ObjectServer(Protocol):
     """What tells one kind of web store from another."""
 
     @property
@@ -47,7 +47,7 @@ class Door(Protocol):
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
         """What an answer without the object means; `UnavailableError` for what is worth another try.
 
-        None says that the door has put right what was wrong: the request should be made anew, at once.
+        None says that the server has put right what was wrong: the request should be made anew, at once.
         """
 
 
@@ -56,7 +56,7 @@ class HttpClient:
 
     def __init__(
         self,
-        door: Door,
+        server: ObjectServer,
         options: SourceOptions,
         *,
         ca_file: str | None = None,
@@ -68,19 +68,19 @@ class HttpClient:
         """
         _check_limits(options)
         self._read_head = read_head
-        self._door = door
+        self._server = server
         self._tally = Tally()
         self._throttle = Throttle()
-        self._pace = Pace(options.hedge_after_s, self._throttle)
+        self._stragglers = Stragglers(options.hedge_after_s, self._throttle)
         self._pool = ConnectionPool(options, ca_file=ca_file)
-        self._retrying = Retrying(door.url, options, self._throttle, self._tally)
+        self._retrying = Retrying(server.url, options, self._throttle, self._tally)
 
     def stat(self, name: str) -> ObjectInfo:
         """Asks for the first byte: the answer to a HEAD request would carry no explanation of an error."""
         check_name(name)
 
-        def attempt(fresh: bool) -> Steps[ObjectInfo]:
-            connection, head = yield from self._answer(name, self._door.request(name, _FIRST_BYTE), fresh)
+        def attempt(fresh: bool) -> PollCoroutine[ObjectInfo]:
+            connection, head = yield from self._answer(name, self._server.request(name, _FIRST_BYTE), fresh)
             try:
                 yield from connection.read_excerpt(1)
                 given = head.content_range
@@ -88,7 +88,7 @@ class HttpClient:
             finally:
                 self._pool.give_back(connection)
             if size_bytes is None:
-                raise self._unavailable(name, f"{self._door.url} does not say how large {name} is")
+                raise self._unavailable(name, f"{self._server.url} does not say how large {name} is")
             return ObjectInfo(name, size_bytes, head.version(size_bytes))
 
         try:
@@ -98,22 +98,24 @@ class HttpClient:
 
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
         check_name(name)
-        body, head = self.fetch(name, lambda: self._door.request(name, ()), max_bytes=max_bytes)
+        body, head = self.fetch(name, lambda: self._server.request(name, ()), max_bytes=max_bytes)
         return body, ObjectInfo(name, len(body), head.version(len(body)))
 
     def fetch(self, name: str, build: Callable[[], Request], *, max_bytes: int) -> tuple[bytes, Head]:
         """The whole body that answers `build()`, which is called for each request; `name` is for messages."""
 
-        def attempt(fresh: bool) -> Steps[tuple[bytes, Head]]:
+        def attempt(fresh: bool) -> PollCoroutine[tuple[bytes, Head]]:
             connection, head = yield from self._answer(name, build(), fresh)
             try:
                 if head.status != 200:
-                    message = f"{self._door.url} answers with a part where the whole of {name} was asked for"
+                    message = (
+                        f"{self._server.url} answers with a part where the whole of {name} was asked for"
+                    )
                     raise self._unavailable(name, message)
                 size_bytes = connection.body_length
                 body = yield from connection.read_all(max_bytes)
             except BodyTooLargeError:
-                raise base.too_large(self._door.url, name, size_bytes, max_bytes) from None
+                raise base.too_large(self._server.url, name, size_bytes, max_bytes) from None
             finally:
                 self._pool.give_back(connection)
             self._tally.add(received_bytes=len(body))
@@ -124,13 +126,13 @@ class HttpClient:
     def read_into(self, name: str, start: int, buffer: memoryview, version: str | None) -> str | None:
         check_name(name)
         view = base.byte_view(buffer)
-        wanted = RangeRead(self._door.url, name, start, len(view), version)
+        wanted = RangeRead(self._server.url, name, start, len(view), version)
         read = HedgedRead(
             wanted,
             view,
             ask=lambda fresh: self._ask_range(wanted, fresh),
             pool=self._pool,
-            pace=self._pace,
+            stragglers=self._stragglers,
             tally=self._tally,
         )
         if view:
@@ -144,25 +146,25 @@ class HttpClient:
         """As `Outage.watch`."""
         self._retrying.outage.watch(note)
 
-    def rest(self) -> None:
-        self._pool.rest()
+    def quiesce(self) -> None:
+        self._pool.quiesce()
 
     def close(self) -> None:
         """Whoever waits in here gives up with `SourceClosedError`. Idempotent."""
         self._retrying.close()
         self._pool.close()
 
-    def _until_done(self, name: str, attempt: Callable[[bool], Steps[T]]) -> T:
+    def _until_done(self, name: str, attempt: Callable[[bool], PollCoroutine[T]]) -> T:
         def run(fresh: bool) -> T:
-            with self._pace.watching() as watch:
+            with self._stragglers.watching() as watch:
                 return first_to_answer(attempt(fresh), lambda: attempt(True), watch, self._tally)
 
         return self._retrying.until_done(name, run)
 
-    def _ask_range(self, wanted: RangeRead, fresh: bool) -> Steps[Answer]:
+    def _ask_range(self, wanted: RangeRead, fresh: bool) -> PollCoroutine[Answer]:
         """A right answer with what is missing of a range, its first byte there."""
         done, asked_s = wanted.done, time.monotonic()
-        request = self._door.request(wanted.name, wanted.headers())
+        request = self._server.request(wanted.name, wanted.headers())
         connection, head = yield from self._answer(wanted.name, request, fresh)
         try:
             begin = wanted.check(head, done)
@@ -170,12 +172,12 @@ class HttpClient:
         except BaseException:  # also where another request was sooner
             self._pool.give_back(connection)
             raise
-        self._pace.answered(time.monotonic() - asked_s)
+        self._stragglers.answered(time.monotonic() - asked_s)
         if begin:
             self._tally.add(resumed=1)
         return Answer(connection, begin)
 
-    def _answer(self, name: str, request: Request, fresh: bool) -> Steps[tuple[Connection, Head]]:
+    def _answer(self, name: str, request: Request, fresh: bool) -> PollCoroutine[tuple[Connection, Head]]:
         """A successful answer, redirects followed, its body unread. The connection is the caller's then."""
         for _ in range(MAX_REDIRECTS + 1):
             asked_s = time.monotonic()
@@ -194,12 +196,12 @@ class HttpClient:
                 if not is_right:
                     self._pool.give_back(connection)
             location = head.headers.get("location", "")
-            if head.status not in _REDIRECTS or not location or not self._door.follows_redirects:
+            if head.status not in _REDIRECTS or not location or not self._server.follows_redirects:
                 raise self._refused(name, request, head, excerpt, asked_s)
             request = self._redirected(name, request, location)
-        raise self._unavailable(name, f"{self._door.url} redirects {name} more than {MAX_REDIRECTS} times")
+        raise self._unavailable(name, f"{self._server.url} redirects {name} more than {MAX_REDIRECTS} times")
 
-    def _exchange(self, request: Request, fresh: bool) -> Steps[tuple[Connection, Head]]:
+    def _exchange(self, request: Request, fresh: bool) -> PollCoroutine[tuple[Connection, Head]]:
         while True:
             connection = self._pool.take(request.origin, fresh=fresh)
             self._tally.add(requests=1)
@@ -213,7 +215,7 @@ class HttpClient:
                 raise
 
     def _refused(self, name: str, request: Request, head: Head, body: bytes, asked_s: float) -> Exception:
-        error = self._door.refusal(name, request, head, body)
+        error = self._server.refusal(name, request, head, body)
         if error is None:
             return MendedError()
         if head.status in _BUSY:
@@ -225,8 +227,8 @@ class HttpClient:
         following = redirected(request, location)
         if following is None:
             raise SourceError(
-                f"{self._door.url} redirects {name} to an address that is not followed",
-                source=self._door.url,
+                f"{self._server.url} redirects {name} to an address that is not followed",
+                source=self._server.url,
                 name=name,
                 hint="Redirects are followed to web addresses, and never from https to http.",
             )
@@ -235,13 +237,13 @@ class HttpClient:
     def _check_coding(self, name: str, head: Head) -> None:
         if head.headers.get("content-encoding", "").lower() not in _NO_CODINGS:
             raise FormatError(
-                f"{self._door.url} sends {name} compressed, so that offsets in it mean nothing",
+                f"{self._server.url} sends {name} compressed, so that offsets in it mean nothing",
                 where=name,
                 hint="Store and serve it without a Content-Encoding.",
             )
 
     def _unavailable(self, name: str, message: str) -> WrongAnswerError:
-        return WrongAnswerError(message, source=self._door.url, name=name)
+        return WrongAnswerError(message, source=self._server.url, name=name)
 
 
 def _check_limits(options: SourceOptions) -> None:

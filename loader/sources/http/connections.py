@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..base import SourceOptions
 from .address import Origin
 from .head import Head, HeadError, Request, parse_head
-from .poll_coroutines import Steps
+from .poll_coroutines import PollCoroutine
 from .wire import AddressBook, Wire, WireError, WireTimeoutError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Connection:
         """Bytes of the body that are still to come; None where only its end will tell."""
         return self._remaining
 
-    def exchange(self, request: Request) -> Steps[Head]:
+    def exchange(self, request: Request) -> PollCoroutine[Head]:
         """Send the request; the head of the answer, whose body is unread then. Raises `WireError`.
 
         `StaleConnectionError` says that this connection was kept for too long.
@@ -87,7 +87,7 @@ class Connection:
         self._is_fresh = False
         return head
 
-    def _ask(self, request: Request) -> Steps[None]:
+    def _ask(self, request: Request) -> PollCoroutine[None]:
         """Send the request and wait for the first byte of an answer."""
         if not self._wire.is_connected:
             yield from self._wire.connect()
@@ -111,19 +111,19 @@ class Connection:
         self._remaining = (self._remaining or 0) - count
         return count
 
-    def read_soon(self, view: memoryview) -> Steps[int]:
+    def read_soon(self, view: memoryview) -> PollCoroutine[int]:
         """As `read_some`, but waits as steps do, and until there is something."""
         view = view[: self._remaining]
         count = self._take(view) if self._buffer else (yield from self._wire.receive_soon(view))
         self._remaining = (self._remaining or 0) - count
         return count
 
-    def wait_for_body(self) -> Steps[None]:
+    def wait_for_body(self) -> PollCoroutine[None]:
         """Return when the body has begun, or has no bytes at all."""
         if not self._buffer and self._remaining != 0:
             yield from self._receive_more()
 
-    def read_all(self, max_bytes: int) -> Steps[bytes]:
+    def read_all(self, max_bytes: int) -> PollCoroutine[bytes]:
         """The whole body. Raises `WireError` where its end is not marked, and `BodyTooLargeError`."""
         if self._remaining is None and not self._is_chunked:
             raise WireError(f"{self.origin} does not say how long its answer is", is_outage=False)
@@ -136,7 +136,7 @@ class Connection:
                 raise BodyTooLargeError
         return bytes(body)
 
-    def read_excerpt(self, max_bytes: int) -> Steps[bytes]:
+    def read_excerpt(self, max_bytes: int) -> PollCoroutine[bytes]:
         """The beginning of a body that explains an error; what there is of it, whatever happens meanwhile."""
         body = bytearray()
         try:
@@ -159,14 +159,14 @@ class Connection:
         self._keeps_alive = False
         self._wire.close()
 
-    def _receive_head(self) -> Steps[Head]:
+    def _receive_head(self) -> PollCoroutine[Head]:
         for _ in range(MAX_INFORMATIONAL):
             head = parse_head((yield from self._receive_until(b"\r\n\r\n", MAX_HEAD_BYTES)))
             if head.status >= 200:
                 return head
         raise HeadError("no answer behind the informational ones")
 
-    def _receive_until(self, mark: bytes, max_bytes: int) -> Steps[bytes]:
+    def _receive_until(self, mark: bytes, max_bytes: int) -> PollCoroutine[bytes]:
         """What comes before `mark`; both are taken from the buffer."""
         searched = 0
         while (end := self._buffer.find(mark, searched)) < 0:
@@ -178,7 +178,7 @@ class Connection:
         del self._buffer[: end + len(mark)]
         return data
 
-    def _receive_more(self) -> Steps[None]:
+    def _receive_more(self) -> PollCoroutine[None]:
         piece = bytearray(_RECEIVE_BYTES)
         count = yield from self._wire.receive_soon(memoryview(piece))
         self._buffer += memoryview(piece)[:count]
@@ -190,7 +190,7 @@ class Connection:
         del self._buffer[:count]
         return count
 
-    def _next_piece(self) -> Steps[bytes]:
+    def _next_piece(self) -> PollCoroutine[bytes]:
         """More of the body, however its end is marked; b"" at its end."""
         try:
             if self._is_chunked:
@@ -209,7 +209,7 @@ class Connection:
             self._remaining -= len(piece)
         return piece
 
-    def _next_chunk_piece(self) -> Steps[bytes]:
+    def _next_chunk_piece(self) -> PollCoroutine[bytes]:
         if self._remaining == 0:
             return b""
         if self._chunk_left == 0:
@@ -227,14 +227,14 @@ class Connection:
             raise HeadError("a chunk is longer than its size")
         return piece
 
-    def _receive_chunk_size(self) -> Steps[int]:
+    def _receive_chunk_size(self) -> PollCoroutine[int]:
         line = yield from self._receive_until(b"\r\n", 1024)
         found = re.fullmatch(_CHUNK_SIZE, line)
         if not found:
             raise HeadError(f"{line[:80]!r} is not the size of a chunk")
         return int(found[1], 16)
 
-    def _skip_trailers(self) -> Steps[None]:
+    def _skip_trailers(self) -> PollCoroutine[None]:
         for _ in range(MAX_TRAILERS):
             if not (yield from self._receive_until(b"\r\n", MAX_HEAD_BYTES)):
                 return
@@ -300,7 +300,7 @@ class ConnectionPool:
                 return
         connection.close()
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Close the idle connections and forget where hosts are. Those in use are left alone."""
         with self._lock:
             idle, self._idle = self._idle, {}

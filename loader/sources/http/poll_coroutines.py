@@ -1,6 +1,6 @@
 """Waiting for several sockets in one thread: code that says what it waits for, and a race between such codes.
 
-`Steps[T]` is a generator that does what it can without blocking, yields a `Wait` where it would block, and
+`PollCoroutine[T]` is a generator that does what it can without blocking, yields a `Wait` where it would block, and
 returns a T in the end. It is resumed when its socket may be ready, and at every tick too, so that it looks at
 its own time limits: being resumed promises nothing. Closing it gives up what it was doing. Knows no sockets,
 only their numbers.
@@ -24,7 +24,7 @@ class Wait(NamedTuple):
     events: int
 
 
-Steps: TypeAlias = Generator[Wait, None, T]
+PollCoroutine: TypeAlias = Generator[Wait, None, T]
 
 
 class Race(Generic[T]):
@@ -37,14 +37,14 @@ class Race(Generic[T]):
     def __init__(self, passing: tuple[type[Exception], ...] = ()) -> None:
         self._passing = passing
         self._waits: dict[int, Wait] = {}
-        self._racers: dict[int, Steps[T]] = {}  # by number, in the order in which they entered
+        self._racers: dict[int, PollCoroutine[T]] = {}  # by number, in the order in which they entered
         self._entered = 0
         self._winner: tuple[int, T] | None = None
 
     def __len__(self) -> int:
         return len(self._racers)
 
-    def enter(self, racer: Steps[T]) -> None:
+    def enter(self, racer: PollCoroutine[T]) -> None:
         """Let one more run, as far as it gets without waiting. Raises its error, as `wait` does."""
         number, self._entered = self._entered, self._entered + 1
         self._racers[number] = racer
@@ -85,6 +85,6 @@ class Race(Generic[T]):
             self._forget(number)
             raise
 
-    def _forget(self, number: int) -> Steps[T]:
+    def _forget(self, number: int) -> PollCoroutine[T]:
         self._waits.pop(number, None)
         return self._racers.pop(number)

@@ -28,7 +28,7 @@ from .outage import Outage, Tally
 from .wire import WireError
 
 
-class Budget:
+class TokenBucket:
     """A purse of tokens. Thread-safe; never blocks."""
 
     def __init__(self, *, at_first: float, share: float, most: float) -> None:
@@ -138,7 +138,7 @@ def pause_s(failed: int, retry_after_s: float | None, chance: float | None = Non
     return pause if retry_after_s is None else min(max(0.0, retry_after_s), MAX_RETRY_AFTER_S) + pause
 
 
-MAX_MENDS = 3  # times that a door may put right what one request was refused for
+MAX_MENDS = 3  # times that a server may put right what one request was refused for
 PROGRESS_BYTES = 256 * 1024  # an attempt that brought so much has not failed for nothing
 RETRY_SHARE = 0.1  # of a retry that each success allows, beside those that each connection has for free
 MAX_RETRIES = 100.0  # that may be saved up
@@ -148,7 +148,7 @@ T = TypeVar("T")
 
 
 class MendedError(Exception):
-    """The door has put right what the server complained of: ask again, at once."""
+    """The server has put right what the server complained of: ask again, at once."""
 
 
 class Retrying:
@@ -162,7 +162,7 @@ class Retrying:
         self._throttle = throttle
         self._tally = tally
         free = options.max_attempts * options.max_connections  # so that all may fail at once, as at a restart
-        self._budget = Budget(at_first=free, share=RETRY_SHARE, most=max(free, MAX_RETRIES))
+        self._bucket = TokenBucket(at_first=free, share=RETRY_SHARE, most=max(free, MAX_RETRIES))
         self._closed = threading.Event()
 
     def until_done(
@@ -174,7 +174,7 @@ class Retrying:
         how far the attempts got. Raises what the last one failed with, or `SourceClosedError`.
         """
         mends = reached_bytes = 0
-        tries = _Tries(self._options, self.outage, self._budget)
+        tries = _Tries(self._options, self.outage, self._bucket)
         while True:
             if not self._throttle.enter():
                 raise base.closed(self._source, name)
@@ -191,7 +191,7 @@ class Retrying:
             except UnavailableError as error:
                 failure, is_outage = error, not isinstance(error, WrongAnswerError)
             else:
-                self._budget.earn()
+                self._bucket.earn()
                 self.outage.succeeded()
                 return result
             finally:
@@ -201,7 +201,7 @@ class Retrying:
             if done_bytes() - reached_bytes >= PROGRESS_BYTES:
                 reached_bytes = done_bytes()
                 self.outage.succeeded()
-                tries = _Tries(self._options, self.outage, self._budget)
+                tries = _Tries(self._options, self.outage, self._bucket)
             why = tries.failed(failure.message, is_outage=is_outage)
             if why:
                 self.outage.succeeded()  # it is waited for no longer
@@ -231,13 +231,13 @@ class Retrying:
 class _Tries:
     """The attempts of one read, since it last got on."""
 
-    def __init__(self, options: SourceOptions, outage: Outage, budget: Budget) -> None:
+    def __init__(self, options: SourceOptions, outage: Outage, bucket: TokenBucket) -> None:
         self.num_failed = 0
         self._num_counted = 0  # of these, outside of an outage that goes on
         self._outage_number: int | None = None  # in which the last one failed
         self._options = options
         self._outage = outage
-        self._budget = budget
+        self._bucket = bucket
 
     def failed(self, reason: str, *, is_outage: bool) -> str:
         """Note a failure. Returns why it was the last one, '' for another try."""
@@ -253,7 +253,7 @@ class _Tries:
             return f"after {self.num_failed} attempts; nothing has come for {lasted_s:.0f} s"
         if self._num_counted >= self._options.max_attempts:
             return f"after {self.num_failed} attempts"
-        return "" if self._budget.spend() else "too many requests to this source fail to try again"
+        return "" if self._bucket.spend() else "too many requests to this source fail to try again"
 
 
 def _given_up(failure: UnavailableError, why: str) -> UnavailableError:

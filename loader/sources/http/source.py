@@ -75,8 +75,8 @@ class HttpSource:
         """As `Outage.watch`."""
         self._client.on_outage(note)
 
-    def rest(self) -> None:
-        self._client.rest()
+    def quiesce(self) -> None:
+        self._client.quiesce()
 
     def close(self) -> None:
         self._client.close()
@@ -85,12 +85,12 @@ class HttpSource:
         return self._client.statistics()
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `Door.request`."""
+        """As `ObjectServer.request`."""
         target = f"{self._folder}/{encode_path(name)}{self._query}"
         return Request("GET", self._origin, target, extra, self._headers)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError:
-        """As `Door.refusal`; a web server's words are not looked at, its status is enough."""
+        """As `ObjectServer.refusal`; a web server's words are not looked at, its status is enough."""
         return status_error(self.url, name, head)
 
 

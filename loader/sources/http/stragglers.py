@@ -23,8 +23,8 @@ from ...errors import UnavailableError
 from .connections import Connection, ConnectionPool
 from .head import RangeRead
 from .outage import Tally
-from .poll_coroutines import Race, Steps
-from .retry import Budget, Throttle
+from .poll_coroutines import PollCoroutine, Race
+from .retry import Throttle, TokenBucket
 from .wire import MAX_SLICE_BYTES, WireError
 
 SLOW_SHARE = 8  # a reader that gets less than one part in so many of what others get is behind
@@ -36,7 +36,7 @@ HEDGE_SHARE = 0.05  # … and any other in one of twenty requests
 MAX_HEDGES = 32.0  # that may be saved up
 
 
-class Pace:
+class Stragglers:
     """What the reads of one source have in common. Thread-safe; never blocks."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Pace:
         self.hedge_after_s = hedge_after_s
         self.clock = clock
         self._throttle = throttle
-        self._budget = Budget(at_first=FREE_HEDGES, share=HEDGE_SHARE, most=MAX_HEDGES)
+        self._bucket = TokenBucket(at_first=FREE_HEDGES, share=HEDGE_SHARE, most=MAX_HEDGES)
         self._first_bytes_s: deque[float] = deque(maxlen=NUM_FIRST_BYTES)
         self._lock = threading.Lock()
         self.received_bytes = 0  # by all readers
@@ -57,7 +57,7 @@ class Pace:
     @contextmanager
     def watching(self) -> Iterator[Watch]:
         """Count as a reader for so long."""
-        self._budget.earn()
+        self._bucket.earn()
         with self._lock:
             self.num_readers += 1
         watch = Watch(self)
@@ -96,7 +96,7 @@ class Pace:
         with self._lock:
             if is_alone and self.prober not in (None, watch):
                 return False
-            if self._throttle.is_pausing or not self._budget.spend():
+            if self._throttle.is_pausing or not self._bucket.spend():
                 return False
             if is_alone:
                 self.prober = watch
@@ -106,58 +106,58 @@ class Pace:
 class Watch:
     """One reader's own books. For its thread alone."""
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, stragglers: Stragglers) -> None:
+        self._stragglers = stragglers
         self._hedges = 0
-        self._began_s = self._since_s = self._others_s = pace.clock()
-        self._since_bytes = pace.received_bytes  # what all had got when the comparison began
+        self._began_s = self._since_s = self._others_s = stragglers.clock()
+        self._since_bytes = stragglers.received_bytes  # what all had got when the comparison began
         self._total_bytes = self._own_bytes = self._others_bytes = 0
 
     def received(self, count: int, *, wanted: int) -> None:
         """Bytes have come where so many were `wanted` at most."""
         if not count:
             return
-        self._pace.received(count)
+        self._stragglers.received(count)
         self._total_bytes += count
         self._own_bytes += count
         if count == wanted:
-            self._restart(self._pace.clock())  # all that could come: nothing to compare
+            self._restart(self._stragglers.clock())  # all that could come: nothing to compare
 
     def wants_hedge(self) -> bool:
         """Whether the reader is behind the others, and may do something about it. Cheap when it is not."""
-        now_s = self._pace.clock()
+        now_s = self._stragglers.clock()
         elapsed_s = now_s - self._since_s
-        others_bytes = self._pace.received_bytes - self._since_bytes - self._own_bytes
+        others_bytes = self._stragglers.received_bytes - self._since_bytes - self._own_bytes
         if others_bytes > self._others_bytes:
             self._others_bytes, self._others_s = others_bytes, now_s
-        if elapsed_s < self._pace.hedge_after_s:
+        if elapsed_s < self._stragglers.hedge_after_s:
             return False
-        patience_s = self._pace.patience_s() * (1 << self._hedges)
+        patience_s = self._stragglers.patience_s() * (1 << self._hedges)
         if elapsed_s < patience_s:
             return False
         is_alone = now_s - self._others_s >= patience_s
         if is_alone:
-            expected_bytes = self._pace.usual_bytes_s * elapsed_s
+            expected_bytes = self._stragglers.usual_bytes_s * elapsed_s
         else:
-            expected_bytes = others_bytes / max(1, self._pace.num_readers - 1)
+            expected_bytes = others_bytes / max(1, self._stragglers.num_readers - 1)
             if expected_bytes < TELLING_BYTES:
                 return False
         is_behind = not self._own_bytes or self._own_bytes < expected_bytes / SLOW_SHARE
         if not is_behind:
             self._restart(now_s)
-        elif self._pace.may_hedge(self, is_alone=is_alone):
+        elif self._stragglers.may_hedge(self, is_alone=is_alone):
             self._hedges += 1
             self._restart(now_s)
             return True
         return False
 
     def rate_bytes_s(self) -> float:
-        return self._total_bytes / max(1e-6, self._pace.clock() - self._began_s)
+        return self._total_bytes / max(1e-6, self._stragglers.clock() - self._began_s)
 
     def _restart(self, now_s: float) -> None:
         """Compare from now on."""
         self._since_s = self._others_s = now_s
-        self._since_bytes = self._pace.received_bytes
+        self._since_bytes = self._stragglers.received_bytes
         self._own_bytes = 0
         self._others_bytes = 0
 
@@ -178,7 +178,12 @@ class Answer:
 
 
 def first_to_answer(
-    first: Steps[T], again: Callable[[], Steps[T]], watch: Watch, tally: Tally, *, is_behind: bool = False
+    first: PollCoroutine[T],
+    again: Callable[[], PollCoroutine[T]],
+    watch: Watch,
+    tally: Tally,
+    *,
+    is_behind: bool = False,
 ) -> T:
     """The result of `first`, or of another request made by `again` each time the reader is behind.
 
@@ -203,7 +208,7 @@ def first_to_answer(
     return result
 
 
-def _hedge(race: Race[T], again: Callable[[], Steps[T]], tally: Tally) -> None:
+def _hedge(race: Race[T], again: Callable[[], PollCoroutine[T]], tally: Tally) -> None:
     tally.add(hedges=1)
     race.enter(again())
 
@@ -216,9 +221,9 @@ class HedgedRead:
         wanted: RangeRead,
         view: memoryview,
         *,
-        ask: Callable[[bool], Steps[Answer]],
+        ask: Callable[[bool], PollCoroutine[Answer]],
         pool: ConnectionPool,
-        pace: Pace,
+        stragglers: Stragglers,
         tally: Tally,
     ) -> None:
         """`ask(fresh)` asks for what `wanted` is missing, over a new connection if `fresh`."""
@@ -226,12 +231,12 @@ class HedgedRead:
         self._view = view
         self._ask = ask
         self._pool = pool
-        self._pace = pace
+        self._stragglers = stragglers
         self._tally = tally
 
     def run(self, *, fresh: bool) -> None:
         """Return when the range is full. Raises what stopped it; `wanted.done` says how far it got."""
-        with self._pace.watching() as watch:
+        with self._stragglers.watching() as watch:
             answer = first_to_answer(self._ask(fresh), self._ask_again, watch, self._tally)
             while True:
                 try:
@@ -256,10 +261,10 @@ class HedgedRead:
         self._pool.give_back(answer.connection)
         return False
 
-    def _ask_again(self) -> Steps[Answer]:
+    def _ask_again(self) -> PollCoroutine[Answer]:
         return self._ask(True)
 
-    def _catch_up(self, answer: Answer, watch: Watch) -> Steps[Answer]:
+    def _catch_up(self, answer: Answer, watch: Watch) -> PollCoroutine[Answer]:
         """The answer itself, once it has brought enough to be trusted again."""
         enough = min(len(self._view), answer.done + RECOVERED_BYTES)
         try:

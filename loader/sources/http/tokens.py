@@ -12,7 +12,7 @@ from ...errors import SourceError
 from ..base import SourceOptions
 from .connections import Connection
 from .head import Head, Headers, Request
-from .poll_coroutines import Race, Steps
+from .poll_coroutines import PollCoroutine, Race
 from .wire import AddressBook
 
 AGAIN_S = 30.0  # until the next attempt to renew a token that is still good
@@ -113,7 +113,7 @@ def exchange(request: Request) -> tuple[Head, bytes]:
         connection.close()
 
 
-def _run(steps: Steps[Any]) -> Any:
+def _run(steps: PollCoroutine[Any]) -> Any:
     race = Race[Any]()
     race.enter(steps)
     while (won := race.wait()) is None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..base import SourceOptions
 from .address import Origin
-from .poll_coroutines import TICK_S, Steps, Wait
+from .poll_coroutines import TICK_S, PollCoroutine, Wait
 
 if TYPE_CHECKING:
     import ssl
@@ -131,7 +131,7 @@ class Wire:
     def is_connected(self) -> bool:
         return self._socket is not None
 
-    def connect(self) -> Steps[None]:
+    def connect(self) -> PollCoroutine[None]:
         """Try the host's addresses one after another, within one time limit. Raises `WireError`."""
         host = self.origin.host
         try:
@@ -206,7 +206,7 @@ class Wire:
         self._note(count)
         return count
 
-    def receive_soon(self, view: memoryview) -> Steps[int]:
+    def receive_soon(self, view: memoryview) -> PollCoroutine[int]:
         """At least one byte at the start of `view`. Raises as `receive`."""
         connected = self._held()
         self._wake_at(connected, 1)
@@ -249,7 +249,7 @@ class Wire:
             self._socket.close()
             self._socket = None
 
-    def _connect_to(self, address: Address, deadline_s: float) -> Steps[None]:
+    def _connect_to(self, address: Address, deadline_s: float) -> PollCoroutine[None]:
         family, protocol, place = address
         plain = socket.socket(family, socket.SOCK_STREAM, protocol)
         self._hold(plain)
@@ -276,7 +276,9 @@ class Wire:
         self._hold(secure)
         yield from self._until_done(secure, secure.do_handshake, deadline_s)
 
-    def _until_done(self, secure: ssl.SSLSocket, act: Callable[[], None], deadline_s: float) -> Steps[None]:
+    def _until_done(
+        self, secure: ssl.SSLSocket, act: Callable[[], None], deadline_s: float
+    ) -> PollCoroutine[None]:
         while True:
             try:
                 return act()
@@ -286,7 +288,7 @@ class Wire:
                 events = _events(error, select.POLLIN)
             yield from self._wait(secure, events, deadline_s)
 
-    def _wait(self, connected: socket.socket, events: int, deadline_s: float) -> Steps[None]:
+    def _wait(self, connected: socket.socket, events: int, deadline_s: float) -> PollCoroutine[None]:
         if time.monotonic() >= deadline_s:
             raise TimeoutError
         yield Wait(connected.fileno(), events)

@@ -18,7 +18,7 @@ from ..base import SourceOptions
 from ..http.address import Origin
 from ..http.connections import BodyTooLargeError, Connection
 from ..http.head import Headers, Request
-from ..http.poll_coroutines import Race, Steps
+from ..http.poll_coroutines import PollCoroutine, Race
 from ..http.wire import AddressBook, WireError
 from .sigv4 import Credentials
 
@@ -146,7 +146,7 @@ def _authorization(environment: Mapping[str, str]) -> Headers:
     return (("Authorization", token),)
 
 
-def _run(steps: Steps[T]) -> T:
+def _run(steps: PollCoroutine[T]) -> T:
     race = Race[T]()
     race.enter(steps)
     while (won := race.wait()) is None:

@@ -97,11 +97,11 @@ class S3Store:
         """As `Outage.watch`."""
         self._client.on_outage(note)
 
-    def rest(self) -> None:
-        """As `Remote.rest`. What boto3 keeps for writing sees to itself: it tries a dead connection again, and renews
+    def quiesce(self) -> None:
+        """As `Remote.quiesce`. What boto3 keeps for writing sees to itself: it retries dead connections and renews
         credentials.
         """
-        self._client.rest()
+        self._client.quiesce()
         self._credentials.forget()
 
     def close(self) -> None:
@@ -133,11 +133,11 @@ class S3Store:
         self._writing().delete(name)
 
     def request(self, name: str, extra: Headers) -> Request:
-        """As `Door.request`."""
+        """As `ObjectServer.request`."""
         return self._signed(f"/{self._key(name)}", (), extra)
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """As `Door.refusal`."""
+        """As `ObjectServer.refusal`."""
         from ..http.xml import parse_problem
         from .answers import explain  # only on the way to an error
 

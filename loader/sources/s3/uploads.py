@@ -120,7 +120,7 @@ class S3Uploads:
 
     @contextmanager
     def _translated(self, name: str, *, is_conditional: bool = False) -> Iterator[None]:
-        """Turns boto3's errors into the loader's."""
+        """Translates boto3's errors into the loader's."""
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,

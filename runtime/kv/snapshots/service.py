@@ -154,10 +154,10 @@ class SnapshotService:
         """Totals count from the start; the rest is what came from the snapshot."""
         return dict(self._figures)
 
-    def rest(self) -> None:
-        """As `Remote.rest`."""
+    def quiesce(self) -> None:
+        """As `Remote.quiesce`."""
         if isinstance(self._source, Remote):
-            self._source.rest()
+            self._source.quiesce()
 
     def close(self) -> None:
         """Give up what is being fetched. Idempotent."""

@@ -80,7 +80,7 @@ def test_torch_computes_with_the_very_memory_behind_each_gate(load: DeviceLoad, 
         weights, expected = StreamedWeights(load), StreamedWeights(here)
         for name in load.manifest.by_name:
             gate = weights.gate([name])
-            with gate.using(
+            with gate.reading(
                 Tier.DRAFT
             ):  # whatever is there by now: its kernel is launched, and may be refined behind
                 weights.tensor(name).float().sum()

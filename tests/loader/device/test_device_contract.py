@@ -393,7 +393,7 @@ def test_a_whole_load_goes_through_the_code_for_cuda(order: Order) -> None:
         starts, _ = slab_starts(built.manifest.groups)
         for tensor in built.manifest.tensors:
             load.wait(tensor.group, Tier.SKETCH)
-            with load.using(tensor.group, stream):  # whatever is there by now
+            with load.reading(tensor.group, stream):  # whatever is there by now
                 bench.read(stream, 0, 64)
             load.wait(tensor.group)
             load.order_after([tensor.group], stream)

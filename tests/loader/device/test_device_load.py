@@ -184,7 +184,7 @@ def test_draft_weights_in_use_stay_as_they_are_until_their_use_ends_on_the_devic
         stream, go_on = device.new_stream(), threading.Event()
         slab = load.device_slab(tensor.group)
         read: list[bytes] = []
-        with load.using(tensor.group, stream):
+        with load.reading(tensor.group, stream):
             device.launch(stream, lambda: (go_on.wait(), None)[1])
             begin, end = tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes
             device.launch(stream, lambda: read.append(slab[begin:end].tobytes()))
@@ -225,7 +225,7 @@ def test_nothing_changes_under_who_uses_it_whatever_order_parts_come_in(
         while not all(load.is_ready(group) for group in groups):
             for group in groups:
                 load.wait(group, Tier.SKETCH, timeout_s=WAIT_S)
-                with load.using(group, stream):
+                with load.reading(group, stream):
                     for index in built.manifest.groups[group].tensors:
                         device.launch(stream, read_twice(load, built.manifest.tensors[index], torn))
             device.record(stream).wait()

@@ -30,7 +30,7 @@ class ArrivingGate:
         self._wait()
         return True
 
-    def using(self, tier: Tier) -> AbstractContextManager[None]:
+    def reading(self, tier: Tier) -> AbstractContextManager[None]:
         self._wait()
         return nullcontext()
 

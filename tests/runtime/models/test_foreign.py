@@ -379,7 +379,7 @@ def test_what_was_converted_from_a_draft_is_not_kept():
                 def __call__(self) -> None:
                     assert weights.is_exact
 
-                def using(self, tier: Tier) -> Any:
+                def reading(self, tier: Tier) -> Any:
                     raise NotImplementedError
 
             return Gate()

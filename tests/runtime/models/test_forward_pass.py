@@ -215,7 +215,7 @@ class TieredGate:
         return self._weights.is_open
 
     @contextmanager
-    def using(self, *arguments: Any) -> Iterator[None]:
+    def reading(self, *arguments: Any) -> Iterator[None]:
         self._weights.log.append((self._what, arguments[-1]))
         yield
         self._weights.log.append((self._what, "used"))

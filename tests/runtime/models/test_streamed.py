@@ -126,7 +126,7 @@ def test_a_pass_over_the_draft_waits_for_its_rows_whatever_tiers_there_are(tmp_p
         load.start()
         timer = threading.Timer(0.1, held.release)
         timer.start()
-        with decoder.weights.entry_gate.using(rows, tier):
+        with decoder.weights.entry_gate.reading(rows, tier):
             assert held.released
             assert to_torch(decoder.weights.embeddings.weight)[rows].isfinite().all()
         timer.join()

@@ -14,7 +14,7 @@ from tests.support.tiny_models import save_tiny
 from teneral.loader.timeline import Timeline
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.instance import Instance
-from teneral.runtime.start import send_for
+from teneral.runtime.start import launch_helpers
 from teneral.runtime.synth import synthesize
 
 LOAD, UNLOAD = "/v2/repository/models/m/load", "/v2/repository/models/m/unload"
@@ -68,9 +68,9 @@ async def test_the_memory_of_weights_goes_back_to_the_system(tmp_path: Path, one
     assert weights_bytes > 80 << 20
     config = config_of(tmp_path / "model")
     timeline = Timeline()
-    sent = send_for(config, timeline)
-    assert sent is not None
-    with sent.take_over(timeline) as helpers:  # held on to, as `teneral serve` does
+    launched = launch_helpers(config, timeline)
+    assert launched is not None
+    with launched.adopt(timeline) as helpers:  # held on to, as `teneral serve` does
         first = Instance(config, timeline=timeline, helpers=helpers)
         async with running_server(first) as server:
             for _ in range(2):

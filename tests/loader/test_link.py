@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from teneral.loader.load.link import (
     FIRST_CONNECTIONS,
     MIN_RANGE_BYTES,
-    Budget,
     Link,
     LinkMeter,
-    Pace,
+    LinkTuner,
     Position,
+    ReadLimits,
     Width,
     cut,
     first_width,
@@ -24,7 +24,7 @@ from teneral.loader.load.link import (
 )
 
 MIB = 1 << 20
-BUDGET = Budget(range_bytes=16 * MIB, connections=32, staging_bytes=128 * MIB)
+LIMITS = ReadLimits(range_bytes=16 * MIB, connections=32, staging_bytes=128 * MIB)
 FAR_FROM_THE_END = Position(None, 10_000 * MIB)
 SLOW = Link(first_byte_s=0.015, connection_bytes_per_s=25e6)
 FAST = Link(first_byte_s=0.02, connection_bytes_per_s=125e6)
@@ -35,7 +35,7 @@ links = st.builds(
     connection_bytes_per_s=st.floats(0, 1e10),
 )
 budgets = st.builds(
-    Budget,
+    ReadLimits,
     range_bytes=st.integers(1, 64 * MIB),
     connections=st.integers(1, 256),
     staging_bytes=st.integers(0, 1 << 31),
@@ -44,20 +44,20 @@ positions = st.builds(Position, st.none() | st.integers(1, 1 << 31), st.integers
 
 
 def test_a_range_takes_several_times_as_long_as_its_first_byte() -> None:
-    assert range_bytes(FAR_FROM_THE_END, SLOW, 8, BUDGET) == int(16 * 0.015 * 25e6)
+    assert range_bytes(FAR_FROM_THE_END, SLOW, 8, LIMITS) == int(16 * 0.015 * 25e6)
 
 
 def test_a_fast_link_gets_larger_ranges_as_far_as_the_staging_allows() -> None:
-    assert range_bytes(FAR_FROM_THE_END, FAST, 8, BUDGET) == 8 * MIB
-    assert range_bytes(FAR_FROM_THE_END, FAST, 32, BUDGET) == 2 * MIB
+    assert range_bytes(FAR_FROM_THE_END, FAST, 8, LIMITS) == 8 * MIB
+    assert range_bytes(FAR_FROM_THE_END, FAST, 32, LIMITS) == 2 * MIB
 
 
 def test_what_is_read_to_its_place_is_not_limited_by_the_staging() -> None:
     position = FAR_FROM_THE_END._replace(is_staged=False)
     assert (
-        range_bytes(position, FAST, 8, BUDGET)
-        == range_bytes(position, FAST, 32, BUDGET)
-        == BUDGET.range_bytes
+        range_bytes(position, FAST, 8, LIMITS)
+        == range_bytes(position, FAST, 32, LIMITS)
+        == LIMITS.range_bytes
     )
 
 
@@ -65,20 +65,20 @@ def test_the_faster_the_link_the_larger_is_its_smallest_range() -> None:
     """So that asking takes a core a quarter of its time at most."""
     near_the_end = Position(None, 1, is_staged=False)
     for rate in (25e6, 125e6, 1e9):
-        least_bytes = range_bytes(near_the_end, Link(0.001, rate / 8), 8, BUDGET)
+        least_bytes = range_bytes(near_the_end, Link(0.001, rate / 8), 8, LIMITS)
         assert least_bytes == max(MIN_RANGE_BYTES, int(2e-3 * rate))
 
 
 def test_what_somebody_waits_for_is_shared_by_all_connections() -> None:
-    assert range_bytes(Position(8 * MIB, 1000 * MIB), SLOW, 8, BUDGET) == MIB
-    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, BUDGET) == 2e-3 * 8 * 25e6
-    assert range_bytes(Position(MIB, 1000 * MIB), Link(0.05, 5e6), 8, BUDGET) == MIN_RANGE_BYTES
+    assert range_bytes(Position(8 * MIB, 1000 * MIB), SLOW, 8, LIMITS) == MIB
+    assert range_bytes(Position(MIB, 1000 * MIB), SLOW, 8, LIMITS) == 2e-3 * 8 * 25e6
+    assert range_bytes(Position(MIB, 1000 * MIB), Link(0.05, 5e6), 8, LIMITS) == MIN_RANGE_BYTES
 
 
 def test_ranges_shrink_towards_the_end() -> None:
     left, sizes = 100 * MIB, []
     while left > 0:
-        sizes.append(min(left, range_bytes(Position(None, left), FAST, 8, BUDGET)))
+        sizes.append(min(left, range_bytes(Position(None, left), FAST, 8, LIMITS)))
         left -= sizes[-1]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 6 * MIB
@@ -87,11 +87,11 @@ def test_ranges_shrink_towards_the_end() -> None:
 
 @given(positions, links, st.integers(1, 256), budgets)
 def test_a_range_is_within_the_budget_whatever_was_measured(
-    position: Position, link: Link, width: int, budget: Budget
+    position: Position, link: Link, width: int, limits: ReadLimits
 ) -> None:
-    size_bytes = range_bytes(position, link, width, budget)
-    assert 1 <= size_bytes <= budget.range_bytes
-    share_bytes = budget.staging_bytes // (2 * width)
+    size_bytes = range_bytes(position, link, width, limits)
+    assert 1 <= size_bytes <= limits.range_bytes
+    share_bytes = limits.staging_bytes // (2 * width)
     if position.is_staged and share_bytes:
         assert size_bytes <= max(MIN_RANGE_BYTES, share_bytes)
 
@@ -136,14 +136,14 @@ def test_any_measurements_give_a_usable_link(reads: list[tuple[int, float]]) -> 
     link = meter.link()
     assert (link.connection_bytes_per_s > 0) == (len(reads) >= 4)
     assert 0 <= link.first_byte_s <= max([1e-6, *(took_s for _, took_s in reads)])
-    assert range_bytes(FAR_FROM_THE_END, link, 8, BUDGET) >= MIN_RANGE_BYTES
+    assert range_bytes(FAR_FROM_THE_END, link, 8, LIMITS) >= MIN_RANGE_BYTES
 
 
-def settled_width(rate_of: dict[int, float], budget: Budget = BUDGET) -> int:
+def settled_width(rate_of: dict[int, float], limits: ReadLimits = LIMITS) -> int:
     """Where trying ends when so many connections give these rates."""
-    width = first_width(budget)
+    width = first_width(limits)
     while not width.is_settled:
-        width = widen(width, rate_of[width.connections], 100_000 * MIB, budget, is_fed=True)
+        width = widen(width, rate_of[width.connections], 100_000 * MIB, limits, is_fed=True)
     return width.connections
 
 
@@ -157,44 +157,46 @@ def test_where_the_store_limits_each_connection_more_are_opened() -> None:
 
 
 def test_the_bound_holds_from_the_start() -> None:
-    assert first_width(Budget(MIB, 3, MIB)) == Width(3, is_settled=True)
-    assert first_width(BUDGET).connections == FIRST_CONNECTIONS
+    assert first_width(ReadLimits(MIB, 3, MIB)) == Width(3, is_settled=True)
+    assert first_width(LIMITS).connections == FIRST_CONNECTIONS
 
 
 def test_where_memory_is_what_is_missing_more_connections_are_not_tried() -> None:
-    assert widen(Width(8), 100e6, 10_000 * MIB, BUDGET, is_fed=False) == Width(8)
-    pace = Pace(BUDGET)
+    assert widen(Width(8), 100e6, 10_000 * MIB, LIMITS, is_fed=False) == Width(8)
+    tuner = LinkTuner(LIMITS)
     for number in range(200):
-        pace.waited(0.02)
-        pace.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
-    assert pace.statistics().most_connections == FIRST_CONNECTIONS
+        tuner.waited(0.02)
+        tuner.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert tuner.statistics().most_connections == FIRST_CONNECTIONS
 
 
 def test_a_short_wait_for_memory_settles_nothing() -> None:
-    pace = Pace(BUDGET)
-    pace.waited(0.05)
+    tuner = LinkTuner(LIMITS)
+    tuner.waited(0.05)
     for number in range(200):
-        pace.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
-    assert pace.statistics().most_connections > FIRST_CONNECTIONS
+        tuner.arrived(MIB, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert tuner.statistics().most_connections > FIRST_CONNECTIONS
 
 
 def test_near_the_end_nothing_is_tried_any_more() -> None:
-    assert widen(Width(8), 100e6, 10 * MIB, BUDGET, is_fed=True) == Width(8, is_settled=True)
+    assert widen(Width(8), 100e6, 10 * MIB, LIMITS, is_fed=True) == Width(8, is_settled=True)
 
 
 TICK_S = 0.002
 LATENCY_S = (0.01, 0.03)
 
 
-def simulate(pace: Pace, *, left_bytes: int, connection_bytes_per_s: float, link_bytes_per_s: float) -> float:
+def simulate(
+    tuner: LinkTuner, *, left_bytes: int, connection_bytes_per_s: float, link_bytes_per_s: float
+) -> float:
     """A load of so many bytes whose connections share a link evenly, tick by tick; how long it took."""
     now_s = 0.0
     latencies = random.Random(1)
     reads: list[list[float]] = []  # of those under way: size, bytes left, when it began, when its bytes come
     while left_bytes or reads:
-        while left_bytes and len(reads) < pace.connections:
-            size_bytes = min(left_bytes, pace.range_bytes(Position(None, left_bytes)))
-            pace.handed_out(size_bytes)
+        while left_bytes and len(reads) < tuner.connections:
+            size_bytes = min(left_bytes, tuner.range_bytes(Position(None, left_bytes)))
+            tuner.handed_out(size_bytes)
             left_bytes -= size_bytes
             reads.append([size_bytes, size_bytes, now_s, now_s + latencies.uniform(*LATENCY_S)])
         now_s += TICK_S
@@ -203,30 +205,30 @@ def simulate(pace: Pace, *, left_bytes: int, connection_bytes_per_s: float, link
             read[1] -= TICK_S * min(connection_bytes_per_s, link_bytes_per_s / len(flowing))
             if read[1] <= 0:
                 reads.remove(read)
-                pace.arrived(int(read[0]), read[2], now_s, left_bytes)
+                tuner.arrived(int(read[0]), read[2], now_s, left_bytes)
     return now_s
 
 
 def test_a_load_over_many_slow_connections_uses_them_all() -> None:
-    pace = Pace(BUDGET)
-    took_s = simulate(pace, left_bytes=1_000 * MIB, connection_bytes_per_s=20e6, link_bytes_per_s=1e9)
-    statistics = pace.statistics()
+    tuner = LinkTuner(LIMITS)
+    took_s = simulate(tuner, left_bytes=1_000 * MIB, connection_bytes_per_s=20e6, link_bytes_per_s=1e9)
+    statistics = tuner.statistics()
     assert statistics.connections == statistics.most_connections == 32
     assert took_s < 1_000 * MIB / 20e6 / 16
     assert statistics.smallest_range_bytes <= statistics.mean_range_bytes <= statistics.largest_range_bytes
 
 
 def test_small_ranges_that_somebody_waits_for_are_no_trial() -> None:
-    pace = Pace(BUDGET)
+    tuner = LinkTuner(LIMITS)
     for number in range(200):
-        size_bytes = pace.range_bytes(Position(MIB, 10_000 * MIB))
-        pace.arrived(size_bytes, number / 100, number / 100 + 0.05, 10_000 * MIB)
-    assert pace.statistics().most_connections == FIRST_CONNECTIONS
+        size_bytes = tuner.range_bytes(Position(MIB, 10_000 * MIB))
+        tuner.arrived(size_bytes, number / 100, number / 100 + 0.05, 10_000 * MIB)
+    assert tuner.statistics().most_connections == FIRST_CONNECTIONS
 
 
 def test_a_load_over_a_shared_link_goes_back_to_what_was_enough() -> None:
-    pace = Pace(BUDGET)
-    took_s = simulate(pace, left_bytes=1_000 * MIB, connection_bytes_per_s=1e9, link_bytes_per_s=200e6)
+    tuner = LinkTuner(LIMITS)
+    took_s = simulate(tuner, left_bytes=1_000 * MIB, connection_bytes_per_s=1e9, link_bytes_per_s=200e6)
     assert took_s < 1.1 * 1_000 * MIB / 200e6
-    assert pace.connections == 8
-    assert pace.statistics().most_connections == 16
+    assert tuner.connections == 8
+    assert tuner.statistics().most_connections == 16

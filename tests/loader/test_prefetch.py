@@ -19,7 +19,7 @@ from teneral.loader.errors import ChangedError, IntegrityError, ManifestError
 from teneral.loader.format.manifest import Blob, Manifest, Part
 from teneral.loader.format.manifest_json import dump_manifest, parse_manifest
 from teneral.loader.load import fetch as ahead
-from teneral.loader.load.fetch import ROOM_BYTES, ReadAhead
+from teneral.loader.load.fetch import ROOM_BYTES, Prefetch
 from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions
 from teneral.loader.memory.limits import MIB
@@ -62,17 +62,17 @@ def begun(
     *,
     timeline: Timeline | None = None,
     weights_are_here: bool = True,
-) -> ReadAhead:
+) -> Prefetch:
     """What has been shown the manifest as its parser would."""
-    reader = ReadAhead(source, options, timeline=timeline, weights_are_here=weights_are_here)
+    reader = Prefetch(source, options, timeline=timeline, weights_are_here=weights_are_here)
     for part in manifest.parts:
         if reader.look(manifest.weight_bytes, manifest.blobs[part.blob], part):
             break
     return reader
 
 
-def load(store: FaultyStore, source: HttpSource, reader: ReadAhead) -> None:
-    with WeightLoad(source, store.built.manifest, options=OPTIONS, ahead=reader) as load:
+def load(store: FaultyStore, source: HttpSource, reader: Prefetch) -> None:
+    with WeightLoad(source, store.built.manifest, options=OPTIONS, prefetch=reader) as load:
         load.start()
         for group in store.built.manifest.groups:
             load.wait(group.index, timeout_s=WAIT_S)

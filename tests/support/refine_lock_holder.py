@@ -1,10 +1,10 @@
-"""Threads that hold a guard until they are let go, in this process or in another one that has the file open, too.
+"""Threads that hold a lock until they are let go, in this process or in another one that has the file open, too.
 
-    python -m tests.support.guard_holder FD NUM_GROUPS 1
+    python -m tests.support.refine_lock_holder FD NUM_GROUPS 1
 
-does as it is told by lines on its standard input, "take using 0" or "drop using 0", and says "has using 0" when it has.
-With the line "write" it fills the file with ever new bytes, in two halves, guarded by group 0; with "write unguarded"
-without a guard.
+takes commands on its standard input, "take reading 0" or "drop reading 0", and answers "has reading 0" when it has the
+lock. With the line "write" it fills the file with ever new bytes, in two halves, under the lock of group 0; with "write
+unlocked" without a lock.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import time
 
 from tests.support.load import patience_s
 
-from teneral.loader.memory import refine_locks as guards_module
-from teneral.loader.memory.refine_locks import Guards
+from teneral.loader.memory import refine_locks as refine_locks_module
+from teneral.loader.memory.refine_locks import RefineLocks
 
 WAIT_S = patience_s(30)
 LOOK_S = 0.1  # in which who need not wait would surely be through
@@ -27,12 +27,12 @@ FILE_BYTES = 4096
 
 
 class Holder:
-    """Takes one guard in a thread of its own, and holds it until `drop`."""
+    """Takes one lock in a thread of its own, and holds it until `drop`."""
 
-    def __init__(self, guards: Guards, kind: str, group: int) -> None:
+    def __init__(self, locks: RefineLocks, kind: str, group: int) -> None:
         self._has = threading.Event()
         self._may_drop = threading.Event()
-        self._guards, self._kind, self._group = guards, kind, group
+        self._locks, self._kind, self._group = locks, kind, group
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -48,13 +48,13 @@ class Holder:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        with getattr(self._guards, self._kind)(self._group):
+        with getattr(self._locks, self._kind)(self._group):
             self._has.set()
             self._may_drop.wait(WAIT_S)
 
 
 class OtherProcess:
-    """A process that holds guards over the same file. A context manager, which kills it."""
+    """A process that holds locks over the same file. A context manager, which kills it."""
 
     def __init__(self, fd: int, num_groups: int, *, has_file_locks: bool = True) -> None:
         self._process = subprocess.Popen(
@@ -112,15 +112,15 @@ class OtherProcess:
             self._said.put(line.strip())
 
 
-def write_patterns(fd: int, guards: Guards, *, is_guarded: bool) -> None:
+def write_patterns(fd: int, locks: RefineLocks, *, is_locked: bool) -> None:
     """For ever. Every write takes a while between its two halves."""
     memory = mmap.mmap(fd, FILE_BYTES)
     half = FILE_BYTES // 2
     number = 0
     while True:
         number = (number + 1) % 256
-        guard = guards.refining(0) if is_guarded else threading.Lock()
-        with guard:
+        lock = locks.writing(0) if is_locked else threading.Lock()
+        with lock:
             memory[:half] = bytes([number]) * half
             time.sleep(1e-3)
             memory[half:] = bytes([number]) * half
@@ -129,8 +129,8 @@ def write_patterns(fd: int, guards: Guards, *, is_guarded: bool) -> None:
 
 def main(fd: int, num_groups: int, has_file_locks: int) -> None:
     if not has_file_locks:
-        guards_module._has_file_locks = lambda fd, unused_byte: False
-    guards = Guards(num_groups, shared_fd=fd)
+        refine_locks_module._has_file_locks = lambda fd, unused_byte: False
+    locks = RefineLocks(num_groups, shared_fd=fd)
     holders: dict[str, Holder] = {}
     say = threading.Lock()
 
@@ -140,7 +140,7 @@ def main(fd: int, num_groups: int, has_file_locks: int) -> None:
 
     def take(what: str) -> None:
         kind, group = what.split()
-        holder = holders[what] = Holder(guards, kind, int(group))
+        holder = holders[what] = Holder(locks, kind, int(group))
         if holder.has_it():
             tell(f"has {what}")
 
@@ -153,9 +153,9 @@ def main(fd: int, num_groups: int, has_file_locks: int) -> None:
             holders.pop(what).drop()
             tell(f"dropped {what}")
         else:
-            is_guarded = what != "unguarded"
+            is_locked = what != "unlocked"
             threading.Thread(
-                target=write_patterns, args=(fd, guards), kwargs={"is_guarded": is_guarded}, daemon=True
+                target=write_patterns, args=(fd, locks), kwargs={"is_locked": is_locked}, daemon=True
             ).start()
 
 

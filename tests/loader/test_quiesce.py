@@ -33,7 +33,7 @@ def test_idle_connections_are_closed_and_made_anew(
         for _ in range(2):
             source.read("a", max_bytes=100)
         assert store.num_connections == 1
-        source.rest()
+        source.quiesce()
         assert source.read("a", max_bytes=100)[0] == b"some bytes"
         assert store.num_connections == 2
         source.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from teneral.loader.sources.http.poll_coroutines import Race, Steps, Wait
+from teneral.loader.sources.http.poll_coroutines import PollCoroutine, Race, Wait
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
             end.close()
 
 
-def receive(reading: socket.socket, given_up: list[socket.socket]) -> Steps[bytes]:
+def receive(reading: socket.socket, given_up: list[socket.socket]) -> PollCoroutine[bytes]:
     """What comes, or the error that b'!' asks for; notes that it was given up."""
     try:
         while True:

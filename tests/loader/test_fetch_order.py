@@ -9,7 +9,7 @@ from tests.support.artifacts import build_artifact
 from teneral.loader.format.manifest import Tier
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, plan_load
-from teneral.loader.load.queue import Turns
+from teneral.loader.load.queue import FetchOrder
 
 LAYOUT = [
     ("embed", {"embed": ("BF16", (300, 64))}),
@@ -24,14 +24,14 @@ def plan() -> Plan:
     return plan_load(built.manifest, Order.EXACT, tables_last=True)
 
 
-def take_one(turns: Turns) -> int:
+def take_one(turns: FetchOrder) -> int:
     run = turns.next_run(0)
     assert run == [turns.peek()]
     take(turns, run)
     return run[0]
 
 
-def take(turns: Turns, run: list[int]) -> None:
+def take(turns: FetchOrder, run: list[int]) -> None:
     """Have these read, whole."""
     turns.take(run)
     for number in run:
@@ -40,7 +40,7 @@ def take(turns: Turns, run: list[int]) -> None:
 
 def test_without_a_wish_turns_follow_the_plan() -> None:
     steps = plan().steps
-    turns = Turns(plan())
+    turns = FetchOrder(plan())
     assert [take_one(turns) for _ in steps] == [step.number for step in steps]
     assert turns.peek() is None
     assert turns.next_run(EVERYTHING_BYTES) == []
@@ -49,7 +49,7 @@ def test_without_a_wish_turns_follow_the_plan() -> None:
 
 def test_what_is_asked_for_comes_next_and_brings_what_it_needs() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     take_one(turns)
     wish = next(step for step in reversed(the_plan.steps) if len(step.needs) == 2)
     turns.promote([wish.number])
@@ -64,7 +64,7 @@ def test_what_is_asked_for_comes_next_and_brings_what_it_needs() -> None:
 
 def test_the_first_group_is_awaited_until_all_of_it_is_asked_for() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     first = [step for step in the_plan.steps if step.part.group == 1]
     for _ in first:
         assert turns.awaited_bytes == sum(step.part.size_bytes for step in first)
@@ -74,7 +74,7 @@ def test_the_first_group_is_awaited_until_all_of_it_is_asked_for() -> None:
 
 def test_what_is_to_be_read_again_is_awaited_again() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     first = [step for step in the_plan.steps if step.part.group == 1]
     for _ in first:
         take_one(turns)
@@ -89,7 +89,7 @@ def test_what_is_to_be_read_again_is_awaited_again() -> None:
 
 def test_a_run_is_what_lies_together_and_fits_one_range() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     drafts = [step for step in the_plan.steps if step.part.group == 1 and step.part.tier is Tier.DRAFT]
     assert len(drafts) > 3
     assert turns.next_run(EVERYTHING_BYTES) == [step.number for step in drafts]
@@ -102,7 +102,7 @@ def test_a_run_is_what_lies_together_and_fits_one_range() -> None:
 @given(st.data())
 def test_whatever_is_asked_for_every_step_has_one_turn_after_those_that_it_needs(data: st.DataObject) -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     order: list[int] = []
     while turns.peek() is not None:
         if data.draw(st.booleans()):
@@ -123,7 +123,7 @@ def tiers_of(plan: Plan, numbers: list[int]) -> list[Tier]:
 
 def test_what_had_its_turn_stays_and_the_rest_goes_on_in_the_other_order() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     had = [take_one(turns) for _ in range(len(the_plan.steps) // 3)]
     assert Tier.REFINE in tiers_of(the_plan, had)
     turns.reorder(Order.DRAFT_FIRST)
@@ -135,7 +135,7 @@ def test_what_had_its_turn_stays_and_the_rest_goes_on_in_the_other_order() -> No
 
 def test_what_was_asked_for_comes_first_in_the_other_order_too() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     wish = next(step for step in reversed(the_plan.steps) if len(step.needs) == 2)
     turns.promote([wish.number])
     turns.reorder(Order.DRAFT_FIRST)
@@ -144,7 +144,7 @@ def test_what_was_asked_for_comes_first_in_the_other_order_too() -> None:
 
 def test_going_back_to_the_plans_own_order_is_as_if_nothing_had_been() -> None:
     the_plan = plan()
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     turns.reorder(Order.DRAFT_FIRST)
     turns.reorder(Order.EXACT)
     assert [take_one(turns) for _ in the_plan.steps] == list(range(len(the_plan.steps)))
@@ -162,7 +162,7 @@ def test_whenever_the_order_changes_every_step_has_one_turn_after_those_that_it_
 ) -> None:
     built = build_artifact(LAYOUT, draft_elements=cuts[0], refine_elements=cuts[1])
     the_plan = plan_load(built.manifest, first, tables_last=tables_last)
-    turns = Turns(the_plan)
+    turns = FetchOrder(the_plan)
     order: list[int] = []
     while turns.peek() is not None:
         match data.draw(st.sampled_from(["take", "take", "take", "reorder", "promote"])):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.loader.sources.http.retry import Budget, Throttle
-from teneral.loader.sources.http.stragglers import FREE_HEDGES, HEDGE_SHARE, Pace, Watch
+from teneral.loader.sources.http.retry import Throttle, TokenBucket
+from teneral.loader.sources.http.stragglers import FREE_HEDGES, HEDGE_SHARE, Stragglers, Watch
 
 AFTER_S = 0.25
 MIB = 1024 * 1024
@@ -22,12 +22,12 @@ class Readers:
     def __init__(self, stack: ExitStack, number: int = 8, after_s: float = AFTER_S) -> None:
         self.now_s = 100.0
         self.throttle = Throttle()
-        self.pace = Pace(after_s, self.throttle, clock=lambda: self.now_s)
+        self.stragglers = Stragglers(after_s, self.throttle, clock=lambda: self.now_s)
         self._stack, self._number = stack, number
         self.watches = self._begin()
 
     def _begin(self) -> list[Watch]:
-        return [self._stack.enter_context(self.pace.watching()) for _ in range(self._number)]
+        return [self._stack.enter_context(self.stragglers.watching()) for _ in range(self._number)]
 
     def finish(self) -> None:
         """End all reads and begin the next ones."""
@@ -109,8 +109,8 @@ def test_patience_grows_with_the_times_to_the_first_byte_that_are_usual(
 ) -> None:
     made = readers()
     for _ in range(20):
-        made.pace.answered(0.4)
-    assert made.pace.patience_s() == pytest.approx(1.2)
+        made.stragglers.answered(0.4)
+    assert made.stragglers.patience_s() == pytest.approx(1.2)
     assert made.pass_time(1.1, all_at(20 * MIB, _3=0)) == []
     assert 3 in made.pass_time(0.3, all_at(20 * MIB, _3=0))
 
@@ -120,7 +120,7 @@ def test_hedges_stay_a_small_share_of_all_requests() -> None:
         made = Readers(stack, number=1)
         hedges = 0
         for _ in range(2000):
-            with made.pace.watching() as watch:
+            with made.stragglers.watching() as watch:
                 made.now_s += 10
                 hedges += watch.wants_hedge()
         assert hedges == pytest.approx(FREE_HEDGES + HEDGE_SHARE * 2000, abs=2)
@@ -139,9 +139,9 @@ def test_nobody_asks_twice_while_the_store_is_busy(readers: Callable[..., Reader
 def test_a_reader_that_left_is_no_longer_counted() -> None:
     with ExitStack() as stack:
         made = Readers(stack, number=2)
-        with made.pace.watching():
-            assert made.pace.num_readers == 3
-        assert made.pace.num_readers == 2
+        with made.stragglers.watching():
+            assert made.stragglers.num_readers == 3
+        assert made.stragglers.num_readers == 2
 
 
 @settings(deadline=None)
@@ -157,7 +157,7 @@ def test_readers_within_a_factor_of_eight_are_never_behind(rates: list[float], s
 
 
 def test_a_budget_earns_a_share_and_spends_whole_tokens() -> None:
-    budget = Budget(at_first=1, share=0.5, most=2)
+    budget = TokenBucket(at_first=1, share=0.5, most=2)
     assert [budget.spend(), budget.spend()] == [True, False]
     budget.earn()
     assert budget.spend() is False
@@ -167,8 +167,8 @@ def test_a_budget_earns_a_share_and_spends_whole_tokens() -> None:
 
 
 def test_a_watch_belongs_to_its_pace() -> None:
-    pace = Pace(AFTER_S, Throttle())
-    with pace.watching() as watch:
+    stragglers = Stragglers(AFTER_S, Throttle())
+    with stragglers.watching() as watch:
         assert isinstance(watch, Watch)
         watch.received(10, wanted=MIB)
-        assert pace.received_bytes == 10
+        assert stragglers.received_bytes == 10

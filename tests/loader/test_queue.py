@@ -15,7 +15,7 @@ from tests.support.artifacts import BuiltArtifact, build_artifact
 from tests.support.load import patience_s
 
 from teneral.loader.format.manifest import Tier
-from teneral.loader.load.link import Budget, Pace, Position
+from teneral.loader.load.link import LinkTuner, Position, ReadLimits
 from teneral.loader.load.options import Order
 from teneral.loader.load.plan import Plan, Step, plan_load
 from teneral.loader.load.queue import Read, WorkQueue
@@ -25,11 +25,11 @@ from teneral.loader.memory.staging import Staging
 WAIT_S = patience_s(30)
 
 
-class OnePace(Pace):
+class OnePace(LinkTuner):
     """Ranges of one size, for as many connections as a test has reads."""
 
     def __init__(self, range_bytes: int) -> None:
-        super().__init__(Budget(range_bytes, connections=1, staging_bytes=1))
+        super().__init__(ReadLimits(range_bytes, connections=1, staging_bytes=1))
         self._range_bytes = range_bytes
 
     @property
@@ -40,7 +40,7 @@ class OnePace(Pace):
         return self._range_bytes
 
 
-def pace(range_bytes: int = 1 << 20) -> Pace:
+def tuner(range_bytes: int = 1 << 20) -> LinkTuner:
     return OnePace(range_bytes)
 
 
@@ -53,11 +53,11 @@ def queue_of(
 ) -> tuple[WorkQueue, Plan]:
     plan = plan_load(built.manifest, order)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
-    return WorkQueue(plan, Staging(staging_bytes), arena.slabs, pace(range_bytes)), plan
+    return WorkQueue(plan, Staging(staging_bytes), arena.slabs, tuner(range_bytes)), plan
 
 
 def two_layers() -> BuiltArtifact:
-    """Steps: layer 0 draft, refine, layer 1 draft, refine; one part each."""
+    """PollCoroutine: layer 0 draft, refine, layer 1 draft, refine; one part each."""
     return build_artifact([(f"layers.{number}", {f"w{number}": ("BF16", (64, 64))}) for number in range(2)])
 
 
@@ -170,7 +170,7 @@ def test_parts_without_a_digest_are_read_into_their_slab() -> None:
     built = build_artifact([("only", {"w": ("F32", (64, 4))})], packed=False)
     plan = plan_load(built.manifest, Order.EXACT)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
-    work = WorkQueue(plan, Staging(0), arena.slabs, pace())
+    work = WorkQueue(plan, Staging(0), arena.slabs, tuner())
     task = work.next_read()
     assert task is not None
     assert np.shares_memory(as_array(task[1]), as_array(arena.slabs[0]))
@@ -186,8 +186,8 @@ def test_all_connections_share_the_first_group_even_where_it_is_one_part() -> No
     plan = plan_load(built.manifest, Order.EXACT)
     assert [step.part.group for step in plan.steps] == [0, 1]
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
-    budget = Budget(range_bytes=1 << 24, connections=8, staging_bytes=1 << 26)
-    work = WorkQueue(plan, Staging(0), arena.slabs, Pace(budget))
+    limits = ReadLimits(range_bytes=1 << 24, connections=8, staging_bytes=1 << 26)
+    work = WorkQueue(plan, Staging(0), arena.slabs, LinkTuner(limits))
     reads = [task[0] for _ in range(8) if (task := work.next_read())]
     sizes = [read.end_bytes - read.start_bytes for read in reads]
     assert {read.pieces[0].step for read in reads} == {0}
@@ -251,7 +251,7 @@ def test_no_more_threads_read_than_there_should_be_connections() -> None:
     plan = plan_load(built.manifest, Order.EXACT)
     arena = Arena([group.slab_bytes for group in built.manifest.groups])
     work = WorkQueue(
-        plan, Staging(1 << 20), arena.slabs, Pace(Budget(1000, connections=1, staging_bytes=1 << 20))
+        plan, Staging(1 << 20), arena.slabs, LinkTuner(ReadLimits(1000, connections=1, staging_bytes=1 << 20))
     )
     first = work.next_read()
     assert first is not None
@@ -282,7 +282,7 @@ def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> 
     plan = plan_load(built.manifest, Order.EXACT)
     staging = Staging(1 << 20)
     work = WorkQueue(
-        plan, staging, Arena([group.slab_bytes for group in built.manifest.groups]).slabs, pace()
+        plan, staging, Arena([group.slab_bytes for group in built.manifest.groups]).slabs, tuner()
     )
     steps: list[Step] = []
     for read, _ in take_all_reads(work, plan):
@@ -333,7 +333,7 @@ def take_all_reads_after(work: WorkQueue, plan: Plan, begun: Read) -> list[Read]
 
 
 def first_seen(reads: list[Read]) -> list[int]:
-    """Steps by their first reads."""
+    """PollCoroutine by their first reads."""
     return list(dict.fromkeys(piece.step for read in reads for piece in read.pieces))
 
 

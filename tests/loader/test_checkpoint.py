@@ -282,7 +282,7 @@ class Afar(MemoryStore):
         self.after_first_read: dict[str, bytes] = {}  # objects that are replaced then
         self._was_read = threading.Event()
 
-    def rest(self) -> None:
+    def quiesce(self) -> None:
         """Nothing is kept."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:

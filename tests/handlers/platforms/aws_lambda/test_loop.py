@@ -444,7 +444,7 @@ async def test_after_a_long_pause_what_may_be_stale_is_let_go(
     api: FakeRuntimeApi, instance: StagedInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rested: list[int] = []
-    monkeypatch.setattr(type(instance), "rest", lambda _: rested.append(1))
+    monkeypatch.setattr(type(instance), "quiesce", lambda _: rested.append(1))
     async with running_loop(api, instance, lambda event, context: event) as rig:
         await rig.invoke(1)
         await rig.invoke(2)

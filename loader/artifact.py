@@ -1,4 +1,4 @@
-"""What stands at an address: a packed artifact, or plain safetensors that are read the same way.
+"""The model at an address: a packed artifact, or plain safetensors that are read the same way.
 
 `open_artifact` gives a checked manifest for either. An address may carry a pin, `…@b3:<64 hex digits>`: the
 BLAKE3-256 of the manifest, which holds the digests of everything else, so a pinned artifact cannot be
@@ -98,7 +98,7 @@ def _open_denied(source: Source, denied: AccessDeniedError, in_place: bool) -> M
     """From safetensors headers, where it is certain enough that the manifest, which is denied, does not exist.
 
     Where the folder cannot be listed, another JSON file of it must have been readable: a right by suffix would
-    otherwise hide the manifest of an artifact and show other weights beside it.
+    otherwise hide the manifest of an artifact and show other weights next to it.
     """
     is_certain = _check_absent(source, denied)
     try:

@@ -111,7 +111,7 @@ class SourceClosedError(SourceError):
 
 
 class FormatError(TeneralError):
-    """What was read is not what its format allows. `where` names the file, tensor, part or key."""
+    """Input that its format does not allow. `where` names the file, tensor, part or key."""
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)

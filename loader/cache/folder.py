@@ -6,7 +6,7 @@ another evicts it. Nothing is flushed to the disk: who reads compares the conten
 failure costs a miss and nothing else.
 
 Invariant: the files, temporary ones included, never take more than the budget. What they take is kept as a number in
-the lock file. It may be too high (after a crash, or when parts were removed) but never too low, and whoever finds no
+the lock file. It may be too high (after a crash, or when parts were removed) but never too low, and a process that finds no
 room by it counts anew. The least recently used go first; a file's modification time says when that was, since its
 content never changes. What was written or read since this folder was opened is not evicted for more of the same load:
 a model that is larger than the budget would otherwise push out its own beginning.
@@ -51,7 +51,7 @@ _READ = (
 
 
 class WrongEntryError(OSError):
-    """Where a part should be is something else, or what this user may not read."""
+    """The place of a part holds something else, or a file that this user may not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ they do without a cache.
 
 Invariant: it is never an obstacle. What is read from it is as unverified as what comes over a network, and goes
 through the same check; no error leaves it, and no disk, full, slow, read-only or gone, fails a load or holds it up for
-long. What goes wrong is said in `statistics().troubles`.
+long. Troubles are listed in `statistics().troubles`.
 
 It does not know tensors, manifests or stores.
 """
@@ -76,7 +76,7 @@ class PartCache:
         return True
 
     def holds(self, digest: bytes) -> bool:
-        """Whether `read_into` would look for the part here and find it, as far as can be said without reading it."""
+        """Whether `read_into` would look for the part here and find it, as far as is known without reading it."""
         if not self._is_readable or digest in self._rejected:
             return False
         try:

@@ -63,7 +63,7 @@ FAST_BYTES_S = 100e6  # one reader's rate; a disk that gives less is no better t
 FAST_GRACE_S = 0.05  # beyond that, for a thread that has to wait for its CPU
 CRAWL_BYTES_S = 20e6  # one reader's rate; below it, a read is given up
 CRAWL_GRACE_S = 0.25
-WRITER_SHARE = 0.25  # of the cores that the load leaves idle: what writing beside it may take
+WRITER_SHARE = 0.25  # of the cores that the load leaves idle: the share that writing may take
 MIN_IDLE_CORES = 0.1  # assumed at least, so that something is written even so
 MAX_REST_S = 1.0
 

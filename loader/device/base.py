@@ -59,7 +59,7 @@ def device_refused(
 
 
 class Ticket(Protocol):
-    """Done once all is done that its device's stream was told before."""
+    """Done once all work is done that was queued before it on its device's stream."""
 
     def is_done(self) -> bool:
         """Never, when the device could not do it."""
@@ -69,7 +69,7 @@ class Ticket(Protocol):
 
 
 class DeviceStatistics(NamedTuple):
-    """What a device has been asked to do, and what it holds. Sizes in bytes, times in seconds."""
+    """Counters of a device's work, and of the memory that it holds. Sizes in bytes, times in seconds."""
 
     name: str
     num_images: int
@@ -102,7 +102,7 @@ class Device(Protocol):
         """Whether images may be `coded`."""
 
     def free_bytes(self) -> int:
-        """What is left of its memory now."""
+        """The device memory that is free now, in bytes."""
 
     def reserve(self, weights_bytes: int, ring: memoryview) -> None:
         """Take the memory for the weights, and what images need. To be called once, before all that follows.

@@ -3,8 +3,8 @@
     python -m teneral.loader.device.compile FOLDER [ARCHITECTURE ...]
 
 A program for an image's build: it leaves a cubin for each architecture (90 is Hopper's) in the folder, which the
-server is then told of (`kernel_dir`). Their names carry a digest of the source and of the compiler's options, so that
-a cubin of other kernels is never taken. Without one, a server compiles when it starts, beside the fetch, which takes
+server is then given (`kernel_dir`). Their names carry a digest of the source and of the compiler's options, so that
+a cubin of other kernels is never taken. Without one, a server compiles when it starts, during the fetch, which takes
 some tenths of a second, and leaves what it made where the next one finds it.
 
 A cubin runs on its own architecture and on later minor versions of it: on 9.0 one for 90, on 8.9 one for 80.
@@ -35,18 +35,18 @@ def compile_kernels(architecture: int) -> bytes:
     """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the compiler's own words."""
     from cupy.cuda import nvrtc  # some hundred ms, for who compiles
 
-    program, said = None, ""
+    program, log = None, ""
     try:
         program = nvrtc.createProgram(SOURCE.read_text(encoding="ascii"), SOURCE.name, (), ())
         try:
             nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture=sm_{architecture}"))
         except nvrtc.NVRTCError:
-            said = nvrtc.getProgramLog(program)
+            log = nvrtc.getProgramLog(program)
             raise
         cubin: bytes = nvrtc.getCUBIN(program)
     except RuntimeError as error:  # the compiler's own errors are such, and its absence is one
         raise LoadError(
-            f"the loader's kernels do not compile for sm_{architecture}: {error} {said}".rstrip(),
+            f"the loader's kernels do not compile for sm_{architecture}: {error} {log}".rstrip(),
             hint="Compile them where NVRTC is, with `python -m teneral.loader.device.compile`, and name their folder "
             "with --kernel-dir.",
         ) from error
@@ -67,7 +67,7 @@ def find_cubin(architecture: int, folders: Sequence[Path]) -> Path | None:
 
 
 def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
-    """Write it, whole or not at all, beside whoever writes the same. Raises `OSError` where nothing can be written."""
+    """Write it, whole or not at all; several processes may write the same. Raises `OSError` where it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / cubin_name(architecture)
     part = path.with_suffix(f".{os.getpid()}")

@@ -35,7 +35,7 @@ MAX_GRID_Y = 65_535
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 SCRATCH_ALIGNMENT_BYTES = 256
-CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES  # that the decompressor is told, and tells, of each chunk
+CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES  # that go to the decompressor and come back for each chunk
 
 
 class CudaTicket:
@@ -44,7 +44,7 @@ class CudaTicket:
     def __init__(
         self, device: CudaDevice, event: Any, statuses: Sequence[npt.NDArray[np.int32]] = ()
     ) -> None:
-        """`statuses`, on the host, are what was said of each image's frames, once the event is there."""
+        """`statuses`, on the host, are the decompressor's results for each image's frames, once the event has passed."""
         self._device = device
         self.event = event
         self._statuses = statuses
@@ -98,8 +98,8 @@ class CudaDevice:
         with timeline.span("device", "context", device=self.name), self.used("opening it"):
             self._runtime.free(0)  # does nothing but make the context
             self._uploads, self._merges = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        with timeline.span("device", "kernels") as said, self.used("loading its kernels"):
-            self._kernels, said["compiled"] = self._load_kernels(cubin_folders)
+        with timeline.span("device", "kernels") as span, self.used("loading its kernels"):
+            self._kernels, span["compiled"] = self._load_kernels(cubin_folders)
         self._open_s = time.monotonic() - begun_s
 
     @property
@@ -113,7 +113,7 @@ class CudaDevice:
     def reserve(self, weights_bytes: int, ring: memoryview) -> None:
         """See `base.Device`. Pinning takes the longest, some tenths of a second a GB."""
         check_device_fits(self.name, self.free_bytes(), weights_bytes=weights_bytes, ring_bytes=len(ring))
-        import numpy as np  # whoever has CuPy has it
+        import numpy as np  # CuPy requires it
 
         cupy = self._cupy
         with self.used("taking memory", needed_bytes=weights_bytes + len(ring)):
@@ -212,12 +212,12 @@ class CudaDevice:
             with self.used("closing it"):
                 self._uploads.synchronize()
                 self._merges.synchronize()
-        finally:  # also after an error: the system must not keep pages pinned that nobody has
+        finally:  # also after an error: the system must not keep pages pinned that are not in use
             self.release_ring()
 
     @contextmanager
     def used(self, doing: str, *, needed_bytes: int = 0) -> Iterator[None]:
-        """This thread works with the device: what CUDA says is told as an error of ours."""
+        """This thread works with the device: CUDA's errors are translated."""
         cuda = self._cupy.cuda
         try:
             # A new one each time: it keeps what to go back to, which threads must not share.
@@ -235,20 +235,20 @@ class CudaDevice:
         )
 
     def _upload(self, image: PartImage, offset_bytes: int) -> None:
-        """What the kernels need to the ring, and the rest straight to its place."""
+        """Upload what the kernels need to the ring, and the rest straight to its place."""
         to_device, stream = self._runtime.memcpyHostToDevice, self._uploads.ptr
         host, ring = self._ring_address + offset_bytes, self._ring_memory.ptr + offset_bytes
         if image.upload_bytes:
             self._runtime.memcpyAsync(ring, host, image.upload_bytes, to_device, stream)
         weights = self._weights.data.ptr
-        for copy in image.copies:  # each is its words' only tier: nobody has read what was there
+        for copy in image.copies:  # each is its words' only tier: nothing has read the old value
             if copy.size_bytes:
                 place = weights + copy.weights_bytes
                 self._runtime.memcpyAsync(place, host + copy.image_bytes, copy.size_bytes, to_device, stream)
 
     def _decompress(self, images: Sequence[Placed]) -> list[npt.NDArray[np.int32]]:
         """Have the frames of these images decompressed behind each, before they are merged: all in one launch, as one
-        image has too few frames for a large device. What is said of them comes to the host's images.
+        image has too few frames for a large device. Their results come to the host's images.
         """
         if not images:
             return []
@@ -274,15 +274,17 @@ class CudaDevice:
         statuses, source = [], arrays + 5 * 8 * num
         for each, (_, offset_bytes) in zip(chunks, images, strict=True):
             begin = offset_bytes + each.status_bytes
-            said = self._host_ring[begin : begin + CHUNK_STATUS_BYTES * each.num].view(np.int32)
+            received = self._host_ring[begin : begin + CHUNK_STATUS_BYTES * each.num].view(np.int32)
             to_host = self._runtime.memcpyDeviceToHost
-            self._runtime.memcpyAsync(said.ctypes.data, source, said.nbytes, to_host, self._merges.ptr)
-            source += said.nbytes
-            statuses.append(said)
+            self._runtime.memcpyAsync(
+                received.ctypes.data, source, received.nbytes, to_host, self._merges.ptr
+            )
+            source += received.nbytes
+            statuses.append(received)
         return statuses
 
     def _take_scratch(self, num_chunks: int, room_bytes: int) -> int:
-        """The address of the arrays for so many chunks, with so much room for the decompressor behind them.
+        """The address of the arrays for these chunks, with this much room for the decompressor behind them.
 
         What is launched one after another uses the same memory: its stream keeps the order.
         """
@@ -323,7 +325,7 @@ class CudaDevice:
 
 
 def _find_decompressor(timeline: Timeline) -> Decompressor | None:
-    """Where the optional package is installed, and works."""
+    """The decompressor, where the optional package is installed and works."""
     path = find_library()
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""Which device to use: decided without importing CuPy or torch, which machines without one never should.
+"""The choice of a device, made without importing CuPy or torch, which machines without one never should.
 
 Looks at files only, some microseconds. What it says is a wish: whether the device works is found out by opening it.
 """
@@ -52,7 +52,7 @@ def index_of(name: str) -> int:
 
 
 def _lacks(control_files: tuple[str, ...]) -> str:
-    """What is missing for a CUDA device, in words; "" when nothing is."""
+    """The requirement of a CUDA device that is missing, in words; "" when all are met."""
     if not any(os.path.exists(path) for path in control_files):
         return _NO_DRIVER
     from importlib.util import find_spec  # 5 ms, where there is a device

@@ -47,7 +47,7 @@ MAX_PLANES = 8
 NO_PLANE = 0xFFFFFFFF  # for `sign_plane`: no plane has a sign
 
 # Named by what they do: `kernels/merge.cu`. The first two are for what most weights are, and as fast as memory; the
-# others do anything, words of so many bits.
+# others do anything, words of that many bits.
 DRAFT_KERNEL, REFINE_KERNEL = "merge_bf16_draft", "refine_low_nibbles"
 GENERAL_KERNELS = {2: "merge_words_16", 4: "merge_words_32", 8: "merge_words_64"}
 RESOLVE_KERNEL = "resolve_chunks"  # for who decompresses, before these
@@ -86,7 +86,7 @@ class Recipe(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes | memoryview) -> Recipe:
-        """What `packed` has written, from the front of the data."""
+        """The value that `packed` has written, from the front of the data."""
         keep, fill, num_planes, word_bytes, sign_plane, sign_up, *rest = _RECIPE.unpack_from(data)
         bits, ups = rest[:num_planes], rest[MAX_PLANES : MAX_PLANES + num_planes]
         return Recipe(word_bytes, keep, fill, tuple(bits), tuple(ups), sign_plane, sign_up)
@@ -124,7 +124,7 @@ def recipe_for(encoding: Encoding, tier: Tier, element_bytes: int) -> Recipe:
 
 
 def _ups(bits: tuple[int, ...], unknown: int) -> tuple[int, ...]:
-    """Where the lowest bit of each plane of a field belongs; below the field are `unknown` bits."""
+    """The position of the lowest bit of each plane of a field; below the field are `unknown` bits."""
     return tuple(unknown + sum(bits[place + 1 :]) for place in range(len(bits)))
 
 
@@ -155,7 +155,7 @@ class Launch(NamedTuple):
 
 
 class PlacedPlane(NamedTuple):
-    """Where a plane lies in the image as the kernels read it, and, if it comes coded, as it was stored."""
+    """A plane's place in the image as the kernels read it, and, if it comes coded, as it was stored."""
 
     offset_bytes: int
     size_bytes: int
@@ -205,7 +205,7 @@ class _Piece(NamedTuple):
 
 
 def slab_starts(groups: Sequence[Group]) -> tuple[list[int], int]:
-    """Where each group's slab begins in the weights, one piece of memory, and how much that is."""
+    """The offset of each group's slab in the weights, one piece of memory, and the size of that."""
     ends = list(accumulate(align(group.slab_bytes) for group in groups))
     return [0, *ends[:-1]][: len(groups)], ends[-1] if ends else 0
 
@@ -261,7 +261,7 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
 def pack_tables(
     image: PartImage, manifest: Manifest, part: Part, starts: Sequence[int], out: memoryview
 ) -> None:
-    """Write the image's tables into its memory; what is told of chunks is written by who knows where they begin."""
+    """Write the image's tables into its memory; the table of chunks is written by the code that knows where they begin."""
     import numpy as np  # with whom decodes; plans are made before
 
     frame_type = np.dtype(

@@ -1,4 +1,4 @@
-"""What the kernels do, in numpy: for the simulated device, and to compare the kernels' source with.
+"""The kernels in numpy: for the simulated device, and as the reference for the kernels' source.
 
 It reads the same tables, so it tries these, too. One frame at a time, and slow.
 """
@@ -39,7 +39,7 @@ def decompress_chunks(chunks: Chunks, image: Bytes) -> None:
 
 
 def _values(image: Bytes, begin: int, bits: int, count: int) -> npt.NDArray[np.uint64]:
-    """What a plane holds of each element of a frame."""
+    """A plane's bits of each element of a frame."""
     share = 8 // bits
     row = -(-count // share)
     packed = image[begin : begin + row].astype(np.uint64)

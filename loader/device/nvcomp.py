@@ -55,7 +55,7 @@ class Decompressor:
         )
 
     def scratch_bytes(self, num: int, total_bytes: int) -> int:
-        """Device memory that decompressing so many frames, of so many bytes in all, takes besides: about three times
+        """The extra device memory that decompressing these frames takes, of `bytes` in all: about three times
         the latter. Raises `LoadError`.
         """
         found = ctypes.c_size_t()
@@ -70,11 +70,11 @@ class Decompressor:
         coded, coded_bytes, decoded, decoded_bytes, actual_bytes, statuses = (
             chunks + 8 * num * place for place in range(6)
         )
-        told = self._decompress(
+        status = self._decompress(
             *(coded, coded_bytes, decoded_bytes, actual_bytes, num),
             *(scratch, scratch_bytes, decoded, _Options(), statuses, stream),
         )
-        self._check(told)
+        self._check(status)
 
     def _check(self, status: int) -> None:
         if status != SUCCESS:

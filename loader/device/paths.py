@@ -1,4 +1,4 @@
-"""Where planes are decompressed: on the host, or on the device. A decision from measured rates, pure.
+"""The place of decompression, host or device: a decision from measured rates. Pure.
 
 The host does it unless it holds the load up: it has checked every byte then, and the link to the device is seldom
 short. A device that can is tried where the host's cores cannot keep up with the store, and kept where that is faster.
@@ -19,7 +19,7 @@ class Path(enum.StrEnum):
 
 
 class DeviceSpeed(NamedTuple):
-    """What a device can do, and how fast it was."""
+    """A device's abilities, and its measured speed."""
 
     decompresses: bool = False
     bytes_per_s: float | None = None  # stored bytes that it took, decompressed and merged; None: not measured

@@ -4,7 +4,7 @@ One thread opens the device at once, while the first bytes are fetched, and then
 a time; another waits for the tickets and gives the ring's memory back. No image waits on the host for the device to be
 done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
 
-A part is *settled* when the device was told to place it, not when it has. So whoever was let through a gate has its
+A part is *settled* when the device has queued its placement, not when that is done. So a thread that a gate let through has its
 stream wait, by `order_after` or `reading`, before it launches anything that reads. And who computes with values that
 are not exact yet does so within `reading`: what refines them is placed behind the last of that. On the host the two
 exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`). It does not know
@@ -44,7 +44,7 @@ class _OnItsWay(NamedTuple):
 
 
 class _PartOnItsWay:
-    """What is known of a part of which some images were placed."""
+    """The state of a part of which some images were placed."""
 
     def __init__(self, manifest: Manifest, part: Part, begun_at_s: float) -> None:
         self.pieces = cut_part(manifest, part)
@@ -55,7 +55,7 @@ class _PartOnItsWay:
 
 
 class _Model(NamedTuple):
-    """What is to be placed, and where images come from."""
+    """The manifest to be placed, and the ring that images come from."""
 
     manifest: Manifest
     starts: list[int]
@@ -140,7 +140,7 @@ class Placement:
         return device.weights()[begin : begin + model.manifest.groups[group].slab_bytes]
 
     def order_after(self, groups: Iterable[int], stream: int) -> None:
-        """What is launched on the stream from now on sees all that was placed in these groups so far.
+        """Order later launches on the stream after all that was placed in these groups so far.
 
         Costs next to nothing, and asks the device nothing, once they are exact there: so it may stand in what a graph
         captures, after `wait_done`.
@@ -167,7 +167,7 @@ class Placement:
 
     @contextmanager
     def reading(self, group: int, stream: int) -> Iterator[None]:
-        """What is launched on the stream while this is held sees the group as it is now, whatever is placed meanwhile.
+        """Launches on the stream while this is held see the group as it is now, whatever is placed meanwhile.
 
         One thread a group at a time. Blocks no longer than another thread needs to launch.
         """
@@ -207,7 +207,7 @@ class Placement:
             self._done.set()
         self._fetch_order.close()
         if self._device is not None:
-            with suppress(TeneralError):  # of a device that has failed: that was told
+            with suppress(TeneralError):  # of a device that has failed: that was reported
                 self._device.close()
 
     def release(self) -> None:
@@ -374,7 +374,7 @@ class Placement:
         )
 
     def _finish(self, device: Device, model: _Model) -> None:
-        """All is done: nobody needs the ring any more."""
+        """All is placed: the ring is not needed any more."""
         self._model = model._replace(ring=memoryview(b""))
         device.release_ring()
         self._fetch_order.close()

@@ -101,7 +101,7 @@ def with_stored(
 
 
 def plane_sizes(piece: Part) -> tuple[int, ...]:
-    """The stored bytes of each plane: all that planning the image of a coded piece takes beside the manifest."""
+    """The stored bytes of each plane: all that planning the image of a coded piece takes, other than the manifest."""
     return tuple(plane.size_bytes for segment in piece.segments for plane in segment.planes)
 
 
@@ -164,7 +164,7 @@ def _decoded_bytes(manifest: Manifest, part: Part, segment: Segment, count: int)
 DEFAULT_BYTES = 128 * 1024 * 1024
 
 
-ROOM_SHARE = 8  # of the host's memory a ring takes no more than one part in so many
+ROOM_SHARE = 8  # a ring takes at most this fraction (1/8) of the host's memory
 
 
 def ring_bytes(
@@ -190,7 +190,7 @@ def max_image_bytes(manifest: Manifest, part: Part) -> int:
     """
     total = PLANE_BYTES
     for segment in part.segments:
-        # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room beside.
+        # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room for both forms.
         num_frames = -(-segment.count // FRAME_ELEMENTS)
         size_bytes = segment.count * (manifest.tensors[segment.tensor].element_bytes + 1)
         coded_bytes = sum(plane.size_bytes for plane in segment.planes)

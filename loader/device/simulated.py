@@ -76,7 +76,7 @@ class _Stream:
                     work()
                 except TeneralError as error:
                     self._error = error
-                except Exception as error:  # noqa: BLE001 - as a device's own error: told to who waits
+                except Exception as error:  # noqa: BLE001 - as a device's own error: raised to the waiting thread
                     self._error = LoadError(f"the simulated device failed: {type(error).__name__}: {error}")
 
 
@@ -86,7 +86,7 @@ class SimulatedDevice:
     def __init__(
         self, *, memory_bytes: int = 1 << 40, fail_at_image: int | None = None, decompresses: bool = False
     ) -> None:
-        """With `fail_at_image`, the image that comes after so many others fails on the device."""
+        """With `fail_at_image`, the image with that number fails on the device."""
         self._decompresses = decompresses
         self._memory_bytes = memory_bytes
         self._fail_at_image = fail_at_image
@@ -210,7 +210,7 @@ class SimulatedDevice:
         from .interpret import decompress_chunks, run_launch
 
         if fails:
-            raise LoadError("the simulated device was told to fail here")
+            raise LoadError("the simulated device is set to fail here")
         data = self._ring[offset_bytes : offset_bytes + image.size_bytes]
         if image.chunks is not None:
             decompress_chunks(image.chunks, data)

@@ -110,7 +110,7 @@ class ImageSink:
         return self._ring.size_bytes
 
     def device_is(self, speed: DeviceSpeed) -> None:
-        """What the device can do, as far as that is known."""
+        """The device's abilities, as far as they are known."""
         self._device = speed
 
     def deliver(self, part: Part, stored: memoryview, link_bytes_per_s: float = 0.0) -> None:
@@ -158,5 +158,5 @@ class ImageSink:
         return choice.path
 
     def close(self) -> None:
-        """Wake who waits for room: nobody takes images any more."""
+        """Wake threads that wait for room: images are not taken any more."""
         self._ring.close()

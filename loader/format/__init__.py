@@ -1,1 +1,1 @@
-"""What an artifact is made of, and the safetensors that it comes from: parsers, planes, layouts."""
+"""The artifact's format, and the safetensors that it is made from: parsers, planes, layouts."""

@@ -160,7 +160,7 @@ class _Guess:
         return bytes(self._start) if self._version == info.version else b""
 
     def _read(self) -> None:
-        # There is no such file, or it is shorter, or the store is ill: whoever needs it will ask again.
+        # There is no such file, or it is shorter, or the store is ill: a later read will report that.
         with suppress(TeneralError):
             self._version = self._source.read_into(SINGLE_NAME, 0, memoryview(self._start))
 
@@ -374,14 +374,14 @@ def _choose_shards(source: Source, found: Mapping[str, ObjectInfo]) -> _Shards:
 
 
 def parse_index(data: bytes, *, where: str) -> dict[str, str]:
-    """The weight map of an index file: tensor name → shard beside the index. Raises `CheckpointError`."""
+    """The weight map of an index file: tensor name → shard next to the index. Raises `CheckpointError`."""
     weight_map = decode_object(data, where=where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where} has no weight_map", where=where)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not _is_shard_name(shard):
             raise CheckpointError(
-                f"{where}: tensor {tensor[:100]!r} is said to be in {str(shard)[:100]!r}, "
+                f"{where}: tensor {tensor[:100]!r} is listed in {str(shard)[:100]!r}, "
                 "which is not a safetensors file of this folder",
                 where=where,
             )

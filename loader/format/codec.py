@@ -68,7 +68,7 @@ class Scratch:
 def choose_encoding(
     dtype: str, shape: tuple[int, ...], *, draft_bits: int | None = None, sketch_bits: int | None = None
 ) -> Encoding:
-    """How a tensor is best stored: floats with so many mantissa bits in the draft, or what suits their dtype.
+    """The best encoding for a tensor: floats with these mantissa bits in the draft, or what suits their dtype.
 
     What has no tiers is in the first one that the artifact has. Vectors stay whole: they are small, and a model needs
     them exact from the beginning.
@@ -212,7 +212,7 @@ def unpack_planes(
 
 
 def _max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
-    """So many frames' planes, and words, fit in the scratch."""
+    """The planes and words of this many frames fit in the scratch."""
     byte_planes = plane_shares(encoding, tier, element_bytes).count(1)
     return _MAX_BATCH_FRAMES // max(1, byte_planes, element_bytes // 2)
 

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 
 class Tier(enum.IntEnum):
-    """Which of a weight's bits, the first ones first. A group *holds* a tier when it holds all bits up to it."""
+    """A share of a weight's bits, the first ones first. A group *holds* a tier when it holds all bits up to it."""
 
     SKETCH = 0  # optional: so few that they are there very early
     DRAFT = 1  # a usable model, of fp8 quality by default
@@ -80,7 +80,7 @@ class Encoding:
 
     @staticmethod
     def of_float(dtype: str, draft_bits: int, sketch_bits: int | None = None) -> Encoding:
-        """That of a float dtype with so many mantissa bits in its draft and, where it has one, in its sketch.
+        """The encoding of a float dtype, by the mantissa bits in its draft and, where it has one, in its sketch.
 
         More draft bits than the dtype has mean all of them. Raises `ValueError` for bits that cannot be meant.
         """
@@ -123,7 +123,7 @@ class Encoding:
 
 
 def cut_field(bits: int) -> tuple[int, ...]:
-    """The planes of a field of so many bits, its highest bits first: whole bytes, then powers of two."""
+    """The planes of a field of `bits` bits, its highest bits first: whole bytes, then powers of two."""
     return (8,) * (bits // 8) + tuple(size for size in (4, 2, 1) if bits % 8 & size)
 
 

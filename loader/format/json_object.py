@@ -141,7 +141,7 @@ class JsonObject:
         return text
 
     def one_of(self, key: str, names: Mapping[str, T]) -> T:
-        """What a text stands for. One that is not among `names` may be a newer version's."""
+        """The value that a text names. A name that is not among `names` may be a newer version's."""
         given = self._value[key]
         if type(given) is not str or given not in names:
             text = self.text(key)
@@ -151,7 +151,7 @@ class JsonObject:
         return names[given]
 
     def found(self, key: str, find: Callable[[str], T | None]) -> T:
-        """What a text stands for. One that `find` knows nothing of may be a newer version's."""
+        """The value that `find` knows by a text. An unknown one may be a newer version's."""
         text = self.text(key)
         value = find(text)
         if value is None:

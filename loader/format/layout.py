@@ -101,7 +101,7 @@ _SortKey = tuple[object, ...]
 
 
 class _Place(NamedTuple):
-    """Where in its model a layer's tensor stands: "model.layers", 3, "mlp.up_proj.weight"."""
+    """The place of a layer's tensor in its model: "model.layers", 3, "mlp.up_proj.weight"."""
 
     stack: str
     number: int
@@ -153,7 +153,7 @@ def _locate(name: str) -> _Place | None:
 
 
 def _stack_key(stack: str) -> _SortKey:
-    """What encodes runs before what decodes."""
+    """Encoders run before decoders."""
     rank = 2 if _LATE_STACK.search(stack) else 0 if _EARLY_STACK.search(stack) else 1
     return rank, _natural(stack)
 
@@ -235,7 +235,7 @@ class Stretch(NamedTuple):
 
     tensor: Tensor
     start: int
-    count: int  # type: ignore[assignment]  # not the method of tuples, which nobody calls
+    count: int  # type: ignore[assignment]  # shadows a method of tuples that is not used
 
     @property
     def offset_bytes(self) -> int:

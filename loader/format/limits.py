@@ -1,4 +1,4 @@
-"""What is known of a folder before anything in it was read. Imports nothing: the manifest is asked for first of all."""
+"""Names and size limits of a folder's files. Imports nothing, as the manifest is requested before all else."""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024

@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
     tensor: int
     start: int
-    count: int  # type: ignore[assignment]  # not the method of tuples, which nobody calls
+    count: int  # type: ignore[assignment]  # shadows a method of tuples that is not used
     planes: tuple[Plane, ...]
 
 
@@ -130,7 +130,7 @@ class Blob(NamedTuple):
 
 
 class File(NamedTuple):
-    """A small file kept beside the weights (config.json, tokenizer.json, …), stored as object `path`."""
+    """A small file kept next to the weights (config.json, tokenizer.json, …), stored as object `path`."""
 
     name: str
     path: str
@@ -237,7 +237,7 @@ def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[in
 
 @lru_cache(maxsize=1024)  # most segments are as long as others
 def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
-    """What each plane of `count` elements takes before it is coded: exactly the size of a raw plane."""
+    """The bytes of each plane of `count` elements before it is coded: exactly the size of a raw plane."""
     if encoding.is_whole:
         return (count * element_bytes,) if tier in encoding.tiers else ()
     return tuple(-(-count // share) for share in plane_shares(encoding, tier, element_bytes))

@@ -47,7 +47,7 @@ def check_manifest(manifest: Manifest) -> None:
 def _check_tensors(manifest: Manifest) -> None:
     for tensor in manifest.tensors:
         where = f"tensor {tensor.name!r}"
-        # Dimensions of 0 do not make the others harmless: whoever computes strides multiplies them too.
+        # Dimensions of 0 do not make the others harmless: strides multiply them too.
         if math.prod(max(1, size) for size in tensor.shape) > MAX_TENSOR_ELEMENTS:
             refuse(f"its shape holds more than {MAX_TENSOR_ELEMENTS} elements", where)
         if math.prod(tensor.shape) * DTYPE_BITS[tensor.dtype] % 8:
@@ -98,7 +98,7 @@ def _check_blobs(manifest: Manifest) -> None:
             refuse(f"there is no blob {part.blob}", where)
         expected = align(ends[part.blob], PLANE_ALIGNMENT_BYTES)
         if part.offset_bytes != expected:
-            refuse(f"its offset is {part.offset_bytes}, but what stands before it ends at {expected}", where)
+            refuse(f"its offset is {part.offset_bytes}, but the part before it ends at {expected}", where)
         ends[part.blob] = part.offset_bytes + part.size_bytes
     for blob, end in zip(manifest.blobs, ends, strict=True):
         if not end or not end <= blob.size_bytes <= align(end, PLANE_ALIGNMENT_BYTES):
@@ -176,7 +176,7 @@ def _check_planes(tensor: Tensor, tier: Tier, segment: Segment, end: int, where:
         refuse(f"a segment has {len(segment.planes)} planes, not {len(sizes_bytes)}", where)
     for (codec, offset_bytes, size_bytes), decoded_bytes in zip(segment.planes, sizes_bytes, strict=True):
         if offset_bytes != align(end, PLANE_ALIGNMENT_BYTES):
-            refuse(f"a plane starts at {offset_bytes}, but what stands before it ends at {end}", where)
+            refuse(f"a plane starts at {offset_bytes}, but the plane before it ends at {end}", where)
         if codec is Codec.RAW:
             fits = size_bytes == decoded_bytes
         else:  # coded planes are smaller than raw ones, or a writer would have left them raw

@@ -77,7 +77,7 @@ def parse_manifest(
 ) -> Manifest:
     """The manifest in `data`, checked as a whole.
 
-    Who is in a hurry gives a `look`: it is told the `weight_bytes` of all groups, which stand firm, and each part with
+    `look`, for callers in a hurry, gets the `weight_bytes` of all groups, which are final, and each part with
     its blob as soon as it was read, until it returns True. Nothing says yet that these fit together, nor that the
     manifest is not to be refused.
 
@@ -134,7 +134,7 @@ def blob_folder(generation: str) -> str:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as canonical JSON.
 
-    It was parsed again and found equal, so nobody can publish what a reader refuses. Raises `ManifestError`
+    It was parsed again and found equal, so that no manifest is published that a reader refuses. Raises `ManifestError`
     when the manifest breaks the format or is not one of packed weights.
     """
     folder = blob_folder(manifest.generation) if manifest.generation else ""

@@ -212,7 +212,7 @@ class _First(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """What `merge` does for one tier of an encoding; numbers are words."""
+    """The steps of `merge_floats` for one tier of an encoding; numbers are words."""
 
     word: np.dtype[Any]
     first: _First | None  # in the first tier

@@ -40,7 +40,7 @@ _MAX_STRUCTURE = {b"{": 2 * MAX_TENSORS, b"[": 4 * MAX_TENSORS, b",": 8 * MAX_TE
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its place: what a writer is told before it gets the bytes."""
+    """A tensor without its place, as a writer knows it before it gets the bytes."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""The digests of an artifact's tensors as they were before packing: a small file beside the weights.
+"""The digests of an artifact's tensors as they were before packing: a small file next to the weights.
 
 Parts have digests of what is stored. These are of what it must become: with them anybody can check that weights in
 memory are the original's, bit for bit, whatever was decoded, merged and refined on the way. `docs/format.md`, "Digests

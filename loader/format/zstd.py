@@ -131,7 +131,7 @@ class FrameReader:
 
 
 def _end_of_frame(src: memoryview, offset: int, content_bytes: int, where: str) -> int:
-    """Where the frame at `offset` ends, by RFC 8878, section 3.1.1. It must declare `content_bytes`."""
+    """The end of the frame at `offset`, by RFC 8878, section 3.1.1. It must declare `content_bytes`."""
     magic, descriptor = _unpack(_FRAME_HEADER, src, offset, where)
     if magic != _ZSTD_MAGIC:
         raise _damaged(f"there is no zstd frame at byte {offset}", where)

@@ -126,18 +126,18 @@ def test_one_thread_of_several_that_refine_elsewhere_does_not_let_the_user_in_al
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
     ours = [Holder(locks, "writing", 1) for _ in range(2)]
     assert all(holder.has_it() for holder in ours)
-    other.tell("take using 1")
+    other.tell("take reading 1")
     ours[0].drop()
     other.must_be_silent()
     ours[1].drop()
-    other.expect("has using 1")
+    other.expect("has reading 1")
     locks.close()
 
 
 def test_another_processs_groups_do_not_concern_ours(fd: int, other: OtherProcess) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
-    other.take("refining 0")
-    other.take("refining 2")
+    other.take("writing 0")
+    other.take("writing 2")
     with locks.reading(1):
         other.must_be_silent()
     locks.close()
@@ -148,14 +148,14 @@ def wait_crosswise(fd: int, other: OtherProcess) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
     user = Holder(locks, "reading", 0)
     assert user.has_it()
-    other.take("refining 1")
+    other.take("writing 1")
     waiting = Holder(locks, "reading", 1)
-    other.tell("take refining 0")
+    other.tell("take writing 0")
     waiting.must_wait()
     other.must_be_silent()
     user.drop()
-    other.expect("has refining 0")
-    other.drop("refining 1")
+    other.expect("has writing 0")
+    other.drop("writing 1")
     assert waiting.has_it()
     waiting.drop()
     locks.close()
@@ -181,24 +181,24 @@ def test_closing_waits_for_nobody_elsewhere_and_keeps_nothing_apart_any_more(
     fd: int, other: OtherProcess
 ) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
-    other.take("refining 0")
+    other.take("writing 0")
     locks.close()
     locks.close()
     with locks.reading(0), locks.reading(1):
         pass
-    other.drop("refining 0")
+    other.drop("writing 0")
 
 
 def test_closing_waits_until_our_own_threads_have_let_go(fd: int, other: OtherProcess) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)
-    other.take("refining 0")
+    other.take("writing 0")
     waiting = Holder(locks, "reading", 0)
     waiting.must_wait()
     closing = Holder(locks, "reading", 1)
     assert closing.has_it()
     closer = CloserThread(locks)
     closer.must_wait()
-    other.drop("refining 0")
+    other.drop("writing 0")
     assert waiting.has_it()
     waiting.drop()
     closer.must_wait()

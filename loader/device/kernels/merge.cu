@@ -3,10 +3,10 @@
 // An image is what is uploaded of one part (loader/device/image.py): tables, then planes. A table is a Recipe and an
 // array of Frames. A frame is 65,536 elements of one tensor, or the fewer that are its last ones (docs/format.md, "Packed
 // planes"): in a plane of b bits, element i stands in byte i mod h, from bit b * (i div h) on, h = ceil(count / (8 / b)).
-// In whole frames all of h, and so every row of elements, is a multiple of 8,192: what stands together in memory is read
+// In whole frames all of h, and so every row of elements, is a multiple of 8,192: neighbours in memory are read
 // together. Shorter frames are done element by element.
 //
-// All offsets are from the image's or the weights' first byte, and whoever made the tables has checked them. Planes begin
+// All offsets are from the image's or the weights' first byte, checked when the tables were made. Planes begin
 // at multiples of 16 bytes in the image, tensors at multiples of 64 in the weights. Nothing here waits, shares memory
 // between threads, or writes a word twice: the same source is compiled for CPUs by the tests, and run there.
 //
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// What a decompressor of frames is to be told, of offsets that were uploaded. For each of `num` chunks: where its coded
+// The arguments of a decompressor of frames, made of offsets that were uploaded. For each of `num` chunks: where its coded
 // bytes are and how many, and where its decoded ones belong and how many, as four numbers of 32 bits, from the image on.
 extern "C" __global__ void __launch_bounds__(THREADS)
     resolve_chunks(u8* image, u32 table, u32 num, u64* coded, u64* coded_bytes, u64* decoded, u64* decoded_bytes) {

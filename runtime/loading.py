@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..loader.device.base import DeviceStatistics
     from ..loader.format.manifest import Blob, Manifest, Part, Tensor
     from ..loader.load.device_load import DeviceLoad
-    from ..loader.load.fetch import ReadAhead
+    from ..loader.load.fetch import Prefetch
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
@@ -37,9 +37,9 @@ def load_here(
 
     options, device = config.load_options, choose_device(config.device)
     in_place = config.mmap and device == CPU and isinstance(source, Mappable)
-    ahead = _Ahead(source, options, timeline, device)
+    prefetcher = _Prefetcher(source, options, timeline, device)
     with timeline.span("manifest", "open"):
-        manifest = open_artifact(source, digest=digest, look=ahead.look, in_place=in_place)
+        manifest = open_artifact(source, digest=digest, look=prefetcher.look, in_place=in_place)
     if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
         return mapped
     if device != CPU:
@@ -49,7 +49,7 @@ def load_here(
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
     from ..loader.load.load import WeightLoad  # as above
 
-    load = WeightLoad(source, manifest, options=options, timeline=timeline, ahead=ahead.found)
+    load = WeightLoad(source, manifest, options=options, timeline=timeline, prefetch=prefetcher.found)
     load.start()
     return load
 
@@ -72,7 +72,7 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
     return load
 
 
-class _Ahead:
+class _Prefetcher:
     """What is read of a remote artifact while its manifest is still being parsed."""
 
     def __init__(self, source: Source, options: LoadOptions, timeline: Timeline, device: str) -> None:
@@ -80,16 +80,16 @@ class _Ahead:
         self._options = options
         self._timeline = timeline
         self._is_here = device == CPU
-        self.found: ReadAhead | None = None
+        self.found: Prefetch | None = None
 
     def look(self, weight_bytes: int, blob: Blob, part: Part) -> bool:
-        """As `ReadAhead.look`."""
+        """As `Prefetch.look`."""
         if not isinstance(self._source, Remote):
             return True
         if self.found is None:
-            from ..loader.load.fetch import ReadAhead  # the manifest was asked for without it
+            from ..loader.load.fetch import Prefetch  # the manifest was asked for without it
 
-            self.found = ReadAhead(
+            self.found = Prefetch(
                 self._source, self._options, timeline=self._timeline, weights_are_here=self._is_here
             )
         return self.found.look(weight_bytes, blob, part)

@@ -1,18 +1,18 @@
 """The files of the part cache: one folder a user, one file a part, named by its digest.
 
-Several processes use the folder at the same time, and any of them may be killed at any moment. So a file appears under
-its final name only when all of it is written (it is renamed there), and what a process has open stays readable when
-another evicts it. Nothing is flushed to the disk: who reads compares the content with the digest, so that a power
-failure costs a miss and nothing else.
+Several processes use the folder at the same time, and any of them may be killed at any moment. So a file appears
+under its final name only when all of it is written (it is renamed there), and what a process has open stays
+readable when another evicts it. Nothing is flushed to the disk: who reads compares the content with the digest, so
+that a power failure costs a miss and nothing else.
 
-Invariant: the files, temporary ones included, never take more than the budget. What they take is kept as a number in
-the lock file. It may be too high (after a crash, or when parts were removed) but never too low, and a process that finds no
-room by it counts anew. The least recently used go first; a file's modification time says when that was, since its
-content never changes. What was written or read since this folder was opened is not evicted for more of the same load:
-a model that is larger than the budget would otherwise push out its own beginning.
+Invariant: the files, temporary ones included, never take more than the budget. What they take is kept as a number
+in the lock file. It may be too high (after a crash, or when parts were removed) but never too low, and a process
+that finds no room by it counts anew. The least recently used go first; a file's modification time says when that
+was, since its content never changes. What was written or read since this folder was opened is not evicted for more
+of the same load: a model that is larger than the budget would otherwise push out its own beginning.
 
-An entry that is no regular file of ours (a link, a FIFO, a folder, a file that may not be read) is removed where it is
-met, as a damaged part is: it costs a miss and nothing else.
+An entry that is no regular file of ours (a link, a FIFO, a folder, a file that may not be read) is removed where it
+is met, as a damaged part is: it costs a miss and nothing else.
 
 It does not know what a part is. All methods raise `OSError`.
 """

@@ -1,11 +1,12 @@
-"""Compiled kernels: made of their source by NVRTC, without a device, for an architecture; kept by what they depend on.
+"""Compiled kernels: made of their source by NVRTC, without a device, for an architecture; kept by what they depend
+on.
 
     python -m teneral.loader.device.compile FOLDER [ARCHITECTURE ...]
 
 A program for an image's build: it leaves a cubin for each architecture (90 is Hopper's) in the folder, which the
 server is then given (`kernel_dir`). Their names carry a digest of the source and of the compiler's options, so that
-a cubin of other kernels is never taken. Without one, a server compiles when it starts, during the fetch, which takes
-some tenths of a second, and leaves what it made where the next one finds it.
+a cubin of other kernels is never taken. Without one, a server compiles when it starts, during the fetch, which
+takes some tenths of a second, and leaves what it made where the next one finds it.
 
 A cubin runs on its own architecture and on later minor versions of it: on 9.0 one for 90, on 8.9 one for 80.
 """
@@ -67,7 +68,9 @@ def find_cubin(architecture: int, folders: Sequence[Path]) -> Path | None:
 
 
 def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
-    """Write it, whole or not at all; several processes may write the same. Raises `OSError` where it cannot be written."""
+    """Write it, whole or not at all; several processes may write the same. Raises `OSError` where it cannot be
+    written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / cubin_name(architecture)
     part = path.with_suffix(f".{os.getpid()}")
@@ -77,8 +80,8 @@ def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
 
 
 def cubin_for(architecture: int, folders: Sequence[Path]) -> tuple[Path, bool]:
-    """A file with the kernels, and whether they had to be compiled: then they are kept in the last of the folders that
-    can be written, or in a temporary one. Raises `LoadError`.
+    """A file with the kernels, and whether they had to be compiled: then they are kept in the last of the folders
+    that can be written, or in a temporary one. Raises `LoadError`.
     """
     found = find_cubin(architecture, folders)
     if found is not None:

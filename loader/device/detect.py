@@ -29,8 +29,8 @@ def parse_device(text: object) -> str:
 def choose_device(wanted: str, *, control_files: tuple[str, ...] = CONTROL_FILES) -> str:
     """ "cpu", or the name of a CUDA device such as "cuda:0". `wanted` is as `parse_device` has it.
 
-    "auto" takes a CUDA device where there is one, CuPy is installed and torch was built for CUDA. Raises `UsageError`
-    when a CUDA device is wanted by name and what it needs is missing.
+    "auto" takes a CUDA device where there is one, CuPy is installed and torch was built for CUDA. Raises
+    `UsageError` when a CUDA device is wanted by name and what it needs is missing.
     """
     if wanted == CPU:
         return CPU

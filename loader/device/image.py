@@ -16,8 +16,8 @@ but for the plane that begins with the sign: its highest bit goes to `sign_up`, 
 covers every encoding of the format that is cut at all (`docs/format.md`, "Encodings"), so one kernel a word size
 does.
 
-The process that fills an image and the one that sends it make the same layout of the same manifest. Pure; sizes were
-checked with the manifest. Nothing here knows memory, devices or threads.
+The process that fills an image and the one that sends it make the same layout of the same manifest. Pure; sizes
+were checked with the manifest. Nothing here knows memory, devices or threads.
 """
 
 from __future__ import annotations
@@ -261,7 +261,9 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
 def pack_tables(
     image: PartImage, manifest: Manifest, part: Part, starts: Sequence[int], out: memoryview
 ) -> None:
-    """Write the image's tables into its memory; the table of chunks is written by the code that knows where they begin."""
+    """Write the image's tables into its memory; the table of chunks is written by the code that knows where they
+    begin.
+    """
     import numpy as np  # with whom decodes; plans are made before
 
     frame_type = np.dtype(

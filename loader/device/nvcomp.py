@@ -1,11 +1,11 @@
 """Zstandard on the device: nvCOMP's C interface of version 5, called where the optional package is installed.
 
-Corrupt input is undefined behaviour there. So only frames reach it that belong to a part whose digest was right, and
-whose headers were read on the host: each declares the size that its room has. What nvCOMP says of each frame is
+Corrupt input is undefined behaviour there. So only frames reach it that belong to a part whose digest was right,
+and whose headers were read on the host: each declares the size that its room has. What nvCOMP says of each frame is
 looked at before anybody may use what it has written.
 
-The library is found as a file of the package `nvidia-libnvcomp`; it is not imported. Other major versions have other
-interfaces, and other file names.
+The library is found as a file of the package `nvidia-libnvcomp`; it is not imported. Other major versions have
+other interfaces, and other file names.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Decompressor:
         return found.value
 
     def launch(self, chunks: int, num: int, scratch: int, scratch_bytes: int, stream: int) -> None:
-        """Have `num` frames decompressed. `chunks` is the address of what `resolve_chunks` has written: five arrays of
-        numbers of 64 bits, the last of which is filled here with the sizes that came out, and one of statuses. Raises
-        `LoadError` when it cannot be launched.
+        """Have `num` frames decompressed. `chunks` is the address of what `resolve_chunks` has written: five arrays
+        of numbers of 64 bits, the last of which is filled here with the sizes that came out, and one of statuses.
+        Raises `LoadError` when it cannot be launched.
         """
         coded, coded_bytes, decoded, decoded_bytes, actual_bytes, statuses = (
             chunks + 8 * num * place for place in range(6)

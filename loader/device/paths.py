@@ -1,8 +1,8 @@
 """The place of decompression, host or device: a decision from measured rates. Pure.
 
 The host does it unless it holds the load up: it has checked every byte then, and the link to the device is seldom
-short. A device that can is tried where the host's cores cannot keep up with the store, and kept where that is faster.
-What is stored raw takes neither way: it is sent as it is.
+short. A device that can is tried where the host's cores cannot keep up with the store, and kept where that is
+faster. What is stored raw takes neither way: it is sent as it is.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Images become weights: the threads between a ring and a device, and the order between placing and computing.
 
-One thread opens the device at once, while the first bytes are fetched, and then has it place images, all that wait at
-a time; another waits for the tickets and gives the ring's memory back. No image waits on the host for the device to be
-done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
+One thread opens the device at once, while the first bytes are fetched, and then has it place images, all that wait
+at a time; another waits for the tickets and gives the ring's memory back. No image waits on the host for the device
+to be done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
 
-A part is *settled* when the device has queued its placement, not when that is done. So a thread that a gate let through has its
-stream wait, by `order_after` or `reading`, before it launches anything that reads. And who computes with values that
-are not exact yet does so within `reading`: what refines them is placed behind the last of that. On the host the two
-exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`). It does not know
-sources, planes or torch.
+A part is *settled* when the device has queued its placement, not when that is done. So a thread that a gate let
+through has its stream wait, by `order_after` or `reading`, before it launches anything that reads. And who computes
+with values that are not exact yet does so within `reading`: what refines them is placed behind the last of that. On
+the host the two exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`).
+It does not know sources, planes or torch.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Placement:
         return self._opened().name
 
     def slab(self, group: int) -> Any:
-        """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits until it is there,
-        and raises what kept it from being.
+        """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits until it is
+        there, and raises what kept it from being.
         """
         device, model = self._opened(), self._model
         assert model is not None
@@ -142,8 +142,8 @@ class Placement:
     def order_after(self, groups: Iterable[int], stream: int) -> None:
         """Order later launches on the stream after all that was placed in these groups so far.
 
-        Costs next to nothing, and asks the device nothing, once they are exact there: so it may stand in what a graph
-        captures, after `wait_done`.
+        Costs next to nothing, and asks the device nothing, once they are exact there: so it may stand in what a
+        graph captures, after `wait_done`.
         """
         for group in groups:
             ticket = self._last[group]
@@ -382,8 +382,8 @@ class Placement:
 
 
 def num_together(manifest: Manifest, waiting: Sequence[SentImage]) -> int:
-    """How many of the first images that wait may be placed at a time: those that replace no bits, or replace bits of
-    one group. So placing holds one group's lock at most.
+    """How many of the first images that wait may be placed at a time: those that replace no bits, or replace bits
+    of one group. So placing holds one group's lock at most.
     """
     first = manifest.parts[waiting[0].part]
     refines = _refines(manifest, first)

@@ -1,13 +1,13 @@
 """The ring of images: host memory lent out image by image, and the pieces of a part that become images.
 
-A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few threads could decode at
-once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a part with fewer frames: whole frames of
-some segments, so that the code that plans and fills images of parts does so for pieces. The process that fills images
-and the one that sends them cut alike, by the manifest alone. Where the stored frames of a piece lie is known only with
-the part's bytes.
+A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few threads could decode
+at once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a part with fewer frames: whole frames
+of some segments, so that the code that plans and fills images of parts does so for pieces. The process that fills
+images and the one that sends them cut alike, by the manifest alone. Where the stored frames of a piece lie is known
+only with the part's bytes.
 
-A thread that fills images takes memory, which may have to wait; it is given back once the device needs it no more. That
-never waits for a filling thread, so the ring cannot lock up: what is on loan is being filled, or on its way.
+A thread that fills images takes memory, which may have to wait; it is given back once the device needs it no more.
+That never waits for a filling thread, so the ring cannot lock up: what is on loan is being filled, or on its way.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def with_stored(
 ) -> tuple[Part, ...]:
     """The pieces with the place of each plane in the part's verified bytes.
 
-    The headers of all frames are read. Raises `IntegrityError` where a plane has not the frames that it should have.
+    The headers of all frames are read. Raises `IntegrityError` where a plane has not the frames that it should
+    have.
     """
     if len(pieces) == 1:
         return tuple(pieces)
@@ -171,7 +172,8 @@ def ring_bytes(
     manifest: Manifest, wanted_bytes: int = DEFAULT_BYTES, *, room_bytes: int | None = None
 ) -> int:
     """How large a ring for this model should be, in whole pages: what is wanted, or less where the host is short of
-    memory (`room_bytes`; None: unknown), but enough for the largest image, and no more than all images take together.
+    memory (`room_bytes`; None: unknown), but enough for the largest image, and no more than all images take
+    together.
     """
     if room_bytes is not None:
         wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
@@ -190,7 +192,8 @@ def max_image_bytes(manifest: Manifest, part: Part) -> int:
     """
     total = PLANE_BYTES
     for segment in part.segments:
-        # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room for both forms.
+        # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room for
+        # both forms.
         num_frames = -(-segment.count // FRAME_ELEMENTS)
         size_bytes = segment.count * (manifest.tensors[segment.tensor].element_bytes + 1)
         coded_bytes = sum(plane.size_bytes for plane in segment.planes)

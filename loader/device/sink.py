@@ -35,8 +35,8 @@ def fill_image(
 ) -> None:
     """Write into `out`, the image's memory, at least all that is to be sent of it.
 
-    `image` was planned for this part with these `starts`. Raises `IntegrityError` when a plane is not what its codec
-    says, or has bits that mean nothing; `out` is then undefined.
+    `image` was planned for this part with these `starts`. Raises `IntegrityError` when a plane is not what its
+    codec says, or has bits that mean nothing; `out` is then undefined.
     """
     pack_tables(image, manifest, part, starts, out)
     memory = np.frombuffer(out, np.uint8)
@@ -114,10 +114,11 @@ class ImageSink:
         self._device = speed
 
     def deliver(self, part: Part, stored: memoryview, link_bytes_per_s: float = 0.0) -> None:
-        """Make and send the images of a verified part; what it needs was sent before. Blocks while the ring is full.
+        """Make and send the images of a verified part; what it needs was sent before. Blocks while the ring is
+        full.
 
-        `link_bytes_per_s` is what the store gives; 0: unknown. Raises `IntegrityError`, having sent nothing that could
-        make the part whole, and `LoadCancelledError` once the ring is closed.
+        `link_bytes_per_s` is what the store gives; 0: unknown. Raises `IntegrityError`, having sent nothing that
+        could make the part whole, and `LoadCancelledError` once the ring is closed.
         """
         coded = self._choose(link_bytes_per_s) is Path.DEVICE
         pieces = with_stored(self._manifest, cut_part(self._manifest, part), part, stored)

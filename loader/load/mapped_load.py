@@ -32,7 +32,7 @@ from .accounting import (
     Meter,
     Phase,
     add_part_span,
-    blame_part,
+    in_part,
     mark_ready,
 )
 from .gates import Readiness
@@ -148,8 +148,8 @@ class MappedLoad:
         """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this process's copy alone."""
         return as_array(self._slabs[group])
 
-    def using(self, group: int) -> AbstractContextManager[None]:
-        """As `WeightLoad.using`: nothing is ever refined here."""
+    def reading(self, group: int) -> AbstractContextManager[None]:
+        """As `WeightLoad.reading`: nothing is ever refined here."""
         return nullcontext()
 
     @property
@@ -262,7 +262,7 @@ class MappedLoad:
             with self._meter.measure(Phase.FETCH, part.size_bytes):
                 self._read(part)
         except TeneralError as error:
-            raise blame_part(error, self.manifest, part, self._source.url) from error
+            raise in_part(error, self.manifest, part, self._source.url) from error
         add_part_span(
             self._timeline,
             Phase.FETCH,

@@ -441,6 +441,6 @@ def test_what_the_simulated_device_cannot_do_is_told_to_who_waits() -> None:
     device = SimulatedDevice(fail_at_image=1)
     loaded = Loaded(device, code_tensors({"q": MIXED["q"]}))
     loaded.place(Tier.DRAFT).wait()
-    with pytest.raises(LoadError, match="told to fail"):
+    with pytest.raises(LoadError, match="set to fail"):
         loaded.place(Tier.REFINE).wait()
     device.close()

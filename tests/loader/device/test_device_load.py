@@ -351,7 +351,7 @@ def test_a_device_that_cannot_be_opened_ends_the_load(built: BuiltArtifact) -> N
 
 def test_a_device_that_fails_on_the_way_is_told_to_who_reads(built: BuiltArtifact) -> None:
     failing = SimulatedDevice(fail_at_image=1)
-    with load_in_threads(built, failing) as load, pytest.raises(LoadError, match="told to fail"):
+    with load_in_threads(built, failing) as load, pytest.raises(LoadError, match="set to fail"):
         assert_exact(load, built.originals)
 
 
@@ -367,10 +367,10 @@ def test_a_device_that_fails_when_all_gates_are_open_is_told_to_who_waits_for_th
             load.wait(group.index, timeout_s=WAIT_S)
         assert not load.wait_done(0)
         held.close()
-        with pytest.raises(LoadError, match="told to fail"):
+        with pytest.raises(LoadError, match="set to fail"):
             load.wait_done(WAIT_S)
         assert load.progress().state is LoadState.FAILED
-        with pytest.raises(LoadError, match="told to fail"):
+        with pytest.raises(LoadError, match="set to fail"):
             assert_exact(load, built.originals)
 
 

@@ -16,6 +16,7 @@ from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
 from ..http.json_bodies import Decoder, check_shape, encode
 from ..http.service import Service
+from .fields import CHAT, refuse_unsupported
 from .generation import Outcome, Step, Untold, respond
 from .logprobs import chat_logprobs, token_bytes
 from .parameters import (
@@ -37,6 +38,7 @@ from .responses import (
     Usage,
 )
 from .schemas import ChatBody, Message, ToolCall
+from .structured import grammar_of
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -79,6 +81,7 @@ class ChatFormat:
         check_extras(body)
         _refuse_unsupported(body)
         self.body = body
+        self._grammar = grammar_of(body)
         self.first_token = wanted_first_token(body, default=first_token)
         self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
         self.num_prompt_tokens = 0
@@ -106,6 +109,7 @@ class ChatFormat:
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             num_top_logprobs=self._num_top_logprobs,
             first_token=self.first_token,
+            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
         )
 
     @property
@@ -218,6 +222,7 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
 
 def _refuse_unsupported(body: ChatBody) -> None:
     """What would change the answer but is not there is refused, not ignored."""
+    refuse_unsupported(body, CHAT)
     if not body.messages:
         raise RequestError("messages is empty", param="messages")
     calls = [call for message in body.messages for call in message.tool_calls or []]
@@ -226,14 +231,7 @@ def _refuse_unsupported(body: ChatBody) -> None:
             f"the arguments of all tool calls together may have {MAX_ARGUMENTS_CHARS} characters",
             param="messages",
         )
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(
-            f"response_format of type {body.response_format.type[:50]!r} is not supported; only 'text' is",
-            param="response_format",
-        )
     if body.tool_choice not in (None, "none", "auto"):
         raise RequestError("tool_choice other than 'none' and 'auto' is not supported", param="tool_choice")
-    if body.functions:
-        raise RequestError("functions is not supported", param="functions", hint="Use tools.")
     if any(modality != "text" for modality in body.modalities or []):
         raise RequestError("modalities other than 'text' are not supported", param="modalities")

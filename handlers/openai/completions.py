@@ -15,6 +15,7 @@ from ...runtime.errors import RequestError
 from ...runtime.step.requests import FirstToken, GenerationRequest, TokenLogprob
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
+from .fields import COMPLETIONS, refuse_unsupported
 from .generation import Outcome, Step, Untold, respond
 from .logprobs import completion_logprobs, token_bytes
 from .parameters import (
@@ -29,6 +30,7 @@ from .parameters import (
 )
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .schemas import CompletionBody
+from .structured import grammar_of
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -71,6 +73,7 @@ class CompletionFormat:
         check_extras(body)
         _refuse_unsupported(body)
         self.body = body
+        self._grammar = grammar_of(body)
         self.first_token = wanted_first_token(body, default=first_token)
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
@@ -99,6 +102,7 @@ class CompletionFormat:
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             num_top_logprobs=body.logprobs,
             first_token=self.first_token,
+            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
         )
 
     @property
@@ -156,8 +160,7 @@ class CompletionFormat:
 
 def _refuse_unsupported(body: CompletionBody) -> None:
     """What would change the answer but is not there is refused, not ignored."""
-    if body.suffix:
-        raise RequestError("suffix is not supported: this model only goes on from a prompt", param="suffix")
+    refuse_unsupported(body, COMPLETIONS)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is supported only where it equals n", param="best_of")
     if body.logprobs is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from ...runtime.errors import RequestError
+from ...runtime.grammar.matcher import Grammar
 from ...runtime.step.requests import (
     MAX_TOP_LOGPROBS,
     FirstToken,
@@ -117,6 +118,7 @@ def sequences(
     max_tokens: int | None,
     num_top_logprobs: int | None,
     first_token: FirstToken,
+    grammar: Grammar | None = None,
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
     params = sampling(body)
@@ -133,6 +135,7 @@ def sequences(
             stop_token_ids=stop_token_ids,
             ignore_eos=bool(body.ignore_eos),
             num_top_logprobs=num_top_logprobs,
+            grammar=grammar,
             first_token=first_token,
             cache_salt=extras.cache_salt or "",
             session=extras.session or "",

@@ -1,9 +1,8 @@
 """Request bodies as values: what a client may send, and what it is told when it sends something else.
 
-As OpenAI-compatible servers do, a field that nobody here knows is ignored, a known one of a wrong type is
-refused by name, and null means the default. Teneral's own extras, under `teneral`, are strict: there an
-unknown field is a mistake. These are shapes only: ranges and combinations are checked where the values are
-used.
+A field that is unknown here, or of a wrong type, is refused by name, and null means the default: a field that is
+ignored gives a client another answer than it asked for. What each field of each route comes to is in `fields.py`.
+These are shapes only: ranges and combinations are checked where the values are used.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ Prompt = str | list[str | int | list[int]]
 """A text, tokens, or several of either; which one a list is, its items say (`prompts.py`)."""
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # without effect: chunks are never padded
 
 
 class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,7 +36,33 @@ class NoExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where there are none: vectors are always those of the exact weights."""
 
 
-class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # without effect: every answer is of its schema
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """OpenAI's `text`, `json_object` and `json_schema`; a schema may also stand beside `json_object`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | bool | None = msgspec.field(name="schema", default=None)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of these, all but `whitespace_pattern` exclude one another."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What /v1/completions and /v1/chat/completions have in common."""
 
     model: str | None = None
@@ -57,6 +83,19 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    # The form of the answer, in the words of several servers; at most one may be given (`structured.py`)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    # Without effect on an answer
+    user: str | None = None
     teneral: Extras | None = None
 
     @property
@@ -65,7 +104,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class CompletionBody(GenerationBody, kw_only=True, frozen=True):
+class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     prompt: Prompt
     echo: bool | None = None
     suffix: str | None = None
@@ -83,39 +122,59 @@ class FunctionCall(msgspec.Struct, frozen=True):
     arguments: str  # JSON, as the model wrote it
 
 
-class ToolCall(msgspec.Struct, kw_only=True, frozen=True):
+class ToolCall(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # some clients send a call back as it came in a stream
 
 
-class Message(msgspec.Struct, kw_only=True, frozen=True):
+class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # As answers have them, which clients send back; of any use only where they are null or empty
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    type: str
-
-
-class ChatBody(GenerationBody, kw_only=True, frozen=True):
+class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
-    functions: list[Any] | None = None
+    # Without effect on an answer: docs/openai.md says why
+    metadata: dict[str, str] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    # Refused, unless null (`fields.py`)
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    moderation: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True, frozen=True):
+class EmbeddingBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     input: Prompt
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    user: str | None = None  # without effect
     teneral: NoExtras | None = None

@@ -16,6 +16,7 @@ from ...openai.generation import Outcome, Step
 from ...openai.parameters import check_extras, sequences, tokens_of, wanted_first_token
 from ...openai.responses import Usage
 from ...openai.schemas import GenerationBody
+from ...openai.structured import grammar_of
 from .errors import error_body
 from .options import DEFAULT_MAX_TOKENS, OPTIONS, flag
 from .schemas import GenerateResponse
@@ -42,6 +43,7 @@ class TextRequest:
     ) -> None:
         check_extras(body)
         self.body = body
+        self._grammar = grammar_of(body)
         self.first_token = wanted_first_token(body, default=first_token)
         self.num_sequences = len(prompts)
         self.num_prompt_tokens = 0
@@ -61,6 +63,7 @@ class TextRequest:
             max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
             num_top_logprobs=None,
             first_token=self.first_token,
+            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
         )
 
 

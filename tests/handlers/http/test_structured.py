@@ -1,0 +1,127 @@
+"""Structured answers over HTTP: every spelling of the same wish, whole and streamed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from tests.support.http_server import events
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}
+TEXT = {"prompt": "Hello", "max_tokens": 100}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog"]},
+        "count": {"type": "integer", "maximum": 50, "minimum": 0},
+    },
+    "required": ["kind", "count"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture
+async def server(start: Any) -> Any:
+    async with start() as running:
+        yield running
+
+
+def content_of(body: dict[str, Any]) -> str:
+    choice = body["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": FORMAT},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA)},
+    ],
+)
+async def test_every_spelling_of_a_schema_gives_an_answer_of_it(server: Any, fields: dict[str, Any]) -> None:
+    for route, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        answer = await server.post(route, {**body, **fields})
+        assert answer.status == 200, answer.body
+        jsonschema_rs.validate(SCHEMA, json.loads(content_of(answer.json)))
+        assert answer.json["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"guided_choice": ["red", "blue"]}, {"red", "blue"}),
+        ({"structured_outputs": {"choice": ["red"]}}, {"red"}),
+        ({"guided_regex": "(ab|cd)e"}, {"abe", "cde"}),
+        ({"regex": "(ab|cd)e"}, {"abe", "cde"}),
+        ({"structured_outputs": {"regex": "abe"}}, {"abe"}),
+        ({"ebnf": 'root ::= "x" | "y"'}, {"x", "y"}),
+        ({"guided_grammar": 'start: "x" | "y"'}, {"x", "y"}),
+    ],
+)
+async def test_every_spelling_of_other_forms(server: Any, fields: dict[str, Any], texts: set[str]) -> None:
+    answer = await server.post("/v1/chat/completions", {**CHAT, **fields})
+    assert answer.status == 200, answer.body
+    assert content_of(answer.json) in texts
+
+
+async def test_a_stream_says_what_the_whole_answer_says(server: Any) -> None:
+    body = {**CHAT, "response_format": FORMAT, "temperature": 0, "n": 2}
+    whole = (await server.post("/v1/chat/completions", body)).json
+    streamed = events((await server.post("/v1/chat/completions", {**body, "stream": True})).body)
+    texts = ["", ""]
+    for chunk in streamed[:-1]:
+        for choice in json.loads(chunk)["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+
+
+async def test_whitespace_is_as_the_request_says(server: Any) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 3, "maxItems": 3}
+    compact = await server.post("/v1/chat/completions", {**CHAT, "guided_json": schema})
+    assert content_of(compact.json) == "[1,1,1]"
+    spaced = {**CHAT, "guided_json": schema, "guided_whitespace_pattern": " "}
+    assert " " in content_of((await server.post("/v1/chat/completions", spaced)).json)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_json": {"type": "strnig"}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"ebnf": "root ::= ("}, "ebnf"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_regex": "a", "response_format": FORMAT}, "response_format"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.regex"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused_by_name(
+    server: Any, fields: dict[str, Any], param: str
+) -> None:
+    answer = await server.post("/v1/chat/completions", {**CHAT, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
+async def test_an_answer_begins_before_the_model_computes(server: Any) -> None:
+    server.instance.model.hold()
+    body = {**CHAT, "response_format": {**FORMAT}, "stream": True}
+    text = ""
+    async with server.stream("/v1/chat/completions", body) as response:
+        while not text:
+            line = await response.content.readline()
+            if line.startswith(b"data: "):
+                text = json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+    assert '{"kind":"'.startswith(text)
+    server.instance.model.release()

@@ -3,7 +3,8 @@
  * Nothing is made before it is needed, so that a process may fork first; a child that was forked later finds an empty
  * team and makes its own. Waiting spins for a while, then yields, then sleeps on a futex: the others' work is short,
  * but they may have lost their cores. When waiting takes more than a fifth of a region, others use the cores: the team
- * leaves a thread out for some regions, which is faster then. Results never depend on the number of threads.
+ * leaves a thread out for some regions, which is faster then; for two of them at first, since a moment's disturbance must
+ * not slow down a whole prompt. Results never depend on the number of threads.
  */
 #define _GNU_SOURCE
 #include "team.h"
@@ -27,7 +28,8 @@ enum {
     SPIN_NS = 20 * 1000,       /* then others may have the core */
     AWAKE_NS = 200 * 1000,     /* then the thread sleeps until it is woken */
     MEASURED_NS = 1000 * 1000, /* shorter regions say nothing about the cores */
-    REGIONS_WITHOUT = 32,      /* for so many a thread is left out, then all are tried again */
+    FIRST_WITHOUT = 2,         /* regions that a thread is left out for, before all are tried again ... */
+    MOST_WITHOUT = 32,         /* ... and when that has failed again and again: twice as many each time */
     WAITING_SHARE = 5,         /* one in so many of a region's time is too much */
     STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
 };
@@ -37,6 +39,7 @@ static struct {
     _Atomic int wanted;     /* threads that were set, the calling one included */
     _Atomic int left_out;   /* of these, for `regions_without` more regions */
     int regions_without;
+    int last_without;       /* how many these were in the beginning; 0 after regions that went well */
     int made;               /* threads that exist besides the calling one */
     bool handles_forks;
     uint32_t begun_before;  /* `begun` when the newest threads were made */
@@ -166,8 +169,12 @@ static void judge(const tn_region *region, int64_t took_ns) {
     if (team.regions_without && --team.regions_without == 0) atomic_store(&team.left_out, 0);
     if (region->num == 1 || took_ns < MEASURED_NS) return;
     if (atomic_load(&region->waited_ns) > took_ns * (region->num - 1) / WAITING_SHARE) {
+        const int more = 2 * team.last_without;
         atomic_fetch_add(&team.left_out, 1);
-        team.regions_without = REGIONS_WITHOUT;
+        team.last_without = more < FIRST_WITHOUT ? FIRST_WITHOUT : more > MOST_WITHOUT ? MOST_WITHOUT : more;
+        team.regions_without = team.last_without;
+    } else if (!atomic_load(&team.left_out)) {
+        team.last_without /= 2;
     }
 }
 

@@ -415,6 +415,7 @@ class WeightLoad:
             elapsed_s=elapsed_s,
             ready_s=self._options.ready_s,
             sends_drafts=self._options.sends_drafts,
+            decoding_limits=self._work.memory_wait_s > elapsed_s / 2,
         )
         with self._lifecycle:
             if self._order is not Order.AUTO:

@@ -240,12 +240,20 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    sizes: Sizes, rate_bytes_per_s: float, *, elapsed_s: float, ready_s: float, sends_drafts: bool
+    sizes: Sizes,
+    rate_bytes_per_s: float,
+    *,
+    elapsed_s: float,
+    ready_s: float,
+    sends_drafts: bool,
+    decoding_limits: bool = False,
 ) -> Prediction:
     """Decide for a load that has run for `elapsed_s`, on a link that gives it this rate (> 0).
 
     `ready_s` is when the model will be able to compute, since the load began: libraries are imported until then.
-    `sends_drafts` says that clients get tokens of the draft, and not only what exact weights confirmed.
+    `sends_drafts` says that clients get tokens of the draft, and not only what exact weights confirmed;
+    `decoding_limits`, that bytes come faster than they are decoded, so that computing with the draft would take the
+    cores that the exact weights need.
     """
     token_s = sizes.weight_bytes / WEIGHT_BYTES_PER_S
     draft_s = elapsed_s + sizes.early_bytes / rate_bytes_per_s
@@ -258,6 +266,8 @@ def predict(
         order, why = Order.EXACT, "there is no refine tier, or nothing left of it"
     elif sends_drafts and gain_s >= MIN_GAIN_S:
         order, why = Order.DRAFT_FIRST, f"the draft answers {gain_s:.2f} s sooner"
+    elif decoding_limits:
+        order, why = Order.EXACT, "decoding takes longer than the bytes, and a draft would take its cores"
     elif num_proposals >= MIN_PROPOSALS:
         order, why = Order.DRAFT_FIRST, f"time for {num_proposals} proposals"
     else:

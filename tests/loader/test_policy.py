@@ -44,6 +44,17 @@ def test_on_a_slow_link_the_draft_comes_first() -> None:
     assert prediction.num_proposals == int((12 - 2 * prediction.token_s) / prediction.token_s)
 
 
+def test_where_decoding_is_slower_than_the_link_proposals_do_not_take_its_cores() -> None:
+    def of(sends_drafts: bool) -> Prediction:
+        return predict(
+            MODEL, 1e8, elapsed_s=0.3, ready_s=2.0, sends_drafts=sends_drafts, decoding_limits=True
+        )
+
+    assert of(sends_drafts=False).order is Order.EXACT
+    assert "decoding" in of(sends_drafts=False).why
+    assert of(sends_drafts=True).order is Order.DRAFT_FIRST  # its first token does not wait for the rest
+
+
 def test_a_model_without_tiers_has_no_draft_to_come_first() -> None:
     for sends_drafts in (False, True):
         prediction = decided(MODEL._replace(refine_bytes=0), 1, sends_drafts=sends_drafts)

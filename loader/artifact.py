@@ -1,8 +1,9 @@
 """The model at an address: a packed artifact, or plain safetensors that are read the same way.
 
-`open_artifact` gives a checked manifest for either. An address may carry a pin, `…@b3:<64 hex digits>`: the
-BLAKE3-256 of the manifest, which holds the digests of everything else, so a pinned artifact cannot be
-replaced unnoticed. Reads only the manifest (or the safetensors headers) and small files, never weights.
+`open_artifact` gives a checked manifest for either. An address may carry a pin, `…@b3:<64 hex
+digits>`: the BLAKE3-256 of the manifest, which holds the digests of everything else, so a pinned
+artifact cannot be replaced unnoticed. Reads only the manifest (or the safetensors headers) and
+small files, never weights.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
 
 
 def open_model(url: str, options: SourceOptions | None = None, *, keep_integers: bool = True) -> Source:
-    """A source on the folder at `url`; on one with the content of a model directory where `url` is a GGUF file's.
+    """A source on the folder at `url`; on one with the content of a model directory where `url` is
+    a GGUF file's.
 
-    `keep_integers` is as `GgufDirectory` has it. Does no I/O. Raises `UsageError` for an unusable address. The caller
-    closes the source.
+    `keep_integers` is as `GgufDirectory` has it. Does no I/O. Raises `UsageError` for an unusable
+    address. The caller closes the source.
     """
     if not is_gguf(url):
         return open_source(url, options)
@@ -42,7 +44,9 @@ def is_gguf(url: str) -> bool:
 
 
 def is_artifact(source: Source) -> bool:
-    """Whether the folder has a manifest. Does not read it. Raises `AccessDeniedError` where that is denied."""
+    """Whether the folder has a manifest. Does not read it. Raises `AccessDeniedError` where that is
+    denied.
+    """
     try:
         source.stat(MANIFEST_NAME)
     except NotFoundError:
@@ -56,12 +60,14 @@ def is_artifact(source: Source) -> bool:
 def open_artifact(
     source: Source, *, digest: bytes | None = None, look: Look | None = None, in_place: bool = False
 ) -> Manifest:
-    """The folder's manifest; of a folder without one, the manifest made from its safetensors headers: with `in_place`,
-    that of slabs as the files have them, where it can be (`manifest_in_place`).
+    """The folder's manifest; of a folder without one, the manifest made from its safetensors
+    headers: with `in_place`, that of slabs as the files have them, where it can be
+    (`manifest_in_place`).
 
-    With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it. Raises
-    `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is damaged, `NotFoundError` when
-    there is nothing, `AccessDeniedError` when the manifest may not be read, and the source's own errors.
+    With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it.
+    Raises `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is
+    damaged, `NotFoundError` when there is nothing, `AccessDeniedError` when the manifest may not be
+    read, and the source's own errors.
     """
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
@@ -95,10 +101,11 @@ def _open_plain(source: Source, in_place: bool) -> Manifest:
 
 
 def _open_denied(source: Source, denied: AccessDeniedError, in_place: bool) -> Manifest:
-    """From safetensors headers, where it is certain enough that the manifest, which is denied, does not exist.
+    """From safetensors headers, where it is certain enough that the manifest, which is denied, does
+    not exist.
 
-    Where the folder cannot be listed, another JSON file of it must have been readable: a right by suffix would
-    otherwise hide the manifest of an artifact and show other weights next to it.
+    Where the folder cannot be listed, another JSON file of it must have been readable: a right by
+    suffix would otherwise hide the manifest of an artifact and show other weights next to it.
     """
     is_certain = _check_absent(source, denied)
     try:
@@ -115,8 +122,8 @@ def _open_denied(source: Source, denied: AccessDeniedError, in_place: bool) -> M
 
 
 def _check_absent(source: Source, denied: AccessDeniedError) -> bool:
-    """Raises `denied` where the manifest exists, or may exist. Returns whether a list shows that it does not; otherwise
-    the source denies other objects that do not exist as well.
+    """Raises `denied` where the manifest exists, or may exist. Returns whether a list shows that it
+    does not; otherwise the source denies other objects that do not exist as well.
     """
     if not denied.may_be_absent:
         raise denied
@@ -137,8 +144,9 @@ def read_file(source: Source, manifest: Manifest, name: str, *, cache: PartCache
 
     What has a digest is taken from the `cache` if it is there, and offered to it if not.
 
-    Raises `NotFoundError` when the manifest names no such file, `IntegrityError` when its bytes are other
-    ones, and `ChangedError` when a plain file has another size than when the folder was opened.
+    Raises `NotFoundError` when the manifest names no such file, `IntegrityError` when its bytes are
+    other ones, and `ChangedError` when a plain file has another size than when the folder was
+    opened.
     """
     file = find_file(manifest, name)
     if file is None:
@@ -174,7 +182,9 @@ def _read_cached(file: File, cache: PartCache | None) -> bytes | None:
 
 
 def check_content(data: bytes | bytearray, file: File) -> None:
-    """Raises `IntegrityError` when `data` is not the content that the manifest declares for the file."""
+    """Raises `IntegrityError` when `data` is not the content that the manifest declares for the
+    file.
+    """
     from blake3 import blake3
 
     got = blake3(data).digest()

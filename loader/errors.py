@@ -19,16 +19,18 @@
     └── LoadError                a load ended before all weights were there
         └── LoadCancelledError   … because somebody asked it to
 
-An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so that an error
-can cross processes. It knows no exit codes and no HTTP statuses: those belong to the edge (`teneral.cli`,
-`teneral.handlers`).
+An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so
+that an error can cross processes. It knows no exit codes and no HTTP statuses: those belong to the
+edge (`teneral.cli`, `teneral.handlers`).
 """
 
 from __future__ import annotations
 
 
 class TeneralError(Exception):
-    """Root of all errors raised on purpose. `hint` is one sentence that says what a user can do, or ''."""
+    """Root of all errors raised on purpose. `hint` is one sentence that says what a user can do, or
+    ''.
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -40,8 +42,8 @@ class TeneralError(Exception):
 
 
 class UsageError(TeneralError):
-    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user wrote
-    it.
+    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user
+    wrote it.
     """
 
     def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
@@ -50,8 +52,8 @@ class UsageError(TeneralError):
 
 
 class SourceError(TeneralError):
-    """Something about a store. `source` is its address without secrets, `name` the object, '' for the store
-    itself.
+    """Something about a store. `source` is its address without secrets, `name` the object, '' for
+    the store itself.
     """
 
     def __init__(self, message: str, *, source: str = "", name: str = "", hint: str = "") -> None:
@@ -65,8 +67,8 @@ class NotFoundError(SourceError):
 
 
 class AccessDeniedError(SourceError):
-    """No credentials, wrong ones, or no permission. `may_be_absent` where the store would say the same of an object
-    that does not exist: the credentials themselves are not refused.
+    """No credentials, wrong ones, or no permission. `may_be_absent` where the store would say the
+    same of an object that does not exist: the credentials themselves are not refused.
     """
 
     def __init__(
@@ -77,8 +79,8 @@ class AccessDeniedError(SourceError):
 
 
 class UnavailableError(SourceError):
-    """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is its own
-    wish.
+    """The store did not answer properly this time (network, 5xx, throttling). `retry_after_s` is
+    its own wish.
     """
 
     def __init__(
@@ -127,7 +129,9 @@ class CheckpointError(FormatError):
 
 
 class IntegrityError(FormatError):
-    """Stored bytes differ from their digest, or decode to something else than declared. Nothing was used."""
+    """Stored bytes differ from their digest, or decode to something else than declared. Nothing was
+    used.
+    """
 
     def __init__(
         self, message: str, *, where: str = "", expected: str = "", got: str = "", hint: str = ""
@@ -138,7 +142,9 @@ class IntegrityError(FormatError):
 
 
 class LoadError(TeneralError):
-    """A load ended before all weights were there, through no fault of the store or of what it holds."""
+    """A load ended before all weights were there, through no fault of the store or of what it
+    holds.
+    """
 
 
 class LoadCancelledError(LoadError):
@@ -150,7 +156,9 @@ class NativeLibraryError(TeneralError):
 
 
 class InsufficientMemoryError(TeneralError):
-    """Something does not fit; nothing was read or allocated. `available_bytes` is None when it is unknown."""
+    """Something does not fit; nothing was read or allocated. `available_bytes` is None when it is
+    unknown.
+    """
 
     def __init__(
         self, message: str, *, needed_bytes: int = 0, available_bytes: int | None = None, hint: str = ""

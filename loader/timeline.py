@@ -1,10 +1,11 @@
-"""The timeline of one instance's life: spans and marks on one clock that starts when the process did.
+"""The timeline of one instance's life: spans and marks on one clock that starts when the process
+did.
 
-Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read as a
-JSON-ready value. It does not know what the spans mean: `runtime/waterfall/view.py` draws them.
+Anything may write to it from any thread; it is bounded, cheap (one append under the GIL), and read
+as a JSON-ready value. It does not know what the spans mean: `runtime/waterfall/view.py` draws them.
 
-Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "device", "place", "tokenizer",
-"model", "execute", "request".
+Lanes in use: "process" (interpreter, imports), "manifest", "fetch", "verify", "decode", "device",
+"place", "tokenizer", "model", "execute", "request".
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-MAX_SPANS = 50_000  # an 80-layer model needs about 6,000; beyond the bound new spans are counted, not kept
+# An 80-layer model needs about 6,000; beyond the bound new spans are counted, not kept.
+MAX_SPANS = 50_000
 
 
 class Span(NamedTuple):
@@ -33,7 +35,9 @@ class Timeline:
     """Collects spans. Thread-safe; never blocks, never raises for being full."""
 
     def __init__(self, *, started_at: float | None = None) -> None:
-        """`started_at` is on `time.monotonic()`'s clock; by default the moment this process was started."""
+        """`started_at` is on `time.monotonic()`'s clock; by default the moment this process was
+        started.
+        """
         self.started_at = process_start_s() if started_at is None else started_at
         self.started_unix_s = time.time() - (time.monotonic() - self.started_at)
         self._spans: list[Span] = []
@@ -57,8 +61,8 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        """Time a block; the block may add attributes to the dict that it gets. Written also when the block
-        raises.
+        """Time a block; the block may add attributes to the dict that it gets. Written also when
+        the block raises.
         """
         start_s = self.now_s()
         try:
@@ -95,8 +99,8 @@ class Timeline:
 
 
 def process_start_s() -> float:
-    """When this process was started, on `time.monotonic()`'s clock, to 10 ms (Linux `/proc/self/stat`,
-    field 22).
+    """When this process was started, on `time.monotonic()`'s clock, to 10 ms (Linux
+    `/proc/self/stat`, field 22).
 
     Elsewhere, or in a sandbox without /proc, now.
     """

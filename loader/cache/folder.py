@@ -1,18 +1,19 @@
 """The files of the part cache: one folder a user, one file a part, named by its digest.
 
-Several processes use the folder at the same time, and any of them may be killed at any moment. So a file appears
-under its final name only when all of it is written (it is renamed there), and what a process has open stays
-readable when another evicts it. Nothing is flushed to the disk: who reads compares the content with the digest, so
-that a power failure costs a miss and nothing else.
+Several processes use the folder at the same time, and any of them may be killed at any moment. So a
+file appears under its final name only when all of it is written (it is renamed there), and what a
+process has open stays readable when another evicts it. Nothing is flushed to the disk: who reads
+compares the content with the digest, so that a power failure costs a miss and nothing else.
 
-Invariant: the files, temporary ones included, never take more than the budget. What they take is kept as a number
-in the lock file. It may be too high (after a crash, or when parts were removed) but never too low, and a process
-that finds no room by it counts anew. The least recently used go first; a file's modification time says when that
-was, since its content never changes. What was written or read since this folder was opened is not evicted for more
-of the same load: a model that is larger than the budget would otherwise push out its own beginning.
+Invariant: the files, temporary ones included, never take more than the budget. What they take is
+kept as a number in the lock file. It may be too high (after a crash, or when parts were removed)
+but never too low, and a process that finds no room by it counts anew. The least recently used go
+first; a file's modification time says when that was, since its content never changes. What was
+written or read since this folder was opened is not evicted for more of the same load: a model that
+is larger than the budget would otherwise push out its own beginning.
 
-An entry that is no regular file of ours (a link, a FIFO, a folder, a file that may not be read) is removed where it
-is met, as a damaged part is: it costs a miss and nothing else.
+An entry that is no regular file of ours (a link, a FIFO, a folder, a file that may not be read) is
+removed where it is met, as a damaged part is: it costs a miss and nothing else.
 
 It does not know what a part is. All methods raise `OSError`.
 """
@@ -36,12 +37,15 @@ LOCK_NAME = "lock"
 TEMPORARY_PREFIX = "new-"
 TEMPORARY_LIFE_S = 600.0  # a temporary file that is older was left by a process that died
 PAGE_BYTES = 4096  # files are counted in whole ones
-FREE_SHARE = 10  # a tenth of the disk stays free, whatever the budget: a full disk would hurt the whole node
+# A tenth of the disk stays free, whatever the budget: a full disk would hurt the whole node.
+FREE_SHARE = 10
 SPARE_SHARE = (
-    20  # eviction frees a twentieth of the budget beyond the need, so that it is not due at every part
+    # Eviction frees a twentieth of the budget beyond the need, so that it is not due at every part.
+    20
 )
 
-# What opening says of an entry that is not ours to read: a link, a socket, a device, another's file or folder.
+# What opening says of an entry that is not ours to read: a link, a socket, a device, another's file
+# or folder.
 _WRONG_ENTRY = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EISDIR))
 MAX_LOCK_TRIES = 10  # others may replace a wrong lock file at the same time
 
@@ -62,7 +66,9 @@ class _File:
 
 
 class CacheFolder:
-    """Parts below `directory`. Does nothing before the first use, which makes what is missing. Thread-safe."""
+    """Parts below `directory`. Does nothing before the first use, which makes what is missing.
+    Thread-safe.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, budget_bytes: int) -> None:
         root = os.path.abspath(os.path.expanduser(directory))
@@ -70,14 +76,16 @@ class CacheFolder:
         self.num_evicted = 0
         self._budget_bytes = budget_bytes
         self._opened_at_ns = time.time_ns()
-        self._fd: int | None = None  # all files are reached through it, wherever the folder is moved
+        # All files are reached through it, wherever the folder is moved.
+        self._fd: int | None = None
         self._lock = threading.Lock()  # guards opening the folder
         self._counted = False
         self._refused_bytes: int | None = None  # the smallest size that there was no room for
 
     @contextmanager
     def opened(self, digest: bytes) -> Iterator[tuple[int, int] | None]:
-        """The part's file, and its size in bytes; None when there is none. Counts as a use of the part.
+        """The part's file, and its size in bytes; None when there is none. Counts as a use of the
+        part.
 
         Raises `WrongEntryError` for what cannot be one.
         """
@@ -113,11 +121,15 @@ class CacheFolder:
         return stat_modes.S_ISREG(status.st_mode)
 
     def has_refused(self, size_bytes: int) -> bool:
-        """Whether there was no room for a part of that size or a smaller one, and so there will be none."""
+        """Whether there was no room for a part of that size or a smaller one, and so there will be
+        none.
+        """
         return self._refused_bytes is not None and size_bytes >= self._refused_bytes
 
     def write(self, digest: bytes, data: memoryview) -> bool:
-        """Keep a part, in place of what is there; False when there is no room. Blocks as long as the disk does."""
+        """Keep a part, in place of what is there; False when there is no room. Blocks as long as
+        the disk does.
+        """
         folder = self._folder()
         temporary = TEMPORARY_PREFIX + os.urandom(8).hex()
         fd = self._reserve(temporary, len(data))
@@ -129,7 +141,8 @@ class CacheFolder:
                     data = data[os.write(fd, data) :]
             finally:
                 os.close(fd)
-            with self._locked():  # who counts must not miss the file because it changes its name just then
+            # Who counts must not miss the file because it changes its name just then.
+            with self._locked():
                 try:
                     os.rename(temporary, digest.hex(), src_dir_fd=folder, dst_dir_fd=folder)
                 except IsADirectoryError:  # all else is replaced by that
@@ -152,7 +165,8 @@ class CacheFolder:
         except FileNotFoundError:
             return
         except IsADirectoryError:
-            shutil.rmtree(name, dir_fd=folder)  # follows no links, and the folder is private to this user
+            # Follows no links, and the folder is private to this user.
+            shutil.rmtree(name, dir_fd=folder)
 
     def _reserve(self, temporary: str, size_bytes: int) -> int | None:
         """A new file to write to, whose size counts from now on; None when there is no room for it."""
@@ -164,7 +178,8 @@ class CacheFolder:
                 used_bytes = self._make_room(needed_bytes)
                 self._counted = True
             has_room = used_bytes + needed_bytes <= self._limit(used_bytes)
-            # Before the file is there: if this process dies in between, the number is too high, never too low.
+            # Before the file is there: if this process dies in between, the number is too high,
+            # never too low.
             _write_number(lock_fd, used_bytes + (needed_bytes if has_room else 0))
             if not has_room:
                 self._refused_bytes = size_bytes
@@ -179,7 +194,9 @@ class CacheFolder:
             return fd
 
     def _make_room(self, needed_bytes: int) -> int:
-        """Evict until `needed_bytes` and some more are free, as far as that goes; what is left, in bytes."""
+        """Evict until `needed_bytes` and some more are free, as far as that goes; what is left, in
+        bytes.
+        """
         folder = self._folder()
         files = list(self._files())
         used_bytes = sum(file.size_bytes for file in files)
@@ -211,7 +228,8 @@ class CacheFolder:
                     if is_dead or not stat_modes.S_ISREG(status.st_mode):
                         self._remove_entry(entry.name)
                         continue
-                    # Temporary files are not evicted for room: they are somebody's at work, or soon too old.
+                    # Temporary files are not evicted for room: they are somebody's at work, or soon
+                    # too old.
                     used_at_ns = self._opened_at_ns if is_temporary else status.st_mtime_ns
                     yield _File(used_at_ns, entry.name, _on_disk(status.st_size))
 
@@ -223,7 +241,9 @@ class CacheFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Keep all other writers from counting; the lock file. A lock ends with the process that holds it."""
+        """Keep all other writers from counting; the lock file. A lock ends with the process that
+        holds it.
+        """
         fd = self._lock_file()
         try:
             yield fd
@@ -231,7 +251,9 @@ class CacheFolder:
             os.close(fd)
 
     def _lock_file(self) -> int:
-        """The locked file. One that is no regular file is replaced; a lock on a file that was replaced is none."""
+        """The locked file. One that is no regular file is replaced; a lock on a file that was
+        replaced is none.
+        """
         folder = self._folder()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
         for _ in range(MAX_LOCK_TRIES):
@@ -262,7 +284,8 @@ class CacheFolder:
         with self._lock:
             if self._fd is None:
                 self._fd = _open_private(self.path)
-                # Not a method to call: the last thread that still uses the descriptor must be done with it.
+                # Not a method to call: the last thread that still uses the descriptor must be done
+                # with it.
                 weakref.finalize(self, os.close, self._fd)
             return self._fd
 
@@ -270,8 +293,8 @@ class CacheFolder:
 def _open_private(path: str) -> int:
     """The folder, made if need be. Raises `PermissionError` when others own it or may write to it.
 
-    What they could plant would be found out by its digest; but they could also fill the disk in our name, or see
-    which models run here.
+    What they could plant would be found out by its digest; but they could also fill the disk in our
+    name, or see which models run here.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:

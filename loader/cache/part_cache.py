@@ -1,12 +1,12 @@
 """Parts that this node has fetched before, by their digests.
 
-A part is found by its BLAKE3-256 digest from the manifest, so models, versions and stores share what they have in
-common and cannot be confused. The manifest always comes from the store: pins, replacement and access control hold as
-they do without a cache.
+A part is found by its BLAKE3-256 digest from the manifest, so models, versions and stores share
+what they have in common and cannot be confused. The manifest always comes from the store: pins,
+replacement and access control hold as they do without a cache.
 
-Invariant: it is never an obstacle. What is read from it is as unverified as what comes over a network, and goes
-through the same check; no error leaves it, and no disk, full, slow, read-only or gone, fails a load or holds it up for
-long. Troubles are listed in `statistics().troubles`.
+Invariant: it is never an obstacle. What is read from it is as unverified as what comes over a
+network, and goes through the same check; no error leaves it, and no disk, full, slow, read-only or
+gone, fails a load or holds it up for long. Troubles are listed in `statistics().troubles`.
 
 It does not know tensors, manifests or stores.
 """
@@ -27,7 +27,8 @@ SLICE_BYTES = 1024 * 1024  # between two slices a read notices that the disk cra
 class PartCache:
     """One load's view of the cache below `directory`, where at most `budget_bytes` are kept.
 
-    Does nothing before it is asked. All methods but `join` may be called from any thread, and raise nothing.
+    Does nothing before it is asked. All methods but `join` may be called from any thread, and raise
+    nothing.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class PartCache:
         self._rejected: set[bytes] = set()
 
     def read_into(self, digest: bytes, start: int, buffer: memoryview) -> bool:
-        """Fill `buffer` with bytes [start, start + len(buffer)) of the part, unverified; blocks without the GIL.
+        """Fill `buffer` with bytes [start, start + len(buffer)) of the part, unverified; blocks
+        without the GIL.
 
         False when they have to come from the store: then the buffer's content is undefined.
         """
@@ -76,7 +78,9 @@ class PartCache:
         return True
 
     def holds(self, digest: bytes) -> bool:
-        """Whether `read_into` would look for the part here and find it, as far as is known without reading it."""
+        """Whether `read_into` would look for the part here and find it, as far as is known without
+        reading it.
+        """
         if not self._is_readable or digest in self._rejected:
             return False
         try:
@@ -85,16 +89,19 @@ class PartCache:
             return False  # reading will find out the same, and say so
 
     def offer(self, digest: bytes, data: memoryview) -> bool:
-        """Have a whole part kept, whose digest was found right. Copies it; never waits for the disk.
+        """Have a whole part kept, whose digest was found right. Copies it; never waits for the
+        disk.
 
-        False when it is not taken: it came from here, or the writer is behind, or nothing can be written.
+        False when it is not taken: it came from here, or the writer is behind, or nothing can be
+        written.
         """
         return digest not in self._served and self._writer.offer(digest, data)
 
     def reject(self, digest: bytes) -> bool:
         """Called for a part that had another digest: whether bytes of it came from here.
 
-        If so, they are removed, and no read of the part succeeds any more: it is to be fetched from the store.
+        If so, they are removed, and no read of the part succeeds any more: it is to be fetched from
+        the store.
         """
         with self._lock:
             if digest not in self._served:
@@ -104,7 +111,9 @@ class PartCache:
         return True
 
     def finish(self) -> None:
-        """Nothing more will be offered: what is still to be written is written at full speed. Returns at once."""
+        """Nothing more will be offered: what is still to be written is written at full speed.
+        Returns at once.
+        """
         self._writer.finish()
 
     def join(self, timeout_s: float | None = None) -> bool:

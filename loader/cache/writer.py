@@ -1,8 +1,10 @@
-"""Writes to the part cache during a load, which never waits for them; their pace and their counters.
+"""Writes to the part cache during a load, which never waits for them; their pace and their
+counters.
 
-A part is copied into memory of the writer's own and written by one thread. The copy costs little (20 GB/s), and buys
-that a disk that blocks can never hold up a load: no memory of the load's is lent to it. When that memory is full, parts
-are dropped. While the load runs, the thread keeps to a share of the CPU that is left idle; afterwards it hurries.
+A part is copied into memory of the writer's own and written by one thread. The copy costs little
+(20 GB/s), and buys that a disk that blocks can never hold up a load: no memory of the load's is
+lent to it. When that memory is full, parts are dropped. While the load runs, the thread keeps to a
+share of the CPU that is left idle; afterwards it hurries.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from .folder import CacheFolder
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """Sizes in bytes. `troubles` are sentences for people: why the cache is not, or no longer, used as it was meant."""
+    """Sizes in bytes. `troubles` are sentences for people: why the cache is not, or no longer, used
+    as it was meant.
+    """
 
     num_hits: int = 0  # ranges that were read from the disk
     num_misses: int = 0  # ranges that had to come from the store
     read_bytes: int = 0
     num_written: int = 0  # parts
     written_bytes: int = 0
-    num_dropped: int = 0  # parts that were not written, because the disk was full, or slower than the load
+    # Parts that were not written, because the disk was full, or slower than the load.
+    num_dropped: int = 0
     num_rejected: int = 0  # parts whose bytes on the disk were wrong
     num_evicted: int = 0  # parts that this process removed to make room
     troubles: tuple[str, ...] = ()
@@ -71,8 +76,9 @@ MAX_REST_S = 1.0
 class ReadGate:
     """Few threads read from the disk at a time.
 
-    On a fast disk the others wait for their turn, which comes in a moment. On a slow one they are sent to the store, so
-    that disk and store bring parts side by side, and the load has at least the store's rate.
+    On a fast disk the others wait for their turn, which comes in a moment. On a slow one they are
+    sent to the store, so that disk and store bring parts side by side, and the load has at least
+    the store's rate.
     """
 
     def __init__(self) -> None:
@@ -100,10 +106,11 @@ def is_crawling(size_bytes: int, elapsed_s: float) -> bool:
 
 
 def rest_s(cpu_s: float, delay_s: float, elapsed_s: float, idle_cores: float) -> float:
-    """How long a writer rests that used `cpu_s` of CPU time in `elapsed_s`, to keep to its share of the idle cores.
+    """How long a writer rests that used `cpu_s` of CPU time in `elapsed_s`, to keep to its share of
+    the idle cores.
 
-    `idle_cores` is what its own process leaves. Others' use of them shows in `delay_s`, for which the writer was
-    ready to run and had to wait; then it takes less, by the square.
+    `idle_cores` is what its own process leaves. Others' use of them shows in `delay_s`, for which
+    the writer was ready to run and had to wait; then it takes less, by the square.
     """
     if cpu_s <= 0:
         return 0.0
@@ -123,7 +130,8 @@ class CacheWriter:
         self._wake = threading.Condition()
         self._staging: Staging | None = None  # mapped when there is something to write
         self._queue: deque[tuple[bytes, Buffer]] = deque()
-        self._pending: set[bytes] = set()  # digests that are in the queue, or on their way in or out
+        # Digests that are in the queue, or on their way in or out.
+        self._pending: set[bytes] = set()
         self._thread: threading.Thread | None = None
         self._finished = False  # nothing more will be offered
         self._broken = False  # nothing more can be written
@@ -229,7 +237,9 @@ class CacheWriter:
 
 
 def _delay_s() -> float:
-    """How long this thread was ready to run and had to wait for a core, since it began; 0 where nothing says."""
+    """How long this thread was ready to run and had to wait for a core, since it began; 0 where
+    nothing says.
+    """
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -238,8 +248,9 @@ def _delay_s() -> float:
 
 
 def _copy(data: memoryview, target: memoryview) -> None:
-    # Imported here, because the first bytes of a load need no numpy; by the time that a part has been verified, its
-    # decoder has brought it in. It copies without the GIL, as a memoryview does not.
+    # Imported here, because the first bytes of a load need no numpy; by the time that a part has
+    # been verified, its decoder has brought it in. It copies without the GIL, as a memoryview does
+    # not.
     import numpy as np
 
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))

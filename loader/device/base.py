@@ -1,18 +1,21 @@
-"""The `Device` protocol for weights in another memory, the values it speaks in, and the check that a model fits.
+"""The `Device` protocol for weights in another memory, the values it speaks in, and the check that
+a model fits.
 
     ring (host memory) ── upload ──► the same ring on the device ── merge ──► weights (device memory)
                         own stream                                own stream
 
-A device works asynchronously, in streams: `place` only queues work. A `Ticket` is a point in that work. Between
-streams tickets make order: nothing here makes the host wait but `Ticket.wait`, `read_back` and `close`.
+A device works asynchronously, in streams: `place` only queues work. A `Ticket` is a point in that
+work. Between streams tickets make order: nothing here makes the host wait but `Ticket.wait`,
+`read_back` and `close`.
 
-Why no kernel sees half a layer, and why nothing can wait in a circle: a computing stream waits for the tickets of
-the parts that it needs (`order_after`), and records where its last use of a group ends (`record`); an upload that
-replaces bits of values in use waits for that (`place(after=…)`). A stream can only wait for a ticket that exists
-already, so each waits for earlier work, and never for later work.
+Why no kernel sees half a layer, and why nothing can wait in a circle: a computing stream waits for
+the tickets of the parts that it needs (`order_after`), and records where its last use of a group
+ends (`record`); an upload that replaces bits of values in use waits for that (`place(after=…)`). A
+stream can only wait for a ticket that exists already, so each waits for earlier work, and never for
+later work.
 
-`cuda.py` and the tests' simulated device pass one contract suite. A device belongs to one load. Its methods may be
-called from any thread, `place` from one at a time.
+`cuda.py` and the tests' simulated device pass one contract suite. A device belongs to one load. Its
+methods may be called from any thread, `place` from one at a time.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# Left for what is allocated behind the counter's back: other libraries' handles, and the code of their kernels. A
-# guess. Keys and values are their pool's to account for, which takes what is left.
+# Left for what is allocated behind the counter's back: other libraries' handles, and the code of
+# their kernels. A guess. Keys and values are their pool's to account for, which takes what is left.
 MARGIN_BYTES = 256 * MIB
 
 
@@ -69,7 +72,9 @@ class Ticket(Protocol):
 
 
 class DeviceStatistics(NamedTuple):
-    """Counters of a device's work, and of the memory that it holds. Sizes in bytes, times in seconds."""
+    """Counters of a device's work, and of the memory that it holds. Sizes in bytes, times in
+    seconds.
+    """
 
     name: str
     num_images: int
@@ -105,41 +110,47 @@ class Device(Protocol):
         """The device memory that is free now, in bytes."""
 
     def reserve(self, weights_bytes: int, ring: memoryview) -> None:
-        """Take the memory for the weights, and what images need. To be called once, before all that follows.
+        """Take the memory for the weights, and what images need. To be called once, before all that
+        follows.
 
-        `ring` is the host memory that images will lie in, whole pages; it stays the caller's, and must be there
-        until `release_ring` or `close`. Raises `InsufficientMemoryError` with the numbers, having taken nothing.
+        `ring` is the host memory that images will lie in, whole pages; it stays the caller's, and
+        must be there until `release_ring` or `close`. Raises `InsufficientMemoryError` with the
+        numbers, having taken nothing.
         """
 
     def weights(self) -> Any:
-        """The weights' memory, (weights_bytes,) uint8, on the device: an array that speaks DLPack, and that keeps
-        the memory alive for as long as anything looks at it. Undefined content until it is placed.
+        """The weights' memory, (weights_bytes,) uint8, on the device: an array that speaks DLPack,
+        and that keeps the memory alive for as long as anything looks at it. Undefined content until
+        it is placed.
         """
 
     def place(self, images: Sequence[Placed], after: Iterable[Ticket] = ()) -> Ticket:
-        """Have these images merged into the weights, in order, behind all that was placed before. One ticket for
-        all.
+        """Have these images merged into the weights, in order, behind all that was placed before.
+        One ticket for all.
 
-        What others have read of these weights so far, up to `after`, is read before. The images' memory belongs to
-        the device until the ticket is done. Returns at once. Raises `LoadError`.
+        What others have read of these weights so far, up to `after`, is read before. The images'
+        memory belongs to the device until the ticket is done. Returns at once. Raises `LoadError`.
         """
 
     def order_after(self, ticket: Ticket, stream: int) -> None:
-        """Have all that is launched on a stream from now on wait for a ticket of this device. Stream 0 is the
-        default one of who computes.
+        """Have all that is launched on a stream from now on wait for a ticket of this device.
+        Stream 0 is the default one of who computes.
         """
 
     def record(self, stream: int) -> Ticket:
         """A ticket for all that was launched on the stream up to now."""
 
     def read_back(self, begin_bytes: int, end_bytes: int) -> npt.NDArray[np.uint8]:
-        """A copy of these bytes of the weights on the host, once all is done that was placed. Blocks."""
+        """A copy of these bytes of the weights on the host, once all is done that was placed.
+        Blocks.
+        """
 
     def statistics(self) -> DeviceStatistics: ...
 
     def release_ring(self) -> None:
-        """Let go of what only images need: all were placed, and their tickets are done. Nothing is placed after
-        this."""
+        """Let go of what only images need: all were placed, and their tickets are done. Nothing is
+        placed after this.
+        """
 
     def close(self) -> None:
         """Wait for what was placed, and let go of all but the weights. Idempotent."""

@@ -1,14 +1,16 @@
-"""Compiled kernels: made of their source by NVRTC, without a device, for an architecture; kept by what they depend
-on.
+"""Compiled kernels: made of their source by NVRTC, without a device, for an architecture; kept by
+what they depend on.
 
     python -m teneral.loader.device.compile FOLDER [ARCHITECTURE ...]
 
-A program for an image's build: it leaves a cubin for each architecture (90 is Hopper's) in the folder, which the
-server is then given (`kernel_dir`). Their names carry a digest of the source and of the compiler's options, so that
-a cubin of other kernels is never taken. Without one, a server compiles when it starts, during the fetch, which
-takes some tenths of a second, and leaves what it made where the next one finds it.
+A program for an image's build: it leaves a cubin for each architecture (90 is Hopper's) in the
+folder, which the server is then given (`kernel_dir`). Their names carry a digest of the source and
+of the compiler's options, so that a cubin of other kernels is never taken. Without one, a server
+compiles when it starts, during the fetch, which takes some tenths of a second, and leaves what it
+made where the next one finds it.
 
-A cubin runs on its own architecture and on later minor versions of it: on 9.0 one for 90, on 8.9 one for 80.
+A cubin runs on its own architecture and on later minor versions of it: on 9.0 one for 90, on 8.9
+one for 80.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def cubin_name(architecture: int) -> str:
 
 
 def compile_kernels(architecture: int) -> bytes:
-    """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the compiler's own words."""
+    """The cubin for an architecture. Needs NVRTC, and no device. Raises `LoadError` with the
+    compiler's own words.
+    """
     from cupy.cuda import nvrtc  # some hundred ms, for who compiles
 
     program, log = None, ""
@@ -68,8 +72,8 @@ def find_cubin(architecture: int, folders: Sequence[Path]) -> Path | None:
 
 
 def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
-    """Write it, whole or not at all; several processes may write the same. Raises `OSError` where it cannot be
-    written.
+    """Write it, whole or not at all; several processes may write the same. Raises `OSError` where
+    it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / cubin_name(architecture)
@@ -80,8 +84,8 @@ def keep_cubin(architecture: int, cubin: bytes, folder: Path) -> Path:
 
 
 def cubin_for(architecture: int, folders: Sequence[Path]) -> tuple[Path, bool]:
-    """A file with the kernels, and whether they had to be compiled: then they are kept in the last of the folders
-    that can be written, or in a temporary one. Raises `LoadError`.
+    """A file with the kernels, and whether they had to be compiled: then they are kept in the last
+    of the folders that can be written, or in a temporary one. Raises `LoadError`.
     """
     found = find_cubin(architecture, folders)
     if found is not None:

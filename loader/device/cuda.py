@@ -1,13 +1,13 @@
 """A CUDA device, through CuPy: a pinned ring, two streams, and the kernels that merge planes.
 
-Uploads have a stream of their own, so that the next image crosses the link while the last one is merged, and while
-a refining waits for who computes. Streams wait for each other by events; the host waits for none but in
-`Ticket.wait`, `read_back` and `close`. Streams of others (torch's) are known by their numbers and are never owned
-here.
+Uploads have a stream of their own, so that the next image crosses the link while the last one is
+merged, and while a refining waits for who computes. Streams wait for each other by events; the host
+waits for none but in `Ticket.wait`, `read_back` and `close`. Streams of others (torch's) are known
+by their numbers and are never owned here.
 
-The weights are one allocation of their own, not a pool's: they are never given back while the model lives, and
-torch sees them by DLPack as they are. CuPy is imported when a device is opened, which only a machine that has one
-does. A process that forks must do so before.
+The weights are one allocation of their own, not a pool's: they are never given back while the model
+lives, and torch sees them by DLPack as they are. CuPy is imported when a device is opened, which
+only a machine that has one does. A process that forks must do so before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ MAX_GRID_Y = 65_535
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context
 SCRATCH_ALIGNMENT_BYTES = 256
-CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES  # that go to the decompressor and come back for each chunk
+# That go to the decompressor and come back for each chunk.
+CHUNK_ARRAYS_BYTES = 5 * 8 + CHUNK_STATUS_BYTES
 
 
 class CudaTicket:
@@ -45,8 +46,8 @@ class CudaTicket:
     def __init__(
         self, device: CudaDevice, event: Any, statuses: Sequence[npt.NDArray[np.int32]] = ()
     ) -> None:
-        """`statuses`, on the host, are the decompressor's results for each image's frames, once the event has
-        passed.
+        """`statuses`, on the host, are the decompressor's results for each image's frames, once the
+        event has passed.
         """
         self._device = device
         self.event = event
@@ -73,9 +74,9 @@ class CudaDevice:
     """See `base.Device`."""
 
     def __init__(self, index: int, *, timeline: Timeline, cubin_folders: Sequence[Path] = ()) -> None:
-        """Open the device: its context, and its kernels from the first of the folders that has them, compiled
-        otherwise and left in the last one. Takes some tenths of a second, or seconds. Raises `LoadError` when that
-        fails.
+        """Open the device: its context, and its kernels from the first of the folders that has
+        them, compiled otherwise and left in the last one. Takes some tenths of a second, or
+        seconds. Raises `LoadError` when that fails.
         """
         begun_s = time.monotonic()
         self.name = f"cuda:{index}"
@@ -134,8 +135,8 @@ class CudaDevice:
                     self._runtime.hostRegister(self._ring_address, len(ring), PORTABLE)
             self._is_pinned = len(ring) > 0
         except LoadError as error:
-            # Some sandboxes do not let shared memory be pinned. CUDA then copies it once more, to memory of its
-            # own.
+            # Some sandboxes do not let shared memory be pinned. CUDA then copies it once more, to
+            # memory of its own.
             self._timeline.mark("device", "the ring is not pinned: uploads are slower", why=error.message)
         self._pin_s = time.monotonic() - begun_s
 
@@ -252,8 +253,9 @@ class CudaDevice:
                 self._runtime.memcpyAsync(place, host + copy.image_bytes, copy.size_bytes, to_device, stream)
 
     def _decompress(self, images: Sequence[Placed]) -> list[npt.NDArray[np.int32]]:
-        """Have the frames of these images decompressed behind each, before they are merged: all in one launch, as
-        one image has too few frames for a large device. Their results come to the host's images.
+        """Have the frames of these images decompressed behind each, before they are merged: all in
+        one launch, as one image has too few frames for a large device. Their results come to the
+        host's images.
         """
         if not images:
             return []
@@ -289,7 +291,8 @@ class CudaDevice:
         return statuses
 
     def _take_scratch(self, num_chunks: int, room_bytes: int) -> int:
-        """The address of the arrays for these chunks, with this much room for the decompressor behind them.
+        """The address of the arrays for these chunks, with this much room for the decompressor
+        behind them.
 
         What is launched one after another uses the same memory: its stream keeps the order.
         """
@@ -318,7 +321,8 @@ class CudaDevice:
 
         architecture = int(self._cupy.cuda.Device(self._index).compute_capability)
         cubin, compiled = cubin_for(architecture, folders)
-        self._module = self._cupy.RawModule(path=str(cubin))  # it stays loaded for as long as this does
+        # It stays loaded for as long as this does.
+        self._module = self._cupy.RawModule(path=str(cubin))
         kernels = {name: self._module.get_function(name) for name in (*KERNELS, RESOLVE_KERNEL)}
         # CUDA loads a kernel when it is first launched: now, over no frames.
         memory = self._cupy.cuda.Memory(1024)

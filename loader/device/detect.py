@@ -1,6 +1,8 @@
-"""The choice of a device, made without importing CuPy or torch, which machines without one never should.
+"""The choice of a device, made without importing CuPy or torch, which machines without one never
+should.
 
-Looks at files only, some microseconds. What it says is a wish: whether the device works is found out by opening it.
+Looks at files only, some microseconds. What it says is a wish: whether the device works is found
+out by opening it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import re
 from ..errors import UsageError
 
 CPU = "cpu"
-# The driver's control file on Linux, and the one that stands for it in a virtual machine on Windows.
+# The driver's control file on Linux, and the one that stands for it in a virtual machine on
+# Windows.
 CONTROL_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _NAME = re.compile(r"auto|cpu|cuda(?::([0-9]{1,2}))?")
 _NO_DRIVER = "there is no NVIDIA driver here"
@@ -29,8 +32,8 @@ def parse_device(text: object) -> str:
 def choose_device(wanted: str, *, control_files: tuple[str, ...] = CONTROL_FILES) -> str:
     """ "cpu", or the name of a CUDA device such as "cuda:0". `wanted` is as `parse_device` has it.
 
-    "auto" takes a CUDA device where there is one, CuPy is installed and torch was built for CUDA. Raises
-    `UsageError` when a CUDA device is wanted by name and what it needs is missing.
+    "auto" takes a CUDA device where there is one, CuPy is installed and torch was built for CUDA.
+    Raises `UsageError` when a CUDA device is wanted by name and what it needs is missing.
     """
     if wanted == CPU:
         return CPU

@@ -1,23 +1,24 @@
-"""Images: what is uploaded of one piece of a part, and the arithmetic by which a device makes words of it.
+"""Images: what is uploaded of one piece of a part, and the arithmetic by which a device makes words
+of it.
 
     image:  [ tables ][ planes, as they are before they are merged ] [ what is copied as it is ]
             └────────── uploaded, then merged by kernels ─────────┘ └─ sent straight to the weights ─┘
 
-A table is a `Recipe` and an array of frames: which words a kernel makes of which bytes. Planes stand one behind
-another, each at a multiple of `PLANE_BYTES`; with `coded`, a device that decompresses by itself gets planes as they
-are stored, and room for them behind the image, which exists on the device only. So the link carries planes, never
-expanded weights.
+A table is a `Recipe` and an array of frames: which words a kernel makes of which bytes. Planes
+stand one behind another, each at a multiple of `PLANE_BYTES`; with `coded`, a device that
+decompresses by itself gets planes as they are stored, and room for them behind the image, which
+exists on the device only. So the link carries planes, never expanded weights.
 
 A *word* is an element's bits. A recipe takes bits of each plane and puts them where they belong:
 
     word = (word & keep) | fill | (bits of plane 0) << up[0] | (bits of plane 1) << up[1] | …
 
-but for the plane that begins with the sign: its highest bit goes to `sign_up`, and only the others to `up`. This
-covers every encoding of the format that is cut at all (`docs/format.md`, "Encodings"), so one kernel a word size
-does.
+but for the plane that begins with the sign: its highest bit goes to `sign_up`, and only the others
+to `up`. This covers every encoding of the format that is cut at all (`docs/format.md`,
+"Encodings"), so one kernel a word size does.
 
-The process that fills an image and the one that sends it make the same layout of the same manifest. Pure; sizes
-were checked with the manifest. Nothing here knows memory, devices or threads.
+The process that fills an image and the one that sends it make the same layout of the same manifest.
+Pure; sizes were checked with the manifest. Nothing here knows memory, devices or threads.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ if TYPE_CHECKING:
 MAX_PLANES = 8
 NO_PLANE = 0xFFFFFFFF  # for `sign_plane`: no plane has a sign
 
-# Named by what they do: `kernels/merge.cu`. The first two are for what most weights are, and as fast as memory; the
-# others do anything, words of that many bits.
+# Named by what they do: `kernels/merge.cu`. The first two are for what most weights are, and as
+# fast as memory; the others do anything, words of that many bits.
 DRAFT_KERNEL, REFINE_KERNEL = "merge_bf16_draft", "refine_low_nibbles"
 GENERAL_KERNELS = {2: "merge_words_16", 4: "merge_words_32", 8: "merge_words_64"}
 RESOLVE_KERNEL = "resolve_chunks"  # for who decompresses, before these
 KERNELS = (DRAFT_KERNEL, REFINE_KERNEL, *GENERAL_KERNELS.values())
 
-# keep, fill, num_planes, word_bytes, sign_plane, sign_up, bits[8], up[8]: `struct Recipe` in the kernels' source.
+# keep, fill, num_planes, word_bytes, sign_plane, sign_up, bits[8], up[8]: `struct Recipe` in the
+# kernels' source.
 _RECIPE = struct.Struct("<QQIIII8I8I")
 RECIPE_BYTES = _RECIPE.size
 
@@ -155,7 +157,9 @@ class Launch(NamedTuple):
 
 
 class PlacedPlane(NamedTuple):
-    """A plane's place in the image as the kernels read it, and, if it comes coded, as it was stored."""
+    """A plane's place in the image as the kernels read it, and, if it comes coded, as it was
+    stored.
+    """
 
     offset_bytes: int
     size_bytes: int
@@ -168,7 +172,8 @@ class Chunks(NamedTuple):
     table_bytes: int  # where their table begins in the image
     num: int
     total_bytes: int  # decompressed, of all; none has more than FRAME_ELEMENTS
-    status_bytes: int  # where their statuses come to, in the host's image, once they are decompressed
+    # Where their statuses come to, in the host's image, once they are decompressed.
+    status_bytes: int
 
 
 class PartImage(NamedTuple):
@@ -180,7 +185,8 @@ class PartImage(NamedTuple):
     written_bytes: int  # of weights
     launches: tuple[Launch, ...]
     copies: tuple[Copy, ...]
-    planes: tuple[tuple[PlacedPlane, ...], ...]  # of each segment; of a flat one where it stands in the image
+    # Of each segment; of a flat one where it stands in the image.
+    planes: tuple[tuple[PlacedPlane, ...], ...]
     chunks: Chunks | None = None
 
 
@@ -211,8 +217,9 @@ def slab_starts(groups: Sequence[Group]) -> tuple[list[int], int]:
 
 
 def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: bool = False) -> PartImage:
-    """The part's image; `starts` are those of the manifest's slabs. With `coded`, the device decompresses what it
-    may."""
+    """The part's image; `starts` are those of the manifest's slabs. With `coded`, the device
+    decompresses what it may.
+    """
     tensors = [manifest.tensors[segment.tensor] for segment in part.segments]
     pieces, flat = _pieces(part, tensors, coded), _flat_segments(part, tensors)
     layout = _Layout()
@@ -261,8 +268,8 @@ def plan_image(manifest: Manifest, part: Part, starts: Sequence[int], *, coded: 
 def pack_tables(
     image: PartImage, manifest: Manifest, part: Part, starts: Sequence[int], out: memoryview
 ) -> None:
-    """Write the image's tables into its memory; the table of chunks is written by the code that knows where they
-    begin.
+    """Write the image's tables into its memory; the table of chunks is written by the code that
+    knows where they begin.
     """
     import numpy as np  # with whom decodes; plans are made before
 
@@ -327,6 +334,8 @@ def _pieces(part: Part, tensors: Sequence[Tensor], coded: bool) -> list[_Piece]:
 
 
 def _has_checked_bytes(tensor: Tensor) -> bool:
-    """Whether bytes of its planes may be wrong though decompressed: who decompresses must look at them."""
+    """Whether bytes of its planes may be wrong though decompressed: who decompresses must look at
+    them.
+    """
     float_format = tensor.encoding.float_format
     return float_format is not None and float_format.exponent_bits < 8

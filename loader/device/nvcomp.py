@@ -1,11 +1,12 @@
-"""Zstandard on the device: nvCOMP's C interface of version 5, called where the optional package is installed.
+"""Zstandard on the device: nvCOMP's C interface of version 5, called where the optional package is
+installed.
 
-Corrupt input is undefined behaviour there. So only frames reach it that belong to a part whose digest was right,
-and whose headers were read on the host: each declares the size that its room has. What nvCOMP says of each frame is
-looked at before anybody may use what it has written.
+Corrupt input is undefined behaviour there. So only frames reach it that belong to a part whose
+digest was right, and whose headers were read on the host: each declares the size that its room has.
+What nvCOMP says of each frame is looked at before anybody may use what it has written.
 
-The library is found as a file of the package `nvidia-libnvcomp`; it is not imported. Other major versions have
-other interfaces, and other file names.
+The library is found as a file of the package `nvidia-libnvcomp`; it is not imported. Other major
+versions have other interfaces, and other file names.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ SUCCESS = 0
 
 
 class _Options(ctypes.Structure):
-    """`nvcompBatchedZstdDecompressOpts_t`: the backend (0: its own choice), and bytes that must be zero."""
+    """`nvcompBatchedZstdDecompressOpts_t`: the backend (0: its own choice), and bytes that must be
+    zero.
+    """
 
     _fields_ = (("backend", ctypes.c_int), ("reserved", ctypes.c_char * 60))
 
 
 def find_library(folders: Iterable[str] | None = None) -> str | None:
-    """The library's file, where Python's packages are; None when the package is not installed. `nvidia` is a folder
-    that many packages share, and not always one that can be asked for the others.
+    """The library's file, where Python's packages are; None when the package is not installed.
+    `nvidia` is a folder that many packages share, and not always one that can be asked for the
+    others.
     """
     paths = (os.path.join(folder, LIBRARY) for folder in (sys.path if folders is None else folders))
     return next((path for path in paths if os.path.isfile(path)), None)
@@ -55,17 +59,17 @@ class Decompressor:
         )
 
     def scratch_bytes(self, num: int, total_bytes: int) -> int:
-        """The extra device memory that decompressing these frames takes, of `bytes` in all: about three times
-        the latter. Raises `LoadError`.
+        """The extra device memory that decompressing these frames takes, of `bytes` in all: about
+        three times the latter. Raises `LoadError`.
         """
         found = ctypes.c_size_t()
         self._check(self._scratch(num, FRAME_ELEMENTS, _Options(), ctypes.byref(found), total_bytes))
         return found.value
 
     def launch(self, chunks: int, num: int, scratch: int, scratch_bytes: int, stream: int) -> None:
-        """Have `num` frames decompressed. `chunks` is the address of what `resolve_chunks` has written: five arrays
-        of numbers of 64 bits, the last of which is filled here with the sizes that came out, and one of statuses.
-        Raises `LoadError` when it cannot be launched.
+        """Have `num` frames decompressed. `chunks` is the address of what `resolve_chunks` has
+        written: five arrays of numbers of 64 bits, the last of which is filled here with the sizes
+        that came out, and one of statuses. Raises `LoadError` when it cannot be launched.
         """
         coded, coded_bytes, decoded, decoded_bytes, actual_bytes, statuses = (
             chunks + 8 * num * place for place in range(6)

@@ -1,8 +1,8 @@
 """The place of decompression, host or device: a decision from measured rates. Pure.
 
-The host does it unless it holds the load up: it has checked every byte then, and the link to the device is seldom
-short. A device that can is tried where the host's cores cannot keep up with the store, and kept where that is
-faster. What is stored raw takes neither way: it is sent as it is.
+The host does it unless it holds the load up: it has checked every byte then, and the link to the
+device is seldom short. A device that can is tried where the host's cores cannot keep up with the
+store, and kept where that is faster. What is stored raw takes neither way: it is sent as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class DeviceSpeed(NamedTuple):
     """A device's abilities, and its measured speed."""
 
     decompresses: bool = False
-    bytes_per_s: float | None = None  # stored bytes that it took, decompressed and merged; None: not measured
+    # Stored bytes that it took, decompressed and merged; None: not measured.
+    bytes_per_s: float | None = None
 
 
 class Choice(NamedTuple):
@@ -31,7 +32,9 @@ class Choice(NamedTuple):
 
 
 def choose_path(link_bytes_per_s: float, host_bytes_per_s: float | None, device: DeviceSpeed) -> Choice:
-    """Rates are of stored bytes: what the store gives (0: unknown), and what all of the host's cores decompress."""
+    """Rates are of stored bytes: what the store gives (0: unknown), and what all of the host's
+    cores decompress.
+    """
     if not device.decompresses:
         return Choice(Path.HOST, "the device does not decompress")
     if not link_bytes_per_s or host_bytes_per_s is None:

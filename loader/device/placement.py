@@ -1,14 +1,17 @@
-"""Images become weights: the threads between a ring and a device, and the order between placing and computing.
+"""Images become weights: the threads between a ring and a device, and the order between placing and
+computing.
 
-One thread opens the device at once, while the first bytes are fetched, and then has it place images, all that wait
-at a time; another waits for the tickets and gives the ring's memory back. No image waits on the host for the device
-to be done with the one before. While they work, Python's threads take turns ten times as often as they usually do.
+One thread opens the device at once, while the first bytes are fetched, and then has it place
+images, all that wait at a time; another waits for the tickets and gives the ring's memory back. No
+image waits on the host for the device to be done with the one before. While they work, Python's
+threads take turns ten times as often as they usually do.
 
-A part is *settled* when the device has queued its placement, not when that is done. So a thread that a gate let
-through has its stream wait, by `order_after` or `reading`, before it launches anything that reads. And who computes
-with values that are not exact yet does so within `reading`: what refines them is placed behind the last of that. On
-the host the two exclude each other for as long as launching takes; on the device, tickets do the rest (`base.py`).
-It does not know sources, planes or torch.
+A part is *settled* when the device has queued its placement, not when that is done. So a thread
+that a gate let through has its stream wait, by `order_after` or `reading`, before it launches
+anything that reads. And who computes with values that are not exact yet does so within `reading`:
+what refines them is placed behind the last of that. On the host the two exclude each other for as
+long as launching takes; on the device, tickets do the rest (`base.py`). It does not know sources,
+planes or torch.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from .paths import DeviceSpeed
 from .ring import cut_part, with_plane_sizes
 from .sink import SentImage
 
-MAX_IMAGES = 8  # placed at a time: enough frames for a large device's decompressor, in 84 MiB of scratch
+# Placed at a time: enough frames for a large device's decompressor, in 84 MiB of scratch.
+MAX_IMAGES = 8
 
 
 class _OnItsWay(NamedTuple):
@@ -76,9 +80,9 @@ class Placement:
         tell: Callable[[DeviceSpeed], None],
         fail: Callable[[TeneralError], None],
     ) -> None:
-        """`open_device` is called on a thread of this. `settle` takes the number of each part that is being placed,
-        `release` the ring's places that are free again, `tell` what the device can do that it need not, `fail` what
-        ended it. They may be called from any thread.
+        """`open_device` is called on a thread of this. `settle` takes the number of each part that
+        is being placed, `release` the ring's places that are free again, `tell` what the device can
+        do that it need not, `fail` what ended it. They may be called from any thread.
         """
         self._open_device = open_device
         self._timeline = timeline
@@ -88,7 +92,8 @@ class Placement:
         self._error: TeneralError | None = None
         self._begun, self._reserved, self._done = threading.Event(), threading.Event(), threading.Event()
         self._is_closed = False
-        # By group, once the manifest is known. What was placed last, as long as the device has not done it …
+        # By group, once the manifest is known. What was placed last, as long as the device has not
+        # done it …
         self._last: list[Ticket | None] = []
         # … how many parts are not placed, and how many the device has not done …
         self._unplaced: list[int] = []
@@ -131,8 +136,8 @@ class Placement:
         return self._opened().name
 
     def slab(self, group: int) -> Any:
-        """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits until it is
-        there, and raises what kept it from being.
+        """The group's memory on the device: (slab_bytes,) uint8, an array that speaks DLPack. Waits
+        until it is there, and raises what kept it from being.
         """
         device, model = self._opened(), self._model
         assert model is not None
@@ -142,8 +147,8 @@ class Placement:
     def order_after(self, groups: Iterable[int], stream: int) -> None:
         """Order later launches on the stream after all that was placed in these groups so far.
 
-        Costs next to nothing, and asks the device nothing, once they are exact there: so it may stand in what a
-        graph captures, after `wait_done`.
+        Costs next to nothing, and asks the device nothing, once they are exact there: so it may
+        stand in what a graph captures, after `wait_done`.
         """
         for group in groups:
             ticket = self._last[group]
@@ -151,8 +156,8 @@ class Placement:
                 self._opened().order_after(ticket, stream)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Block until the device has done all that there is to place; False when it has not after this time. Raises
-        what kept it from that.
+        """Block until the device has done all that there is to place; False when it has not after
+        this time. Raises what kept it from that.
         """
         if not self._done.wait(timeout_s):
             return False
@@ -167,7 +172,8 @@ class Placement:
 
     @contextmanager
     def reading(self, group: int, stream: int) -> Iterator[None]:
-        """Launches on the stream while this is held see the group as it is now, whatever is placed meanwhile.
+        """Launches on the stream while this is held see the group as it is now, whatever is placed
+        meanwhile.
 
         One thread a group at a time. Blocks no longer than another thread needs to launch.
         """
@@ -196,7 +202,9 @@ class Placement:
         return None if self._device is None else self._device.statistics()
 
     def close(self) -> None:
-        """Place nothing more, wait for what is on its way, and let go of the device; the weights stay. Idempotent."""
+        """Place nothing more, wait for what is on its way, and let go of the device; the weights
+        stay. Idempotent.
+        """
         self._is_closed = True
         self._begun.set()
         self._images.put(None)
@@ -382,8 +390,8 @@ class Placement:
 
 
 def num_together(manifest: Manifest, waiting: Sequence[SentImage]) -> int:
-    """How many of the first images that wait may be placed at a time: those that replace no bits, or replace bits
-    of one group. So placing holds one group's lock at most.
+    """How many of the first images that wait may be placed at a time: those that replace no bits,
+    or replace bits of one group. So placing holds one group's lock at most.
     """
     first = manifest.parts[waiting[0].part]
     refines = _refines(manifest, first)

@@ -1,13 +1,15 @@
-"""The ring of images: host memory lent out image by image, and the pieces of a part that become images.
+"""The ring of images: host memory lent out image by image, and the pieces of a part that become
+images.
 
-A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few threads could decode
-at once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a part with fewer frames: whole frames
-of some segments, so that the code that plans and fills images of parts does so for pieces. The process that fills
-images and the one that sends them cut alike, by the manifest alone. Where the stored frames of a piece lie is known
-only with the part's bytes.
+A draft part makes 24 MiB of planes. As one image a few of them would fill the ring, and as few
+threads could decode at once; pieces of 4 to 6 MiB let one thread a core fill its own. A piece is a
+part with fewer frames: whole frames of some segments, so that the code that plans and fills images
+of parts does so for pieces. The process that fills images and the one that sends them cut alike, by
+the manifest alone. Where the stored frames of a piece lie is known only with the part's bytes.
 
-A thread that fills images takes memory, which may have to wait; it is given back once the device needs it no more.
-That never waits for a filling thread, so the ring cannot lock up: what is on loan is being filled, or on its way.
+A thread that fills images takes memory, which may have to wait; it is given back once the device
+needs it no more. That never waits for a filling thread, so the ring cannot lock up: what is on loan
+is being filled, or on its way.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ MAX_PIECE_BYTES = 11 << 19  # 5.5 MiB of planes: with its tables, or coded, an i
 def cut_part(manifest: Manifest, part: Part) -> tuple[Part, ...]:
     """The part's pieces in order, about equally large; the part itself where it is small enough.
 
-    The planes of several pieces have their decoded sizes, and no place in the part: `with_stored` gives them one.
+    The planes of several pieces have their decoded sizes, and no place in the part: `with_stored`
+    gives them one.
     """
     total_bytes = sum(_decoded_bytes(manifest, part, segment, segment.count) for segment in part.segments)
     if total_bytes <= MAX_PIECE_BYTES:
@@ -74,8 +77,8 @@ def with_stored(
 ) -> tuple[Part, ...]:
     """The pieces with the place of each plane in the part's verified bytes.
 
-    The headers of all frames are read. Raises `IntegrityError` where a plane has not the frames that it should
-    have.
+    The headers of all frames are read. Raises `IntegrityError` where a plane has not the frames
+    that it should have.
     """
     if len(pieces) == 1:
         return tuple(pieces)
@@ -102,7 +105,9 @@ def with_stored(
 
 
 def plane_sizes(piece: Part) -> tuple[int, ...]:
-    """The stored bytes of each plane: all that planning the image of a coded piece takes, other than the manifest."""
+    """The stored bytes of each plane: all that planning the image of a coded piece takes, other
+    than the manifest.
+    """
     return tuple(plane.size_bytes for segment in piece.segments for plane in segment.planes)
 
 
@@ -161,7 +166,8 @@ def _decoded_bytes(manifest: Manifest, part: Part, segment: Segment, count: int)
     return sum(_plane_bytes(manifest, part, segment, count))
 
 
-# 16 images of 4 to 6 MiB that are being filled, and some on their way; all of it is pinned, which takes its time.
+# 16 images of 4 to 6 MiB that are being filled, and some on their way; all of it is pinned, which
+# takes its time.
 DEFAULT_BYTES = 128 * 1024 * 1024
 
 
@@ -171,9 +177,9 @@ ROOM_SHARE = 8  # a ring takes at most this fraction (1/8) of the host's memory
 def ring_bytes(
     manifest: Manifest, wanted_bytes: int = DEFAULT_BYTES, *, room_bytes: int | None = None
 ) -> int:
-    """How large a ring for this model should be, in whole pages: what is wanted, or less where the host is short of
-    memory (`room_bytes`; None: unknown), but enough for the largest image, and no more than all images take
-    together.
+    """How large a ring for this model should be, in whole pages: what is wanted, or less where the
+    host is short of memory (`room_bytes`; None: unknown), but enough for the largest image, and no
+    more than all images take together.
     """
     if room_bytes is not None:
         wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
@@ -186,14 +192,15 @@ def ring_bytes(
 
 
 def max_image_bytes(manifest: Manifest, part: Part) -> int:
-    """No image of a part, or of a piece of one, takes more, however it is planned: cheaper to know than its plan.
+    """No image of a part, or of a piece of one, takes more, however it is planned: cheaper to know
+    than its plan.
 
     A piece whose frames are longer coded than decoded is no exception: it is not sent coded.
     """
     total = PLANE_BYTES
     for segment in part.segments:
-        # Planes hold a byte an element more than words where exponents are shorter; coded ones come with room for
-        # both forms.
+        # Planes hold a byte an element more than words where exponents are shorter; coded ones come
+        # with room for both forms.
         num_frames = -(-segment.count // FRAME_ELEMENTS)
         size_bytes = segment.count * (manifest.tensors[segment.tensor].element_bytes + 1)
         coded_bytes = sum(plane.size_bytes for plane in segment.planes)
@@ -215,7 +222,8 @@ class ImageRing:
         self._lent: dict[int, Buffer] = {}
         self._is_closed = False
         self.wait_s = (
-            0.0  # spent waiting for memory, summed over threads: above zero, the device limits the load
+            # Spent waiting for memory, summed over threads: above zero, the device limits the load.
+            0.0
         )
 
     def take(self, size_bytes: int) -> Buffer:

@@ -1,9 +1,9 @@
-"""A device that is none: threads for streams, numpy for kernels. Behaves as asynchronously as a real one, for
-tests.
+"""A device that is none: threads for streams, numpy for kernels. Behaves as asynchronously as a
+real one, for tests.
 
-Its streams are numbers, as a real device's are: 0 is the calling thread itself, on which work is done when it is
-launched (that is how torch computes on a CPU). `hold` stops the streams that place weights, so that tests can look
-at what must not be there yet.
+Its streams are numbers, as a real device's are: 0 is the calling thread itself, on which work is
+done when it is launched (that is how torch computes on a CPU). `hold` stops the streams that place
+weights, so that tests can look at what must not be there yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class SimulatedTicket:
 
 
 class _Stream:
-    """Does one thing after another, in a thread. Once one has failed, what follows fails with the same error."""
+    """Does one thing after another, in a thread. Once one has failed, what follows fails with the
+    same error.
+    """
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | SimulatedTicket | None] = queue.SimpleQueue()

@@ -1,8 +1,9 @@
-"""The sink of decode threads when weights belong to another device: verified parts become images in the ring.
+"""The sink of decode threads when weights belong to another device: verified parts become images in
+the ring.
 
-All checks of the format are made on what is decompressed here; what the device decompresses has its frames' headers
-checked. Works without the GIL for the most part. Nothing here knows who takes the images from the ring, or in which
-process.
+All checks of the format are made on what is decompressed here; what the device decompresses has its
+frames' headers checked. Works without the GIL for the most part. Nothing here knows who takes the
+images from the ring, or in which process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def fill_image(
 ) -> None:
     """Write into `out`, the image's memory, at least all that is to be sent of it.
 
-    `image` was planned for this part with these `starts`. Raises `IntegrityError` when a plane is not what its
-    codec says, or has bits that mean nothing; `out` is then undefined.
+    `image` was planned for this part with these `starts`. Raises `IntegrityError` when a plane is
+    not what its codec says, or has bits that mean nothing; `out` is then undefined.
     """
     pack_tables(image, manifest, part, starts, out)
     memory = np.frombuffer(out, np.uint8)
@@ -63,8 +64,9 @@ def fill_image(
 def _keep_coded(
     coded: memoryview, place: PlacedPlane, memory: npt.NDArray[np.uint8], *, where: str
 ) -> list[tuple[int, int, int, int]]:
-    """Copy a plane's frames as they are. Of each, as `resolve_chunks` reads it: where it is and how long, coded,
-    decoded."""
+    """Copy a plane's frames as they are. Of each, as `resolve_chunks` reads it: where it is and how
+    long, coded, decoded.
+    """
     assert place.coded_bytes is not None
     begin = place.coded_bytes
     np.copyto(memory[begin : begin + len(coded)], np.frombuffer(coded, np.uint8))
@@ -114,11 +116,11 @@ class ImageSink:
         self._device = speed
 
     def deliver(self, part: Part, stored: memoryview, link_bytes_per_s: float = 0.0) -> None:
-        """Make and send the images of a verified part; what it needs was sent before. Blocks while the ring is
-        full.
+        """Make and send the images of a verified part; what it needs was sent before. Blocks while
+        the ring is full.
 
-        `link_bytes_per_s` is what the store gives; 0: unknown. Raises `IntegrityError`, having sent nothing that
-        could make the part whole, and `LoadCancelledError` once the ring is closed.
+        `link_bytes_per_s` is what the store gives; 0: unknown. Raises `IntegrityError`, having sent
+        nothing that could make the part whole, and `LoadCancelledError` once the ring is closed.
         """
         coded = self._choose(link_bytes_per_s) is Path.DEVICE
         pieces = with_stored(self._manifest, cut_part(self._manifest, part), part, stored)
@@ -128,7 +130,8 @@ class ImageSink:
     def _deliver(self, number: int, piece: Part, stored: memoryview, *, coded: bool, share: float) -> None:
 
         image = plan_image(self._manifest, piece, self._starts, coded=coded)
-        if image.size_bytes > max_image_bytes(self._manifest, piece):  # the ring need not have room for it
+        # The ring need not have room for it.
+        if image.size_bytes > max_image_bytes(self._manifest, piece):
             image = plan_image(self._manifest, piece, self._starts)
         buffer = self._ring.take(image.size_bytes)
         begun_cpu_s = time.thread_time()

@@ -1,10 +1,10 @@
-"""A model directory as Hugging Face writes it: which files hold its weights, and where in them each tensor
-lies.
+"""A model directory as Hugging Face writes it: which files hold its weights, and where in them each
+tensor lies.
 
-Works on any source, also on one that cannot list its objects: the usual names are tried there. Any directory
-with safetensors files is a checkpoint, with or without a `config.json`; weights in sub-folders are not
-looked for. Everything read is distrusted. Only headers are read here, never tensor content, and never a
-pickle.
+Works on any source, also on one that cannot list its objects: the usual names are tried there. Any
+directory with safetensors files is a checkpoint, with or without a `config.json`; weights in
+sub-folders are not looked for. Everything read is distrusted. Only headers are read here, never
+tensor content, and never a pickle.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 
-# What goes along with the weights. A list of known names, so that sources that cannot list behave like those
-# that can, and that no code, no pickle and no second copy of the weights is ever carried.
+# What goes along with the weights. A list of known names, so that sources that cannot list behave
+# like those that can, and that no code, no pickle and no second copy of the weights is ever
+# carried.
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -75,8 +76,8 @@ MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_SHARDS = 4096
 MAX_LISTED = 10_000
 
-# A tensor of this size is read on its own, straight into its slab; smaller neighbours share a part and so a
-# request.
+# A tensor of this size is read on its own, straight into its slab; smaller neighbours share a part
+# and so a request.
 MIN_DIRECT_BYTES = 4 * 1024 * 1024
 MAX_SHARED_PART_BYTES = 16 * 1024 * 1024
 
@@ -105,7 +106,9 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checked directory. `shards` and `files` carry the versions that were seen, so changes are noticed."""
+    """A checked directory. `shards` and `files` carry the versions that were seen, so changes are
+    noticed.
+    """
 
     url: str
     shards: tuple[ObjectInfo, ...]
@@ -121,8 +124,8 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(source: Source) -> Checkpoint:
     """Find the weights and small files of a model directory and read all safetensors headers.
 
-    Raises `CheckpointError` for a directory that is damaged, hostile, incomplete or of another format,
-    `NotFoundError` for one that is empty or absent, and the source's own errors.
+    Raises `CheckpointError` for a directory that is damaged, hostile, incomplete or of another
+    format, `NotFoundError` for one that is empty or absent, and the source's own errors.
     """
     guess = _Guess(source) if isinstance(source, Remote) else None
     found = _find_objects(source)
@@ -141,8 +144,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 
 class _Guess:
-    """The beginning of the file that most models have their weights in, asked for while it is being found out which
-    files there are: a request in vain for those that have others.
+    """The beginning of the file that most models have their weights in, asked for while it is being
+    found out which files there are: a request in vain for those that have others.
     """
 
     def __init__(self, source: Source) -> None:
@@ -160,16 +163,19 @@ class _Guess:
         return bytes(self._start) if self._version == info.version else b""
 
     def _read(self) -> None:
-        # There is no such file, or it is shorter, or the store is ill: a later read will report that.
+        # There is no such file, or it is shorter, or the store is ill: a later read will report
+        # that.
         with suppress(TeneralError):
             self._version = self._source.read_into(SINGLE_NAME, 0, memoryview(self._start))
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest:
-    """The manifest of plain safetensors: nothing has a digest, everything is exact as soon as it is there.
+    """The manifest of plain safetensors: nothing has a digest, everything is exact as soon as it is
+    there.
 
-    Its blobs are the shard files. A part is a stretch of one; large tensors have parts of their own, which
-    can be read straight into the slab, and small ones share parts with their neighbours in the file.
+    Its blobs are the shard files. A part is a stretch of one; large tensors have parts of their
+    own, which can be read straight into the slab, and small ones share parts with their neighbours
+    in the file.
     """
     groups, tensors = arrange_tensors(
         {name: (stored.entry.dtype, stored.entry.shape) for name, stored in checkpoint.tensors.items()},
@@ -179,10 +185,12 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest:
 
 
 def manifest_in_place(checkpoint: Checkpoint) -> Manifest | None:
-    """The manifest of the same weights where they lie in their files: every slab is a stretch of one of them, and so
-    has a group of its own (`layers.3`, `layers.3-2`, …) where a layer's tensors lie apart.
+    """The manifest of the same weights where they lie in their files: every slab is a stretch of
+    one of them, and so has a group of its own (`layers.3`, `layers.3-2`, …) where a layer's tensors
+    lie apart.
 
-    None where a tensor does not begin at a multiple of its elements' size, so that it cannot be computed with there.
+    None where a tensor does not begin at a multiple of its elements' size, so that it cannot be
+    computed with there.
     """
     stored = checkpoint.tensors
     if any(each.entry.begin % (DTYPE_BITS[each.entry.dtype] + 7 >> 3) for each in stored.values()):
@@ -242,7 +250,9 @@ def _manifest(checkpoint: Checkpoint, groups: tuple[Group, ...], tensors: tuple[
 
 
 def _runs(tensors: Iterable[Tensor], places: list[StoredTensor]) -> Iterator[list[Tensor]]:
-    """A group's tensors in file order, as runs without gaps in one file: one large tensor, or small ones."""
+    """A group's tensors in file order, as runs without gaps in one file: one large tensor, or small
+    ones.
+    """
     run: list[Tensor] = []
     for tensor in sorted(
         tensors, key=lambda each: (places[each.index].shard, places[each.index].entry.begin)
@@ -285,7 +295,9 @@ def _stored_part(index: int, stretches: tuple[Stretch, ...], places: list[Stored
 
 
 def _find_objects(source: Source) -> dict[str, ObjectInfo]:
-    """The directory's objects by name; where it cannot be listed, those of the usual names that exist."""
+    """The directory's objects by name; where it cannot be listed, those of the usual names that
+    exist.
+    """
     try:
         listed = list(itertools.islice(source.list(), MAX_LISTED + 1))
     except UsageError:
@@ -310,8 +322,8 @@ def _find_objects(source: Source) -> dict[str, ObjectInfo]:
 
 
 def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
-    """Raises `AccessDeniedError` for an object that is denied, unless the store denies absent objects as well and the
-    weights are among those that it gives.
+    """Raises `AccessDeniedError` for an object that is denied, unless the store denies absent
+    objects as well and the weights are among those that it gives.
     """
     denied: list[AccessDeniedError] = []
 
@@ -351,7 +363,9 @@ class _Shards(NamedTuple):
 
 
 def _choose_shards(source: Source, found: Mapping[str, ObjectInfo]) -> _Shards:
-    """The files that hold the weights: one of the usual name, else those of the index, else all there are."""
+    """The files that hold the weights: one of the usual name, else those of the index, else all
+    there are.
+    """
     if SINGLE_NAME in found:
         return _Shards((found[SINGLE_NAME],), {})
     here = sorted(name for name in found if "/" not in name)
@@ -374,7 +388,9 @@ def _choose_shards(source: Source, found: Mapping[str, ObjectInfo]) -> _Shards:
 
 
 def parse_index(data: bytes, *, where: str) -> dict[str, str]:
-    """The weight map of an index file: tensor name → shard next to the index. Raises `CheckpointError`."""
+    """The weight map of an index file: tensor name → shard next to the index. Raises
+    `CheckpointError`.
+    """
     weight_map = decode_object(data, where=where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{where} has no weight_map", where=where)

@@ -1,9 +1,10 @@
-"""Elements ↔ planes: how a stretch of a tensor is cut into byte streams that compress, and come in tiers.
+"""Elements ↔ planes: how a stretch of a tensor is cut into byte streams that compress, and come in
+tiers.
 
-Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Decodes in batches of a few frames
-(`FRAME_ELEMENTS` elements each): what is decompressed is merged while it is still in the cache, and calls are
-few, since each one gives the GIL up and has to get it back. It does not know parts, blobs, digests or whose
-memory it writes to.
+Pure computation on buffers; `docs/format.md`, "Encodings", is the norm. Decodes in batches of a few
+frames (`FRAME_ELEMENTS` elements each): what is decompressed is merged while it is still in the
+cache, and calls are few, since each one gives the GIL up and has to get it back. It does not know
+parts, blobs, digests or whose memory it writes to.
 
 `planes.py` cuts floats into bits. `share` below is the number of elements that
 share one byte of a plane (`plane_shares`): 2 for nibbles.
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     CodedPlane = tuple[Codec, bytes | memoryview]
 
-MIN_PLANE_GAIN = 0.03  # below it a plane stays raw: decoding would cost more than the bytes that it saves
+# Below it a plane stays raw: decoding would cost more than the bytes that it saves.
+MIN_PLANE_GAIN = 0.03
 MIN_SPLIT_ELEMENTS = 1024  # smaller matrices of floats stay whole
 # Mantissa bits of the draft that suit a dtype. That of fp32 is what bf16 has, truncated.
 DEFAULT_DRAFT_BITS = {"BF16": 3, "F16": 3, "F32": 7}
@@ -68,10 +70,11 @@ class Scratch:
 def choose_encoding(
     dtype: str, shape: tuple[int, ...], *, draft_bits: int | None = None, sketch_bits: int | None = None
 ) -> Encoding:
-    """The best encoding for a tensor: floats with these mantissa bits in the draft, or what suits their dtype.
+    """The best encoding for a tensor: floats with these mantissa bits in the draft, or what suits
+    their dtype.
 
-    What has no tiers is in the first one that the artifact has. Vectors stay whole: they are small, and a model needs
-    them exact from the beginning.
+    What has no tiers is in the first one that the artifact has. Vectors stay whole: they are small,
+    and a model needs them exact from the beginning.
     """
     is_matrix = len(shape) >= 2
     if dtype in DEFAULT_DRAFT_BITS and is_matrix and math.prod(shape) >= MIN_SPLIT_ELEMENTS:
@@ -86,7 +89,8 @@ def choose_encoding(
 
 
 def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, list[CodedPlane]]:
-    """The planes of each tier, in the format's order. Some may be views of `data`: keep it as long as them.
+    """The planes of each tier, in the format's order. Some may be views of `data`: keep it as long
+    as them.
 
     `data` is the segment's bytes, contiguous. Takes up to twice their size in memory besides.
     """
@@ -102,7 +106,9 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
 
 
 def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
-    """The plane as zstd frames where a sample of it, and then the whole, says that it pays; else as it is."""
+    """The plane as zstd frames where a sample of it, and then the whole, says that it pays; else as
+    it is.
+    """
     frame_bytes = FRAME_ELEMENTS // share
     sample = _sample(plane, frame_bytes)
     huf_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True))
@@ -130,7 +136,8 @@ def _split_float(words: NDArray[Any], encoding: Encoding, tier: Tier) -> list[Co
     begin = 0
     for count in _batch_counts(words.size, _MAX_BATCH_FRAMES):
         end = begin + count
-        # All batches but the last are whole frames, so each plane's bytes are cut between two of them.
+        # All batches but the last are whole frames, so each plane's bytes are cut between two of
+        # them.
         pieces = [
             plane[begin // share : -(-end // share)] for plane, share in zip(planes, shares, strict=True)
         ]
@@ -152,10 +159,11 @@ def decode_planes(
 ) -> None:
     """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
 
-    `stored` is its whole part, already verified. The first tier that an encoding has makes usable weights, their
-    missing bits at the midpoint; a later one replaces these bits, so it needs the tiers before it there. Each may be
-    repeated until the next one was decoded. Raises `IntegrityError` when a plane does not decode to its exact size,
-    or has bits that mean nothing; `out` is then undefined.
+    `stored` is its whole part, already verified. The first tier that an encoding has makes usable
+    weights, their missing bits at the midpoint; a later one replaces these bits, so it needs the
+    tiers before it there. Each may be repeated until the next one was decoded. Raises
+    `IntegrityError` when a plane does not decode to its exact size, or has bits that mean nothing;
+    `out` is then undefined.
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
     elements = np.frombuffer(out, np.uint8)
@@ -187,10 +195,12 @@ def decode_planes(
 def unpack_planes(
     tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, outs: Sequence[Bytes | None]
 ) -> None:
-    """Write a segment's planes, one by one, into `outs` as they are before they are merged: for who merges elsewhere.
+    """Write a segment's planes, one by one, into `outs` as they are before they are merged: for who
+    merges elsewhere.
 
-    `stored` is its whole part, already verified; each of `outs` has exactly its plane's decoded size. A plane whose
-    `out` is None is left out: one of whole bytes, which may have any value. Raises as `decode_planes` does.
+    `stored` is its whole part, already verified; each of `outs` has exactly its plane's decoded
+    size. A plane whose `out` is None is left out: one of whole bytes, which may have any value.
+    Raises as `decode_planes` does.
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
     encoding = tensor.encoding
@@ -218,7 +228,9 @@ def _max_batch_frames(encoding: Encoding, tier: Tier, element_bytes: int) -> int
 
 
 def _batch_counts(count: int, max_frames: int) -> list[int]:
-    """How many elements to decode at a time: up to `max_frames` whole frames; at last what is left of one."""
+    """How many elements to decode at a time: up to `max_frames` whole frames; at last what is left
+    of one.
+    """
     num_whole, rest = divmod(count, FRAME_ELEMENTS)
     num_full, frames = divmod(num_whole, max_frames)
     counts = [max_frames * FRAME_ELEMENTS] * num_full + [frames * FRAME_ELEMENTS, rest]
@@ -228,7 +240,9 @@ def _batch_counts(count: int, max_frames: int) -> list[int]:
 def _plane_pieces(
     stored: memoryview, plane: Plane, counts: list[int], share: int, room: Bytes, where: str
 ) -> Iterator[Bytes]:
-    """The plane's bytes of each batch: views of `stored` where it is raw, else of `room`, again and again."""
+    """The plane's bytes of each batch: views of `stored` where it is raw, else of `room`, again and
+    again.
+    """
     sizes_bytes = [-(-count // share) for count in counts]
     if plane.codec is Codec.ZSTD:
         src = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]

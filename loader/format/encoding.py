@@ -1,8 +1,10 @@
-"""How a tensor's elements are cut into planes, tier by tier: a value with a name, and the bit counts that follow.
+"""How a tensor's elements are cut into planes, tier by tier: a value with a name, and the bit
+counts that follow.
 
-`docs/format.md`, "Encodings", is the norm. Floats are cut into their exponents, one byte each, and *fields*: some of
-the other bits of an element, the sign and the first mantissa bits in the first tier, more mantissa bits in each later
-one. A field is stored as planes of 8, 4, 2 or 1 bits an element. Nothing here knows bytes or buffers.
+`docs/format.md`, "Encodings", is the norm. Floats are cut into their exponents, one byte each, and
+*fields*: some of the other bits of an element, the sign and the first mantissa bits in the first
+tier, more mantissa bits in each later one. A field is stored as planes of 8, 4, 2 or 1 bits an
+element. Nothing here knows bytes or buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import ClassVar, NamedTuple
 
 
 class Tier(enum.IntEnum):
-    """A share of a weight's bits, the first ones first. A group *holds* a tier when it holds all bits up to it."""
+    """A share of a weight's bits, the first ones first. A group *holds* a tier when it holds all
+    bits up to it.
+    """
 
     SKETCH = 0  # optional: so few that they are there very early
     DRAFT = 1  # a usable model, of fp8 quality by default
@@ -45,7 +49,8 @@ _WHOLE, _BYTES = "whole", "bytes"
 class Encoding:
     """One encoding. There is only one object of each name, so that they can be compared with `is`.
 
-    `tiers` are those in which it has planes. `float_format` is None where elements are not cut into bits.
+    `tiers` are those in which it has planes. `float_format` is None where elements are not cut into
+    bits.
     """
 
     __slots__ = ("_mantissa_bits", "float_format", "is_whole", "tiers", "value")
@@ -54,12 +59,15 @@ class Encoding:
     BYTES: ClassVar[Encoding]  # one plane a byte of the element, little end first
     WHOLE_SKETCH: ClassVar[Encoding]  # the same two, for artifacts that have a sketch: in that tier
     BYTES_SKETCH: ClassVar[Encoding]
-    BF16_3: ClassVar[Encoding]  # draft: exponent bytes, then sign + 3 mantissa bits; refine: 4 mantissa bits
+    # Draft: exponent bytes, then sign + 3 mantissa bits; refine: 4 mantissa bits.
+    BF16_3: ClassVar[Encoding]
 
     def __init__(
         self, name: str, float_format: FloatFormat | None, mantissa_bits: Mapping[Tier, int]
     ) -> None:
-        """For this module. `mantissa_bits` are those known once a tier is there, of each tier that there is."""
+        """For this module. `mantissa_bits` are those known once a tier is there, of each tier that
+        there is.
+        """
         self.value = name
         self.float_format = float_format
         self.is_whole = name.startswith(_WHOLE)
@@ -80,9 +88,11 @@ class Encoding:
 
     @staticmethod
     def of_float(dtype: str, draft_bits: int, sketch_bits: int | None = None) -> Encoding:
-        """The encoding of a float dtype, by the mantissa bits in its draft and, where it has one, in its sketch.
+        """The encoding of a float dtype, by the mantissa bits in its draft and, where it has one,
+        in its sketch.
 
-        More draft bits than the dtype has mean all of them. Raises `ValueError` for bits that cannot be meant.
+        More draft bits than the dtype has mean all of them. Raises `ValueError` for bits that
+        cannot be meant.
         """
         family = next(name for name, known in FLOAT_FORMATS.items() if known.dtype == dtype)
         draft_bits = min(draft_bits, FLOAT_FORMATS[family].mantissa_bits)
@@ -100,12 +110,16 @@ class Encoding:
         return self._mantissa_bits[tier]
 
     def bits_before(self, tier: Tier) -> int | None:
-        """How many mantissa bits are known before this tier, one of `tiers`; None when it is the first."""
+        """How many mantissa bits are known before this tier, one of `tiers`; None when it is the
+        first.
+        """
         place = self.tiers.index(tier)
         return self._mantissa_bits[self.tiers[place - 1]] if place else None
 
     def plane_bits(self, tier: Tier, element_bytes: int) -> tuple[int, ...]:
-        """Of each plane in that tier: how many bits of an element it holds. A whole plane is not cut, and has none."""
+        """Of each plane in that tier: how many bits of an element it holds. A whole plane is not
+        cut, and has none.
+        """
         if tier not in self._mantissa_bits or self.is_whole:
             return ()
         if self.float_format is None:
@@ -123,7 +137,9 @@ class Encoding:
 
 
 def cut_field(bits: int) -> tuple[int, ...]:
-    """The planes of a field of `bits` bits, its highest bits first: whole bytes, then powers of two."""
+    """The planes of a field of `bits` bits, its highest bits first: whole bytes, then powers of
+    two.
+    """
     return (8,) * (bits // 8) + tuple(size for size in (4, 2, 1) if bits % 8 & size)
 
 

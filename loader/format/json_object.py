@@ -1,6 +1,6 @@
-"""JSON objects of a manifest, or of another document, read with distrust: each has the keys that it must have, and each
-value the type, range and spelling that is asked for. Anything else raises an error of the document's that names the
-place.
+"""JSON objects of a manifest, or of another document, read with distrust: each has the keys that it
+must have, and each value the type, range and spelling that is asked for. Anything else raises an
+error of the document's that names the place.
 
 It does not know what the values mean.
 """
@@ -28,7 +28,9 @@ T = TypeVar("T")
 
 
 class Document(NamedTuple):
-    """A kind of JSON document: its object's name, and what is raised about one that is wrong, and advised."""
+    """A kind of JSON document: its object's name, and what is raised about one that is wrong, and
+    advised.
+    """
 
     name: str
     error: type[FormatError]
@@ -36,7 +38,9 @@ class Document(NamedTuple):
     newer: str
 
     def refuse(self, message: str, where: str, *, hint: str = "") -> NoReturn:
-        """Raises the error about a place in the document, or, where that is its name, about all of it."""
+        """Raises the error about a place in the document, or, where that is its name, about all of
+        it.
+        """
         place = where if where == self.name else f"{self.name}, {where}"
         raise self.error(f"{place}: {message}", where=where, hint=hint or self.damaged)
 
@@ -125,7 +129,8 @@ class JsonObject:
     def integer(self, key: str, maximum: int = MAX_INTEGER) -> int:
         """An integer from 0 to `maximum`."""
         value = self._value[key]
-        if type(value) is not int or not 0 <= value <= maximum:  # True is an int, but not of that type
+        # True is an int, but not of that type.
+        if type(value) is not int or not 0 <= value <= maximum:
             self._document.refuse(f"it is not an integer from 0 to {maximum}", self._place(key))
         return value
 

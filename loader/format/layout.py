@@ -1,11 +1,13 @@
-"""Layer groups, places in slabs, and the stretches that parts are made of: from names, dtypes and shapes.
+"""Layer groups, places in slabs, and the stretches that parts are made of: from names, dtypes and
+shapes.
 
-The order inside a group becomes the order in memory: q, k and v lie next to each other, and so do gate and
-up, so that a model can take them as one matrix without a copy. No name is an error: one that says nothing
-only comes a little earlier or later than it might. The result depends on the names, not on their order.
+The order inside a group becomes the order in memory: q, k and v lie next to each other, and so do
+gate and up, so that a model can take them as one matrix without a copy. No name is an error: one
+that says nothing only comes a little earlier or later than it might. The result depends on the
+names, not on their order.
 
-Pure functions. The packer and the reader of plain safetensors share them, so a model has the same slabs whichever way
-it comes. Nothing here knows files, planes or codecs.
+Pure functions. The packer and the reader of plain safetensors share them, so a model has the same
+slabs whichever way it comes. Nothing here knows files, planes or codecs.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from .manifest import (
 
 EMBED, HEAD = "embed", "head"
 
-# What runs in a layer, step after step. Tensors of one step, in one module, are neighbours: their weights in
-# the order of the step's entries, then their biases. An entry lists the names that one thing goes by.
+# What runs in a layer, step after step. Tensors of one step, in one module, are neighbours: their
+# weights in the order of the step's entries, then their biases. An entry lists the names that one
+# thing goes by.
 _ATTENTION_STEPS = (
     (
         "input_layernorm attention_norm attn_norm layer_norm self_attn_layer_norm encoder_attn_layer_norm "
@@ -109,10 +112,11 @@ class _Place(NamedTuple):
 
 
 def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list[str]]]:
-    """Groups in forward order, each with its tensors in slab order; every name stands in exactly one.
+    """Groups in forward order, each with its tensors in slab order; every name stands in exactly
+    one.
 
-    They are called "embed", "layers.0", "layers.1", … and "head"; where a model has several stacks of layers,
-    "encoder.layers.0" and so on. Groups without tensors are left out.
+    They are called "embed", "layers.0", "layers.1", … and "head"; where a model has several stacks
+    of layers, "encoder.layers.0" and so on. Groups without tensors are left out.
     """
     layers: dict[tuple[str, int], list[str]] = defaultdict(list)
     last_number: dict[str, int] = defaultdict(int)  # by stack
@@ -144,7 +148,9 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
 
 
 def _locate(name: str) -> _Place | None:
-    """The outermost numbered layer that the tensor belongs to: experts and nested blocks stay in theirs."""
+    """The outermost numbered layer that the tensor belongs to: experts and nested blocks stay in
+    theirs.
+    """
     words = name.split(".", _MAX_WORDS)
     for index in range(1, len(words) - 1):
         if _is_number(words[index]) and _CONTAINER.fullmatch(words[index - 1]):
@@ -195,7 +201,9 @@ def _layer_key(name: str) -> _SortKey:
 
 
 def _split_kind(rest: str) -> tuple[str, tuple[bool, str]]:
-    """The module that a tensor belongs to, and what it is there; weights sort before everything else."""
+    """The module that a tensor belongs to, and what it is there; weights sort before everything
+    else.
+    """
     for kind in ("weight", "bias"):
         for separator in "._":
             if rest.endswith(separator + kind):
@@ -270,8 +278,9 @@ def arrange_tensors(
 
 
 def fine_part_elements(tensors: Iterable[Tensor]) -> int:
-    """How many elements a part should hold where parts had better be small: of embeddings, whose rows are asked for
-    one by one, and of what comes last, since nothing hides the time that its decoding takes.
+    """How many elements a part should hold where parts had better be small: of embeddings, whose
+    rows are asked for one by one, and of what comes last, since nothing hides the time that its
+    decoding takes.
 
     A group of any size has some 256 of them at most, or the manifest would grow too long.
     """
@@ -283,11 +292,11 @@ def fine_part_elements(tensors: Iterable[Tensor]) -> int:
 def cut_parts(
     tensors: Iterable[Tensor], *, max_elements: int = MAX_PART_ELEMENTS
 ) -> Iterator[tuple[Stretch, ...]]:
-    """The stretches of consecutive parts, each filled greedily with these tensors in order as far as a part
-    may reach, and up to `max_elements`, at least a frame's.
+    """The stretches of consecutive parts, each filled greedily with these tensors in order as far
+    as a part may reach, and up to `max_elements`, at least a frame's.
 
-    A tensor is cut only at multiples of `FRAME_ELEMENTS`, so that every part starts its own frames. Tensors
-    without elements are in no part.
+    A tensor is cut only at multiples of `FRAME_ELEMENTS`, so that every part starts its own frames.
+    Tensors without elements are in no part.
     """
     part: list[Stretch] = []
     room_elements, room_bytes = max_elements, MAX_PART_DECODED_BYTES

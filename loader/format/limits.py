@@ -1,4 +1,6 @@
-"""Names and size limits of a folder's files. Imports nothing, as the manifest is requested before all else."""
+"""Names and size limits of a folder's files. Imports nothing, as the manifest is requested before
+all else.
+"""
 
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024

@@ -1,7 +1,7 @@
 """The manifest of an artifact as values: what is stored where, and how it becomes tensors.
 
-`docs/format.md` is the norm; this module holds its data types and the pure functions over them. Parsing and
-writing the JSON is in `manifest_json.py`. Nothing here does I/O or knows torch.
+`docs/format.md` is the norm; this module holds its data types and the pure functions over them.
+Parsing and writing the JSON is in `manifest_json.py`. Nothing here does I/O or knows torch.
 
 The nouns: a *tensor* belongs to one layer *group*; a group's tensors lie one behind another in one *slab* of
 memory. A *part* is a stretch of a blob that holds up to `MAX_PART_ELEMENTS` elements of one group and one
@@ -25,11 +25,13 @@ FRAME_ELEMENTS = 65_536
 MAX_PART_ELEMENTS = 16 * 1024 * 1024
 MAX_PART_DECODED_BYTES = 64 * 1024 * 1024  # what a part's elements take in memory
 MAX_PART_SEGMENTS = 16_384
-MAX_PART_BYTES = 65 * 1024 * 1024  # stored: never more than decoded, but for what the planes' alignment adds
+# Stored: never more than decoded, but for what the planes' alignment adds.
+MAX_PART_BYTES = 65 * 1024 * 1024
 PLANE_ALIGNMENT_BYTES = 8  # of planes in their part, and of parts in their blob
 SLAB_ALIGNMENT_BYTES = 64  # a cache line, and what oneDNN and a GPU's widest loads ask for
 
-# Bits an element, by safetensors' name for the dtype. Sub-byte dtypes are stored packed, as safetensors does.
+# Bits an element, by safetensors' name for the dtype. Sub-byte dtypes are stored packed, as
+# safetensors does.
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
@@ -67,10 +69,11 @@ class Segment(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`. `digest` is BLAKE3-256.
+    """Bytes [offset_bytes, offset_bytes + size_bytes) of blob number `blob`. `digest` is
+    BLAKE3-256.
 
-    `digest` is None only where the bytes were never packed (plain safetensors): nothing says then what they
-    should be.
+    `digest` is None only where the bytes were never packed (plain safetensors): nothing says then
+    what they should be.
     """
 
     index: int  # type: ignore[assignment]  # as in `Segment`
@@ -130,7 +133,9 @@ class Blob(NamedTuple):
 
 
 class File(NamedTuple):
-    """A small file kept next to the weights (config.json, tokenizer.json, …), stored as object `path`."""
+    """A small file kept next to the weights (config.json, tokenizer.json, …), stored as object
+    `path`.
+    """
 
     name: str
     path: str
@@ -150,13 +155,15 @@ class _Manifest(NamedTuple):
     digest: bytes | None = (
         None  # the artifact's, as `manifest_digest` has it; None when made from safetensors
     )
-    generation: str = ""  # of the folder that holds all objects; '' where each has a name of its own
+    # Of the folder that holds all objects; '' where each has a name of its own.
+    generation: str = ""
 
 
 class Manifest(_Manifest):
     """Everything a reader needs to allocate, fetch, verify and decode.
 
-    Parts stand in the order of the format: all parts of a tier before those of the next, each in forward order.
+    Parts stand in the order of the format: all parts of a tier before those of the next, each in
+    forward order.
     """
 
     @cached_property
@@ -202,7 +209,9 @@ class Manifest(_Manifest):
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor takes; packed sub-byte dtypes must fill whole bytes (the parsers see to it)."""
+    """Bytes that a tensor takes; packed sub-byte dtypes must fill whole bytes (the parsers see to
+    it).
+    """
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 
@@ -221,14 +230,17 @@ def place_tensors(sizes_bytes: list[int]) -> tuple[list[int], int]:
 
 
 def frame_counts(count: int) -> list[int]:
-    """Elements of each of the frames that `count` elements are cut into: full ones, then a shorter one."""
+    """Elements of each of the frames that `count` elements are cut into: full ones, then a shorter
+    one.
+    """
     full, rest = divmod(count, FRAME_ELEMENTS)
     return [FRAME_ELEMENTS] * full + ([rest] if rest else [])
 
 
 @cache  # of the few encodings that there are: every segment is asked about
 def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[int, ...]:
-    """Of each plane that an element is cut into in a tier: how many elements share one of its bytes.
+    """Of each plane that an element is cut into in a tier: how many elements share one of its
+    bytes.
 
     A whole plane is not cut, and has none.
     """
@@ -237,7 +249,9 @@ def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[in
 
 @lru_cache(maxsize=1024)  # most segments are as long as others
 def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
-    """The bytes of each plane of `count` elements before it is coded: exactly the size of a raw plane."""
+    """The bytes of each plane of `count` elements before it is coded: exactly the size of a raw
+    plane.
+    """
     if encoding.is_whole:
         return (count * element_bytes,) if tier in encoding.tiers else ()
     return tuple(-(-count // share) for share in plane_shares(encoding, tier, element_bytes))

@@ -1,8 +1,9 @@
-"""Whether the values of a packed artifact's manifest fit together: tensors, names, blobs, parts, planes.
+"""Whether the values of a packed artifact's manifest fit together: tensors, names, blobs, parts,
+planes.
 
-Everything lies in one prescribed order, so a check is a cursor that each item must meet exactly: what cannot
-be elsewhere cannot overlap, leave a hole, or come twice. Linear in the size of the manifest.
-It does not know JSON. `docs/format.md`, "What a reader must check", is the norm.
+Everything lies in one prescribed order, so a check is a cursor that each item must meet exactly:
+what cannot be elsewhere cannot overlap, leave a hole, or come twice. Linear in the size of the
+manifest. It does not know JSON. `docs/format.md`, "What a reader must check", is the norm.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def _check_object_names(manifest: Manifest) -> None:
     given_back = [file.name for file in manifest.files]
     for names, where in ((stored, "blobs and files"), (given_back, "files")):
         _check_unique(names, where)
-        # With '/' sorted before all else, what lies in a folder stands right behind an object of its name.
+        # With '/' sorted before all else, what lies in a folder stands right behind an object of
+        # its name.
         ordered = sorted(names, key=lambda name: name.replace("/", "\0"))
         for name, following in pairwise(ordered):
             if following.startswith(f"{name}/"):
@@ -106,7 +108,9 @@ def _check_blobs(manifest: Manifest) -> None:
 
 
 def _check_parts(manifest: Manifest) -> None:
-    """Segments, in the order of the parts, run once through the elements of all tensors, tier by tier."""
+    """Segments, in the order of the parts, run once through the elements of all tensors, tier by
+    tier.
+    """
     cursor = _Cursor(manifest.tensors)
     for part in manifest.parts:
         where = f"parts[{part.index}]"

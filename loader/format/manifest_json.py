@@ -1,9 +1,9 @@
 """`manifest.json` ↔ `Manifest`: the JSON of format 1, read with distrust and written canonically.
 
-Here every value is checked by itself, with `json_object.py`; how the values fit together is checked by
-`manifest_checks.py`. A manifest that leaves `parse_manifest`
-is sound: a reader may allocate and read by it. For any input, time and memory are bounded by constants.
-`docs/format.md`, "The manifest", is the norm. Nothing here does I/O.
+Here every value is checked by itself, with `json_object.py`; how the values fit together is checked
+by `manifest_checks.py`. A manifest that leaves `parse_manifest` is sound: a reader may allocate and
+read by it. For any input, time and memory are bounded by constants. `docs/format.md`, "The
+manifest", is the norm. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def parse_manifest(
 ) -> Manifest:
     """The manifest in `data`, checked as a whole.
 
-    `look`, for callers in a hurry, gets the `weight_bytes` of all groups, which are final, and each part with
-    its blob as soon as it was read, until it returns True. Nothing says yet that these fit together, nor that the
-    manifest is not to be refused.
+    `look`, for callers in a hurry, gets the `weight_bytes` of all groups, which are final, and each
+    part with its blob as soon as it was read, until it returns True. Nothing says yet that these
+    fit together, nor that the manifest is not to be refused.
 
-    Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed; else
-    `ManifestError`, whose `where` names the place.
+    Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed;
+    else `ManifestError`, whose `where` names the place.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         refuse(f"it has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}", MANIFEST_NAME)
@@ -119,8 +119,8 @@ def parse_manifest(
 
 
 def manifest_digest(data: bytes) -> bytes:
-    """The digest that a pin names: BLAKE3-256 of the manifest without its generation, so that packing the same weights
-    again gives the same one. A manifest that has none is hashed whole.
+    """The digest that a pin names: BLAKE3-256 of the manifest without its generation, so that
+    packing the same weights again gives the same one. A manifest that has none is hashed whole.
     """
     end = _GENERATION_END.search(data, max(0, len(data) - _GENERATION_END_BYTES))
     return blake3(memoryview(data)[: end.start()] if end else data).digest()
@@ -134,8 +134,8 @@ def blob_folder(generation: str) -> str:
 def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as canonical JSON.
 
-    It was parsed again and found equal, so that no manifest is published that a reader refuses. Raises `ManifestError`
-    when the manifest breaks the format or is not one of packed weights.
+    It was parsed again and found equal, so that no manifest is published that a reader refuses.
+    Raises `ManifestError` when the manifest breaks the format or is not one of packed weights.
     """
     folder = blob_folder(manifest.generation) if manifest.generation else ""
     document = {
@@ -197,7 +197,8 @@ def _generation_of(document: dict[str, Any], data: bytes) -> str:
 
 # Values ← JSON
 
-_TensorSpec: TypeAlias = tuple[str, str, tuple[int, ...], Encoding]  # name, dtype, shape and encoding
+# Name, dtype, shape and encoding.
+_TensorSpec: TypeAlias = tuple[str, str, tuple[int, ...], Encoding]
 
 
 def _parse_blob(value: Any, where: str, folder: str) -> Blob:
@@ -232,8 +233,8 @@ def _parse_groups(items: Iterable[tuple[Any, str]]) -> tuple[tuple[Group, ...], 
     return tuple(groups), tuple(tensors)
 
 
-# Most of a manifest is tensors, parts, segments and planes: what is right there is seen at a glance, and only what is
-# not is looked at value by value, to say where it is wrong.
+# Most of a manifest is tensors, parts, segments and planes: what is right there is seen at a
+# glance, and only what is not is looked at value by value, to say where it is wrong.
 
 
 def _parse_tensor(value: Any, where: str) -> _TensorSpec:

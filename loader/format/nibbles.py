@@ -15,8 +15,8 @@ RUN = 64  # elements whose nibbles lie in the same 32 bytes
 
 
 def pack_nibbles(levels: Bytes) -> Bytes:
-    """(N, K) uint8, each below 16 → (N, K / 2) uint8; K is a multiple of 64. Of 64 neighbours, byte j has number j in
-    its low half and j + 32 in its high one.
+    """(N, K) uint8, each below 16 → (N, K / 2) uint8; K is a multiple of 64. Of 64 neighbours, byte
+    j has number j in its low half and j + 32 in its high one.
     """
     halves = levels.reshape(len(levels), -1, 2, RUN // 2)
     packed: Bytes = halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)

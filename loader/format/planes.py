@@ -1,15 +1,16 @@
 """Elements ↔ planes: fields of 1 to 7 bits packed into bytes, and floats taken apart tier by tier.
 
-Fields: a frame of c elements takes h = ceil(c / share) bytes, where 2, 4 or 8 elements share a byte; byte j holds
-element j in its lowest bits, element j + h in the next ones, and so on. So a frame is unpacked by a few shifts of whole
-rows, eight bytes at a time: what a shift moves across the bytes of such a lane, a mask takes away. Works on buffers of
-the caller's, without the GIL. `docs/format.md`, "Packed planes", is the norm.
+Fields: a frame of c elements takes h = ceil(c / share) bytes, where 2, 4 or 8 elements share a
+byte; byte j holds element j in its lowest bits, element j + h in the next ones, and so on. So a
+frame is unpacked by a few shifts of whole rows, eight bytes at a time: what a shift moves across
+the bytes of such a lane, a mask takes away. Works on buffers of the caller's, without the GIL.
+`docs/format.md`, "Packed planes", is the norm.
 
-Floats: the first tier makes floats of exponents, signs and a few mantissa bits; each later one replaces mantissa bits.
-What is not known yet is filled with the middle of what it can be: a 1, then zeros. Bits are assigned under a mask,
-never added or XORed: what is decoded twice must give the same weights. Works on batches: whole frames, or a single
-shorter one. Fields are brought together one byte an element first, which costs little, and only then widened to
-elements.
+Floats: the first tier makes floats of exponents, signs and a few mantissa bits; each later one
+replaces mantissa bits. What is not known yet is filled with the middle of what it can be: a 1, then
+zeros. Bits are assigned under a mask, never added or XORed: what is decoded twice must give the
+same weights. Works on batches: whole frames, or a single shorter one. Fields are brought together
+one byte an element first, which costs little, and only then widened to elements.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _EACH_BYTE = 0x0101010101010101
 
 
 def pack(values: Bytes, bits: int, out: Bytes) -> None:
-    """Whole frames of values below 2^bits, or a shorter one, into `out`, ceil(values.size · bits / 8) bytes."""
+    """Whole frames of values below 2^bits, or a shorter one, into `out`, ceil(values.size · bits /
+    8) bytes.
+    """
     share = 8 // bits
     row = min(out.size, FRAME_ELEMENTS // share)
     if values.size != share * out.size:  # a shorter frame: what it lacks is 0
@@ -46,9 +49,11 @@ def pack(values: Bytes, bits: int, out: Bytes) -> None:
 
 
 def unpack(plane: Bytes, bits: int, out: Bytes, *, up: int = 0) -> None:
-    """The values of whole frames, or of a shorter one, each shifted `up`, into the front of `out`: one a byte.
+    """The values of whole frames, or of a shorter one, each shifted `up`, into the front of `out`:
+    one a byte.
 
-    `out` must have room for 8 / bits values a byte of the plane, also where the frame has fewer elements.
+    `out` must have room for 8 / bits values a byte of the plane, also where the frame has fewer
+    elements.
     """
     share = 8 // bits
     row = min(plane.size, FRAME_ELEMENTS // share)
@@ -63,7 +68,9 @@ def unpack(plane: Bytes, bits: int, out: Bytes, *, up: int = 0) -> None:
 
 
 def has_unused_bits(plane: Bytes, bits: int, count: int) -> bool:
-    """Whether bits behind the last of `count` elements are not 0: those of the last frame, where it is shorter."""
+    """Whether bits behind the last of `count` elements are not 0: those of the last frame, where it
+    is shorter.
+    """
     share, rest = 8 // bits, count % FRAME_ELEMENTS
     if rest % share == 0:
         return False
@@ -75,7 +82,9 @@ def has_unused_bits(plane: Bytes, bits: int, count: int) -> bool:
 
 
 def as_lanes(*arrays: Bytes) -> tuple[NDArray[Any], ...]:
-    """Views of arrays of one size, whose bytes are worked on alike: eight bytes a lane where that goes."""
+    """Views of arrays of one size, whose bytes are worked on alike: eight bytes a lane where that
+    goes.
+    """
     lane = _LANE if arrays[0].size % _LANE.itemsize == 0 else arrays[0].dtype
     return tuple(array.view(lane) for array in arrays)
 
@@ -86,11 +95,14 @@ def in_each_byte(value: int, lane: np.dtype[Any]) -> Any:
 
 
 _NIBBLE = (4,)
-_SIGN, _ALL_BUT_SIGN = 0x80, 0x7F  # of a byte: where the first chunk holds the sign, and mantissa bits
+# Of a byte: where the first chunk holds the sign, and mantissa bits.
+_SIGN, _ALL_BUT_SIGN = 0x80, 0x7F
 
 
 class Room(NamedTuple):
-    """Working memory of one thread for batches of `count` elements: `words` has as many bytes as they take."""
+    """Working memory of one thread for batches of `count` elements: `words` has as many bytes as
+    they take.
+    """
 
     words: Bytes
     field: Bytes  # (count,)
@@ -98,7 +110,9 @@ class Room(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Up to 8 bits of a field: the planes that hold them, and how many of the field's bits stand below."""
+    """Up to 8 bits of a field: the planes that hold them, and how many of the field's bits stand
+    below.
+    """
 
     places: tuple[int, ...]  # of its planes among the field's
     bits: tuple[int, ...]  # of each
@@ -151,11 +165,13 @@ def split_floats(words: Words, encoding: Encoding, tier: Tier, planes: list[Byte
 def merge_floats(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Tier, room: Room) -> None:
     """Write what one tier says about a batch into its floats, from the pieces of the tier's planes.
 
-    A later tier needs what the tiers before it wrote, and may be repeated. Exponents must have no bit too many. One
-    pass in the native core; without it, or for floats that are not aligned, numpy's passes, which write the same.
+    A later tier needs what the tiers before it wrote, and may be repeated. Exponents must have no
+    bit too many. One pass in the native core; without it, or for floats that are not aligned,
+    numpy's passes, which write the same.
     """
     float_format = _format_of(encoding)
-    num_before = int(encoding.bits_before(tier) is None)  # planes before the field's: that of the exponents
+    # Planes before the field's: that of the exponents.
+    num_before = int(encoding.bits_before(tier) is None)
     done = native.merge(
         out.view(word_type(float_format)),
         pieces[0] if num_before else None,
@@ -198,17 +214,20 @@ def merge_in_numpy(out: Bytes, pieces: list[Bytes], encoding: Encoding, tier: Ti
 class _First(NamedTuple):
     """How the first tier's exponents, and the chunk with the sign, become words.
 
-    That chunk stands at the top of a byte: its highest bit is the sign, the others are the mantissa's highest. numpy
-    multiplies faster than it shifts left, and a multiplication puts two copies of the byte into a word at once: one
-    where its sign belongs, one where its mantissa bits do. They do not overlap, so nothing is carried.
+    That chunk stands at the top of a byte: its highest bit is the sign, the others are the
+    mantissa's highest. numpy multiplies faster than it shifts left, and a multiplication puts two
+    copies of the byte into a word at once: one where its sign belongs, one where its mantissa bits
+    do. They do not overlap, so nothing is carried.
     """
 
     chunk: Chunk
     exponent_factor: np.integer[Any]
     factor: np.integer[Any]
     low_factor: np.integer[Any]  # for a nibble that is not at the top of its byte
-    mask: np.integer[Any] | None  # None where the sign goes with the exponent: it is too short for two copies
-    sign_shift: int  # where it does: from the top of the byte to where it stands before the exponent
+    # None where the sign goes with the exponent: it is too short for two copies.
+    mask: np.integer[Any] | None
+    # Where it does: from the top of the byte to where it stands before the exponent.
+    sign_shift: int
 
 
 class _Recipe(NamedTuple):
@@ -289,10 +308,11 @@ def _merge_first(
 
 
 def _widen_nibbles(packed: Bytes, word: np.dtype[Any], room: Room) -> tuple[Words, Words]:
-    """Room for the elements of the low and of the high nibbles, (frames, half) each; the bytes stand in the latter.
+    """Room for the elements of the low and of the high nibbles, (frames, half) each; the bytes
+    stand in the latter.
 
-    Together they are the front of the room's words, frame by frame: of an odd count, the unused nibble is last. Most
-    drafts are of nibbles: widening these by halves is quicker than `_join`.
+    Together they are the front of the room's words, frame by frame: of an odd count, the unused
+    nibble is last. Most drafts are of nibbles: widening these by halves is quicker than `_join`.
     """
     half = min(packed.size, FRAME_ELEMENTS // 2)
     words = room.words.view(word)[: 2 * packed.size].reshape(-1, 2, half)
@@ -313,7 +333,9 @@ def _move_sign(exponents: Bytes, top: Bytes, sign_shift: int, room: Room) -> tup
 
 
 def _join(chunk: Chunk, pieces: list[Bytes], count: int, room: Room, *, to_top: bool = False) -> Bytes:
-    """A chunk's value for each element, a byte each; with `to_top` moved up so far that its first bit is the byte's."""
+    """A chunk's value for each element, a byte each; with `to_top` moved up so far that its first
+    bit is the byte's.
+    """
     if chunk.bits == (8,):
         return pieces[chunk.places[0]]
     up = 8 if to_top else sum(chunk.bits)

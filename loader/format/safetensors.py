@@ -1,8 +1,9 @@
 """The safetensors file format: a distrustful header parser, and a writer that streams.
 
-A file is an 8-byte little-endian header length, a JSON header, and the tensors' bytes back to back. What this
-module hands out is consistent: every tensor's bytes agree with its dtype and shape, and together they fill
-the file without holes or overlaps. It knows nothing of directories, shards or models, and reads no content.
+A file is an 8-byte little-endian header length, a JSON header, and the tensors' bytes back to back.
+What this module hands out is consistent: every tensor's bytes agree with its dtype and shape, and
+together they fill the file without holes or overlaps. It knows nothing of directories, shards or
+models, and reads no content.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ MAX_DIMENSIONS = 32
 MAX_ELEMENTS = 1 << 48  # of one tensor, also with its empty dimensions counted as 1
 METADATA_KEY = "__metadata__"
 
-FIRST_READ_BYTES = 128 * 1024  # holds the whole header of all but unusual files, so that one request does
-_ALIGNMENT_BYTES = 8  # tensor data starts at a multiple of it, as the reference implementation's does
+# Holds the whole header of all but unusual files, so that one request does.
+FIRST_READ_BYTES = 128 * 1024
+# Tensor data starts at a multiple of it, as the reference implementation's does.
+_ALIGNMENT_BYTES = 8
 
 _INCOMPLETE_HINT = "It was cut off, perhaps by an interrupted download: fetch it again."
 
-# Python takes up to 160 bytes for a value that a hostile header spells in three, so structure is counted
-# before anything is built from it. A tensor needs an object, two lists and a few commas; the rest is for
-# texts.
+# Python takes up to 160 bytes for a value that a hostile header spells in three, so structure is
+# counted before anything is built from it. A tensor needs an object, two lists and a few commas;
+# the rest is for texts.
 _MAX_STRUCTURE = {b"{": 2 * MAX_TENSORS, b"[": 4 * MAX_TENSORS, b",": 8 * MAX_TENSORS}
 
 
@@ -121,8 +124,8 @@ def header_size(prefix: bytes, file_size_bytes: int, *, where: str) -> int:
 def parse_header(header: bytes, file_size_bytes: int, *, where: str) -> SafetensorsFile:
     """Check a JSON header (without its 8-byte prefix) against the size of its file.
 
-    Raises `CheckpointError` naming `where` and the tensor. Memory: about 1 KiB a tensor; bounds on structure
-    keep the worst header that is accepted under 1 GiB.
+    Raises `CheckpointError` naming `where` and the tensor. Memory: about 1 KiB a tensor; bounds on
+    structure keep the worst header that is accepted under 1 GiB.
     """
     metadata: dict[str, str] = {}
     data_start = PREFIX_BYTES + len(header)
@@ -141,10 +144,11 @@ def parse_header(header: bytes, file_size_bytes: int, *, where: str) -> Safetens
 def make_header(
     tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None, *, where: str = "a new file"
 ) -> tuple[bytes, SafetensorsFile]:
-    """The first bytes of a file (prefix and header) that holds these tensors in this order, and its layout.
+    """The first bytes of a file (prefix and header) that holds these tensors in this order, and its
+    layout.
 
-    Tensors are aligned to their element size when larger elements come first. Raises `CheckpointError` for
-    duplicate names or shapes that do not fill whole bytes.
+    Tensors are aligned to their element size when larger elements come first. Raises
+    `CheckpointError` for duplicate names or shapes that do not fill whole bytes.
     """
     document: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
     position = 0
@@ -162,9 +166,11 @@ def make_header(
 
 
 class SafetensorsWriter:
-    """Writes one file front to back: the tensor list first, then their bytes in that order, in any pieces.
+    """Writes one file front to back: the tensor list first, then their bytes in that order, in any
+    pieces.
 
-    The file stays the caller's and is not closed. Data given to `write` may be reused when it returns.
+    The file stays the caller's and is not closed. Data given to `write` may be reused when it
+    returns.
     """
 
     def __init__(
@@ -191,7 +197,8 @@ class SafetensorsWriter:
 
 
 def decode_object(data: bytes, *, where: str) -> dict[str, Any]:
-    """A JSON object of untrusted origin, with duplicate keys and absurd amounts of structure refused.
+    """A JSON object of untrusted origin, with duplicate keys and absurd amounts of structure
+    refused.
 
     Numbers may still be of any kind; the caller checks types. Raises `CheckpointError`.
     """
@@ -273,7 +280,9 @@ def _check_packed(name: str, dtype: str, shape: tuple[int, ...], where: str) -> 
 
 
 def _check_layout(entries: list[Entry], data_start: int, file_size_bytes: int, where: str) -> None:
-    """Sorted entries must fill [data_start, file_size_bytes) exactly: no overlaps, holes or remainders."""
+    """Sorted entries must fill [data_start, file_size_bytes) exactly: no overlaps, holes or
+    remainders.
+    """
     position = data_start
     for entry in entries:
         if entry.begin != position:

@@ -1,8 +1,9 @@
-"""The digests of an artifact's tensors as they were before packing: a small file next to the weights.
+"""The digests of an artifact's tensors as they were before packing: a small file next to the
+weights.
 
-Parts have digests of what is stored. These are of what it must become: with them anybody can check that weights in
-memory are the original's, bit for bit, whatever was decoded, merged and refined on the way. `docs/format.md`, "Digests
-of tensors", is the norm. Nothing here does I/O.
+Parts have digests of what is stored. These are of what it must become: with them anybody can check
+that weights in memory are the original's, bit for bit, whatever was decoded, merged and refined on
+the way. `docs/format.md`, "Digests of tensors", is the norm. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def dump_tensor_digests(digests: Iterable[tuple[Tensor, bytes]]) -> bytes:
 
 
 def parse_tensor_digests(data: bytes, manifest: Manifest) -> tuple[bytes, ...]:
-    """The digest of each of the manifest's tensors, in their order. Raises `ManifestError` unless all are there."""
+    """The digest of each of the manifest's tensors, in their order. Raises `ManifestError` unless
+    all are there.
+    """
     try:
         lines = data.decode().split("\n")
     except UnicodeDecodeError:
@@ -43,7 +46,9 @@ def parse_tensor_digests(data: bytes, manifest: Manifest) -> tuple[bytes, ...]:
 def wrong_tensors(
     manifest: Manifest, digests: Iterable[bytes], content: Callable[[Tensor], memoryview]
 ) -> list[Tensor]:
-    """Those whose content has another digest. Hashes in as many threads as there are cores, without the GIL."""
+    """Those whose content has another digest. Hashes in as many threads as there are cores, without
+    the GIL.
+    """
     return [
         tensor
         for tensor, digest in zip(manifest.tensors, digests, strict=True)

@@ -1,9 +1,11 @@
-"""The one place that touches zstd: bytes ↔ runs of standard zstd frames, each at a multiple of 8 bytes.
+"""The one place that touches zstd: bytes ↔ runs of standard zstd frames, each at a multiple of 8
+bytes.
 
-Invariant: no frame is given to the decompressor before its header and block headers were read here, and its
-declared size found to be the one that the caller expects, at most `MAX_FRAME_BYTES`. So neither time nor
-memory follows a number that an attacker chose. python-zstandard alone does not see to that: to it, frames of
-any sizes, windows and dictionaries, with anything skippable between them, are one stream.
+Invariant: no frame is given to the decompressor before its header and block headers were read here,
+and its declared size found to be the one that the caller expects, at most `MAX_FRAME_BYTES`. So
+neither time nor memory follows a number that an attacker chose. python-zstandard alone does not see
+to that: to it, frames of any sizes, windows and dictionaries, with anything skippable between them,
+are one stream.
 
 It does not know tensors, planes or manifests. `docs/format.md`, "Frames", is the norm.
 """
@@ -34,26 +36,30 @@ _PADDINGS = (
     b"",
     *(struct.pack("<II", _SKIPPABLE_MAGIC, missing) + bytes(missing) for missing in range(1, 8)),
 )
-_SINGLE_SEGMENT, _RESERVED, _CHECKSUM, _DICTIONARY = 0x20, 0x18, 0x04, 0x03  # bits of the descriptor
+# Bits of the descriptor.
+_SINGLE_SEGMENT, _RESERVED, _CHECKSUM, _DICTIONARY = 0x20, 0x18, 0x04, 0x03
 _RLE_BLOCK, _RESERVED_BLOCK = 1, 3
 _FRAME_HEADER = struct.Struct("<IB")  # magic number and descriptor
-# How a single-segment frame's content size is written, and what 0 means, by the descriptor's top two bits.
+# How a single-segment frame's content size is written, and what 0 means, by the descriptor's top
+# two bits.
 _CONTENT_SIZES = (
     (struct.Struct("<B"), 0),
     (struct.Struct("<H"), 256),
     (struct.Struct("<I"), 0),
     (struct.Struct("<Q"), 0),
 )
-_BLOCK_HEADER = struct.Struct("<I")  # it has 3 bytes, so it is read together with the byte before it
+# It has 3 bytes, so it is read together with the byte before it.
+_BLOCK_HEADER = struct.Struct("<I")
 
-_contexts = threading.local()  # zstd contexts are costly to make and must not be shared between threads
+# Zstd contexts are costly to make and must not be shared between threads.
+_contexts = threading.local()
 
 
 def compress_frames(data: bytes | bytearray | memoryview, frame_bytes: int, *, huf: bool) -> bytes:
     """`data` as frames that hold `frame_bytes` each, but for a shorter last one.
 
-    With `huf` the frames hold entropy-coded literals and hardly any matches, which decodes fastest and
-    suits planes without repetitions; else they are zstd's level 1. Compresses without the GIL.
+    With `huf` the frames hold entropy-coded literals and hardly any matches, which decodes fastest
+    and suits planes without repetitions; else they are zstd's level 1. Compresses without the GIL.
     """
     assert 0 < frame_bytes <= MAX_FRAME_BYTES
     view = memoryview(data).cast("B")
@@ -68,15 +74,18 @@ def compress_frames(data: bytes | bytearray | memoryview, frame_bytes: int, *, h
 class FrameReader:
     """Reads the content of a run of frames, piece by piece, into memory of the caller's.
 
-    The frames of a piece are decompressed in one call, which needs the GIL only for an instant between two of
-    them: decoding threads seldom wait for each other. The methods raise `IntegrityError` for what is not exactly
-    as the format says; the piece that was being read is then undefined.
+    The frames of a piece are decompressed in one call, which needs the GIL only for an instant
+    between two of them: decoding threads seldom wait for each other. The methods raise
+    `IntegrityError` for what is not exactly as the format says; the piece that was being read is
+    then undefined.
     """
 
     __slots__ = ("_frame_bytes", "_offset", "_src", "_where")
 
     def __init__(self, src: memoryview, frame_bytes: int, *, where: str = "") -> None:
-        """`src` holds frames of `frame_bytes` each, but for a shorter last one. `where` names it in errors."""
+        """`src` holds frames of `frame_bytes` each, but for a shorter last one. `where` names it in
+        errors.
+        """
         assert 0 < frame_bytes <= MAX_FRAME_BYTES
         self._src = src
         self._frame_bytes = frame_bytes
@@ -84,13 +93,16 @@ class FrameReader:
         self._offset = 0
 
     def read_into(self, out: NDArray[np.uint8]) -> None:
-        """Fill `out`, contiguous, with the next frames, the last of which is shorter where `out` ends within it.
+        """Fill `out`, contiguous, with the next frames, the last of which is shorter where `out`
+        ends within it.
 
-        Whatever the frames hold, nothing outside `out` is written, and no memory is taken for their content.
+        Whatever the frames hold, nothing outside `out` is written, and no memory is taken for their
+        content.
         """
         begin = self._offset
         end = self._check_frames(out.size)
-        # One reader a piece, because planes are read by turns, and a thread has only one decompressor.
+        # One reader a piece, because planes are read by turns, and a thread has only one
+        # decompressor.
         reader = _decompressor().stream_reader(self._src[begin:end], read_across_frames=True)
         try:
             filled_bytes = reader.readinto(out.data)
@@ -104,8 +116,9 @@ class FrameReader:
             )
 
     def skip(self, size_bytes: int) -> list[tuple[int, int]]:
-        """Step over the frames that hold the next `size_bytes`, checked as always but not decompressed: for who does
-        that elsewhere. Of each frame: where it begins, and how many bytes it has.
+        """Step over the frames that hold the next `size_bytes`, checked as always but not
+        decompressed: for who does that elsewhere. Of each frame: where it begins, and how many
+        bytes it has.
         """
         extents: list[tuple[int, int]] = []
         for start in range(0, size_bytes, self._frame_bytes):
@@ -121,7 +134,9 @@ class FrameReader:
             raise _damaged(f"{left_bytes} bytes follow the last zstd frame", self._where)
 
     def _check_frames(self, size_bytes: int) -> int:
-        """Step over the frames that hold the next `size_bytes`, and their padding; where the last frame ends."""
+        """Step over the frames that hold the next `size_bytes`, and their padding; where the last
+        frame ends.
+        """
         src, where, offset, end = self._src, self._where, self._offset, self._offset
         for start in range(0, size_bytes, self._frame_bytes):
             end = _end_of_frame(src, offset, min(self._frame_bytes, size_bytes - start), where)
@@ -131,7 +146,9 @@ class FrameReader:
 
 
 def _end_of_frame(src: memoryview, offset: int, content_bytes: int, where: str) -> int:
-    """The end of the frame at `offset`, by RFC 8878, section 3.1.1. It must declare `content_bytes`."""
+    """The end of the frame at `offset`, by RFC 8878, section 3.1.1. It must declare
+    `content_bytes`.
+    """
     magic, descriptor = _unpack(_FRAME_HEADER, src, offset, where)
     if magic != _ZSTD_MAGIC:
         raise _damaged(f"there is no zstd frame at byte {offset}", where)
@@ -161,7 +178,9 @@ def _end_of_frame(src: memoryview, offset: int, content_bytes: int, where: str) 
 
 
 def _end_of_padding(src: memoryview, offset: int, where: str) -> int:
-    """The next multiple of 8 where a frame can start, behind the skippable frame that fills up to it."""
+    """The next multiple of 8 where a frame can start, behind the skippable frame that fills up to
+    it.
+    """
     padding = _PADDINGS[-offset % FRAME_ALIGNMENT_BYTES]
     end = offset + len(padding)
     if src[offset:end] != padding:
@@ -197,8 +216,8 @@ def _compressor(huf: bool) -> zstandard.ZstdCompressor:
 def _parameters(huf: bool) -> zstandard.ZstdCompressionParameters:
     if not huf:
         return zstandard.ZstdCompressionParameters.from_level(1, window_log=_WINDOW_LOG)
-    # 64 hash entries and matches of 7 bytes or more find next to nothing in weights. That is the aim: matches
-    # cost more time to decode than they save space.
+    # 64 hash entries and matches of 7 bytes or more find next to nothing in weights. That is the
+    # aim: matches cost more time to decode than they save space.
     return zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST,
         window_log=_WINDOW_LOG,

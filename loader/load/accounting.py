@@ -1,4 +1,5 @@
-"""Counters of a load, its names for parts in messages and on the timeline, and errors that name their part.
+"""Counters of a load, its names for parts in messages and on the timeline, and errors that name
+their part.
 
 Adding and reading are cheap and safe from any thread. Nothing here knows sources or sockets.
 """
@@ -53,7 +54,9 @@ class LoadProgress(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """How long what has not arrived will take, as the link has been so far; infinity while that is unknown."""
+        """How long what has not arrived will take, as the link has been so far; infinity while that
+        is unknown.
+        """
         left_bytes = self.stored_bytes_total - self.fetched_bytes
         if self.state is LoadState.EXACT:
             return 0.0
@@ -69,14 +72,12 @@ class PhaseStatistics(NamedTuple):
 
 
 class LoadStatistics(NamedTuple):
-    """What a load cost. Sizes in bytes, times in seconds."""
+    """The cost of a load. Sizes in bytes, times in seconds."""
 
     elapsed_s: float  # from start to the end, or to now
     weight_bytes: int
     stored_bytes: int
-    unverified_bytes: (
-        int  # used although nothing said what they should be: plain safetensors carry no digests
-    )
+    unverified_bytes: int  # used unverified: plain safetensors carry no digests
     direct_bytes: int  # read straight into their slab
     num_reads: int
     num_refetched_parts: int  # had a wrong digest the first time
@@ -183,10 +184,10 @@ def _tiered(manifest: Manifest, part: Part) -> str:
 def in_part(
     error: Exception, manifest: Manifest, part: Part, source_url: str, *, num_parts: int = 1
 ) -> TeneralError:
-    """The same error, naming the part and the source; what nobody foresaw becomes a `TeneralError`.
+    """The same error, naming the part and the source; an unforeseen one becomes a `TeneralError`.
 
-    With `num_parts`, it came while so many were read together, of which the part is the first. To be raised `from` the
-    error given.
+    With `num_parts`, it came while that many were read together, of which the part is the first. To
+    be raised `from` the error given.
     """
     what = describe_part(manifest, part)
     if num_parts > 1:

@@ -2,8 +2,8 @@
 
     python -m teneral.loader.load.child SOCKET_FD MEMORY_FD FILES_FD
 
-It asks for the manifest before it imports what comes after, and for the first ranges before it imports what decodes
-them. It ends when it has told everything, or when its parent ends.
+It asks for the manifest before it imports what comes after, and for the first ranges before it
+imports what decodes them. It ends when it has reported everything, or when its parent ends.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ if TYPE_CHECKING:
 AHEAD = ("blake3", "..format.manifest_json", ".fetch", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
-# Of a standby, whose parent computes its first token at once: the end of this process takes 0.07 s of CPU for 1 GB, all
-# of which is mapped here in small pages.
+# Of a standby, whose parent computes its first token at once: the end of this process takes 0.07 s
+# of CPU for 1 GB, all of which is mapped here in small pages.
 LINGER_S = 2.0
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
-SWITCH_INTERVAL_S = 0.5e-3  # a thread that has bytes to ask for waits no longer for one that imports
+# A thread that has bytes to ask for waits no longer for one that imports.
+SWITCH_INTERVAL_S = 0.5e-3
 
 
 def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    # Ctrl-C reaches the whole group: the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.disable()  # until the first ranges are on their way: there is no garbage yet
     sock = socket.socket(fileno=socket_fd)
@@ -68,11 +70,11 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
         if _has_come(sock):
             break
         import_module(name, __package__)
-    task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a socket that nobody else has
+    task: Task = pickle.load(stream)  # noqa: S301 - written by our own parent, over a private socket
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
     timeline = Timeline(started_at=task.started_at)
-    # From now on nobody but the load takes pages.
+    # From now on only the load takes pages.
     memory = None if reserve is None else reserve.hand_over()
     try:
         if task.context is not None:
@@ -88,7 +90,8 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
             reporter.send(error=error)
     if task.context is not None:
         time.sleep(LINGER_S)
-    # Everything is told; taking an interpreter apart would only cost time that the parent could use.
+    # Everything is reported; taking an interpreter apart would only cost time that the parent could
+    # use.
     os._exit(0)
 
 
@@ -152,8 +155,10 @@ def _load(
     from .load import WeightLoad
 
     options = task.load_options
-    told = threading.Event()  # of the manifest, before which no image makes sense
-    images = _send_images(manifest, memory_fd, reporter, told, inbox) if task.device != "cpu" else None
+    manifest_sent = threading.Event()  # of the manifest, before which no image makes sense
+    images = (
+        _send_images(manifest, memory_fd, reporter, manifest_sent, inbox) if task.device != "cpu" else None
+    )
     load = WeightLoad(
         source,
         manifest,
@@ -166,16 +171,16 @@ def _load(
     )
     _tell_of_files(
         manifest, files_fd
-    )  # 0.2 ms now; beside the threads that begin next it would be a hundred times that
-    inbox.load = load  # before the manifest is told, without which nobody can ask for a part
+    )  # 0.2 ms now; with the threads that begin next it would take a hundred times that
+    inbox.load = load  # before the manifest is sent, without which no part can be requested
 
     def tell() -> None:
         ring_bytes = 0 if images is None else images.ring_bytes
         reporter.send(manifest=manifest, progress=load.progress(), ring_bytes=ring_bytes)
-        told.set()
+        manifest_sent.set()
 
-    # Pickling takes 3 ms, or 0.1 s beside the threads that begin next. A standby has nothing to do before it has this;
-    # others import torch meanwhile.
+    # Pickling takes 3 ms, or 0.1 s once the threads that begin next run. A standby has nothing to
+    # do before it has this; others import torch meanwhile.
     is_awaited = task.context is not None
     if is_awaited:
         tell()
@@ -193,13 +198,13 @@ def _load(
 
 
 def _report(load: WeightLoad, reporter: Reporter) -> None:
-    """Tell of gates as they open, of the parts that the parent asked for, and of progress between. Raises the
-    load's error.
+    """Tell of gates as they open, of the parts that the parent asked for, and of progress between.
+    Raises the load's error.
     """
     from ..format.manifest import Tier
 
     closed = [(group.index, tier) for group in load.manifest.groups for tier in Tier]
-    told: frozenset[int] = frozenset()
+    reported: frozenset[int] = frozenset()
     seen = -1
     while closed:
         seen = load.wait_for_change(seen, REPORT_INTERVAL_S)
@@ -210,22 +215,23 @@ def _report(load: WeightLoad, reporter: Reporter) -> None:
         wanted = load.wanted_parts()
         reporter.send(
             gates=opened,
-            parts=tuple(wanted - told),
+            parts=tuple(wanted - reported),
             has_all_pages=load.has_all_pages,
             progress=load.progress(),
         )
-        told = wanted
+        reported = wanted
 
 
 class _Inbox:
-    """What the parent says after its task: which parts it waits for, which order it wants, or which images it has.
-    Silence is for ever; the end is ours, too.
+    """Messages from the parent after its task: parts that it waits for, the order it wants, images
+    that it has taken. Silence is for ever; the end is ours, too.
     """
 
     def __init__(self, stream: BufferedRWPair) -> None:
         self._stream = stream
         self.load: WeightLoad | None = None
-        self.give_back: Callable[[int], None] = lambda offset_bytes: None  # of what the ring has lent
+        # Of what the ring has lent.
+        self.give_back: Callable[[int], None] = lambda offset_bytes: None
         self.device_is: Callable[[DeviceSpeed], None] = lambda speed: None
 
     def listen(self) -> None:
@@ -251,9 +257,11 @@ class _Inbox:
 
 
 def _send_images(
-    manifest: Manifest, memory_fd: int, reporter: Reporter, told: threading.Event, inbox: _Inbox
+    manifest: Manifest, memory_fd: int, reporter: Reporter, manifest_sent: threading.Event, inbox: _Inbox
 ) -> ImageSink:
-    """What takes parts where the weights are another device's: it leaves images in the memory file, and says so."""
+    """The sink of parts whose weights are another device's: it leaves images in the memory file,
+    and reports them.
+    """
     from ..device.ring import ImageRing, ring_bytes
     from ..device.sink import ImageSink, SentImage
     from ..memory.arena import map_shared
@@ -266,8 +274,8 @@ def _send_images(
     inbox.give_back = ring.give_back
 
     def send(image: SentImage) -> None:
-        told.wait()
-        with suppress(OSError):  # nobody is there: the inbox ends this process
+        manifest_sent.wait()
+        with suppress(OSError):  # the parent is gone: the inbox ends this process
             reporter.send(image=image)
 
     sink = ImageSink(manifest, ring, send, timeline=reporter.timeline)
@@ -276,7 +284,7 @@ def _send_images(
 
 
 def _tell_of_files(manifest: Manifest, files_fd: int) -> None:
-    with socket.socket(fileno=files_fd) as sock, suppress(OSError):  # there may be nobody who wants to know
+    with socket.socket(fileno=files_fd) as sock, suppress(OSError):  # the parent may not read it
         sock.sendall(pickle.dumps(manifest.without_weights()))
 
 

@@ -1,8 +1,9 @@
-"""The work of a decode thread: a part that has arrived is verified, and only then becomes values in its slab.
+"""The work of a decode thread: a part that has arrived is verified, and only then becomes values in
+its slab.
 
-Invariant: no byte of a part that has a digest reaches a decoder or a slab before the digest of the whole part
-was found right. It does not know where parts come from, or who waits for them. numpy and zstandard are imported
-by the first decode thread: the first ranges are on their way by then.
+Invariant: no byte of a part that has a digest reaches a decoder or a slab before the digest of the
+whole part was found right. It does not know where parts come from, or who waits for them. numpy and
+zstandard are imported by the first decode thread: the first ranges are on their way by then.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Decoder:
         cache: PartCache | None = None,
         images: ImageSink | None = None,
     ) -> None:
-        """`settle` takes each step whose values are in its slab; `cache` every part that was found right.
+        """`settle` takes each step whose values are in its slab; `cache` every part that was found
+        right.
 
-        With `images`, the slabs are another device's, and parts are made images of, which are delivered there.
+        With `images`, the slabs are another device's, and parts are made images of, which are
+        delivered there.
         """
         self._manifest = manifest
         self._slabs = slabs
@@ -61,14 +64,17 @@ class Decoder:
         self._suspect: set[int] = set()  # steps whose digest was wrong once
 
     def run(self) -> None:
-        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the part."""
+        """Decode until nothing is left or the queue is stopped. Raises `IntegrityError` naming the
+        part.
+        """
         from ..format import codec
 
         scratch = codec.Scratch()
         while (task := self._work.next_step()) is not None:
             step, stored = task
             if self._verify(step, stored):
-                # What needs nothing is the first to write there: no values that somebody could be using.
+                # What needs nothing is the first to write there: no values that somebody could be
+                # using.
                 is_first = not step.needs or self._images is not None
                 with nullcontext() if is_first else self._refine_locks.writing(step.part.group):
                     self._decode(step.part, stored, scratch)
@@ -77,7 +83,9 @@ class Decoder:
                 self._settle(step)
 
     def _verify(self, step: Step, stored: memoryview) -> bool:
-        """Whether the part may be decoded; if not, it is fetched again. Raises when that was tried before."""
+        """Whether the part may be decoded; if not, it is fetched again. Raises when that was tried
+        before.
+        """
         part = step.part
         if part.digest is None:
             return True  # never packed: there is nothing to compare with

@@ -1,12 +1,13 @@
-"""A load whose weights are another device's: the same gates as other loads have, opened as parts are placed there.
+"""A load whose weights are another device's: the same gates as other loads have, opened as parts
+are placed there.
 
     fetch, verify, decode        ring of images        place
     (a process of its own,  ───────────────────────►  (threads here, which ───►  weights on the device
      or threads here)        ◄──── given back ──────   own the device)
 
-A gate opens when the device was *told* to place the last part behind it. So whoever passes it calls `order_after`, or
-holds `reading`, before launching what reads (`placement.py` says why that is enough). The device is opened, and its
-memory taken, while the first bytes are on their way.
+A gate opens when the device has *queued* the last part behind it. So a thread that passes it calls
+`order_after`, or holds `reading`, before launching what reads (`placement.py` says why that is
+enough). The device is opened, and its memory taken, while the first bytes are on their way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ OpenDevice = Callable[[], "Device"]
 
 
 class DeviceLoad:
-    """Loads one model onto a device. All methods may be called from any thread. Made by `follow` or `in_threads`."""
+    """Loads one model onto a device. All methods may be called from any thread. Made by `follow` or
+    `in_threads`.
+    """
 
     place: Literal["device"] = "device"  # of the weights
     reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
@@ -122,7 +125,9 @@ class DeviceLoad:
         self._placement.put(image)
 
     def fail(self, error: TeneralError) -> None:
-        """See `ImageReceiver`; the device's failure ends the load, too. Nothing once all weights are on the device."""
+        """See `ImageReceiver`; the device's failure ends the load, too. Nothing once all weights
+        are on the device.
+        """
         with self._lock:
             if self._error is not None:
                 return
@@ -137,7 +142,7 @@ class DeviceLoad:
 
     @property
     def failure(self) -> TeneralError | None:
-        """What has ended the load before its time, other than its owner."""
+        """The error that ended the load early; None where its owner did."""
         return None if isinstance(self._error, LoadCancelledError) else self._error
 
     @property
@@ -165,17 +170,17 @@ class DeviceLoad:
 
     def progress(self) -> LoadProgress:
         """How far the load is: fetched by its feed, and placed here."""
-        said, readiness = self._fed().progress(), self._readiness
+        fetched, readiness = self._fed().progress(), self._readiness
         if readiness is None:
-            return said
+            return fetched
         num_exact = readiness.num_open(Tier.REFINE)
-        state = said.state
+        state = fetched.state
         if self._error is not None:
             cancelled = isinstance(self._error, LoadCancelledError)
             state = LoadState.CANCELLED if cancelled else LoadState.FAILED
-        elif state is LoadState.EXACT and num_exact < said.num_groups:
+        elif state is LoadState.EXACT and num_exact < fetched.num_groups:
             state = LoadState.LOADING
-        return said._replace(
+        return fetched._replace(
             state=state, groups_ready_draft=readiness.num_open(Tier.DRAFT), groups_exact=num_exact
         )
 
@@ -193,7 +198,7 @@ class DeviceLoad:
         return self._fed().left_s()
 
     def statistics(self) -> LoadStatistics | None:
-        """What fetching and decoding cost; None until that is known."""
+        """The cost of fetching and decoding; None until that is known."""
         return self._fed().statistics()
 
     @property
@@ -234,24 +239,29 @@ class DeviceLoad:
         return self._placement.device_name
 
     def device_slab(self, group: int) -> Any:
-        """The group's memory on the device: (slab_bytes,) uint8, speaks DLPack. Waits until it is there; raises as
-        `wait`."""
+        """The group's memory on the device: (slab_bytes,) uint8, speaks DLPack. Waits until it is
+        there; raises as `wait`.
+        """
         _ = self.manifest
         return self._placement.slab(group)
 
     def order_after(self, groups: Iterable[int], stream: int) -> None:
-        """What is launched on the stream from now on sees what opened these groups' gates so far."""
+        """Order later launches on the stream after the parts that opened these groups' gates so
+        far.
+        """
         self._placement.order_after(groups, stream)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Block until all weights are on the device, exact, so that `order_after` launches nothing any more: what
-        captures graphs begins then. False when they are not after this time. Raises what kept them from being there.
+        """Block until all weights are on the device, exact, so that `order_after` launches nothing
+        any more: what captures graphs begins then. False when they are not after this time. Raises
+        what kept them from being there.
         """
         return self._placement.wait_done(timeout_s)
 
     def reading(self, group: int, stream: int = 0) -> AbstractContextManager[None]:
-        """What is launched on the stream while this is held sees the group's values as they are now, whatever is placed
-        meanwhile. For who computes with values that are not exact yet, in one thread.
+        """Launches on the stream while this is held see the group's values as they are now,
+        whatever is placed meanwhile. For who computes with values that are not exact yet, in one
+        thread.
         """
         return self._placement.reading(group, stream)
 
@@ -260,7 +270,7 @@ class DeviceLoad:
         return self._placement.read_back(group, begin_bytes, end_bytes)
 
     def device_statistics(self) -> DeviceStatistics | None:
-        """What the device did and holds; None until it is open."""
+        """The device's counters; None until it is open."""
         return self._placement.statistics()
 
     def _attach(

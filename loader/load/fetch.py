@@ -1,13 +1,15 @@
-"""Fetch threads, and the read-ahead before a plan exists: ranges from the source straight into memory.
+"""Fetch threads, and the read-ahead before a plan exists: ranges from the source straight into
+memory.
 
-One range is one request; retries within it are the source's. Parts that the node's cache holds are not requested. All
-that is read of a blob is of one version. Nothing here knows what the bytes mean.
+One range is one request; retries within it are the source's. Parts that the node's cache holds are
+not requested. All that is read of a blob is of one version. Nothing here knows what the bytes mean.
 
-Between the manifest's last byte and the first range that a plan hands out lie the reading of all parts, their checks
-and the plan: 15 ms of a core for 300 parts. As soon as it is known how much memory the model takes, and where a part
-lies that comes first, `Prefetch` requests its beginning and keeps it for the load. It is a guess, in every respect:
-what was not wanted is dropped, what fails is left to the load, which reads it as if nothing had been requested. Nothing
-is verified there, and nothing is read of a model for which there may not be room.
+Between the manifest's last byte and the first range that a plan hands out lie the reading of all
+parts, their checks and the plan: 15 ms of a core for 300 parts. As soon as it is known how much
+memory the model takes, and where a part lies that comes first, `Prefetch` requests its beginning
+and keeps it for the load. It is a guess, in every respect: what was not wanted is dropped, what
+fails is left to the load, which reads it as if nothing had been requested. Nothing is verified
+there, and nothing is read of a model for which there may not be room.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class BlobVersions:
-    """What the manifest says, or else the first answer. For all who read the same artifact; thread-safe."""
+    """The version of each blob, by the manifest or else by the first answer. For all readers of an
+    artifact; thread-safe.
+    """
 
     def __init__(self, manifest: Manifest, source_url: str) -> None:
         self._manifest = manifest
@@ -42,14 +46,15 @@ class BlobVersions:
         }
 
     def of(self, blob: int) -> str | None:
-        """What to ask for; None before the first answer."""
+        """The version to request; None before the first answer."""
         return self._versions.get(blob)
 
     def check(self, blob: int, version: str | None) -> None:
-        """An answer was of this version; None: nobody looked. Raises `ChangedError` when others were of another.
+        """Note the version of an answer; None: it was not checked. Raises `ChangedError` when
+        others were of another.
 
-        Threads that ask before any was answered cannot ask for a version. They find out here, before what they have
-        read counts.
+        Threads that ask before any was answered cannot ask for a version. They find out here,
+        before what they have read counts.
         """
         if version is None:
             return
@@ -61,24 +66,27 @@ class BlobVersions:
 
 SLICE_BYTES = MIB  # what one connection brings in the meantime
 MAX_SLICES = 4
-ROOM_BYTES = 256 * MIB  # must be left beside model and reserve: more than the check of a load asks for
+# Must be left after model and reserve: more than the check of a load asks for.
+ROOM_BYTES = 256 * MIB
 
 
 class Taken(NamedTuple):
-    """What was there of a range: so many bytes of its beginning, of this version of the blob."""
+    """The prefetched beginning of a range, in bytes, and the version of the blob that it is of."""
 
     num_bytes: int
     version: str | None
 
 
 class _Slice:
-    """Bytes [start_bytes, start_bytes + len(data)) of a blob: there once `done` is set, unless it `has_failed`."""
+    """Bytes [start_bytes, start_bytes + len(data)) of a blob: there once `done` is set, unless it
+    `has_failed`.
+    """
 
     def __init__(self, blob: str, start_bytes: int, size_bytes: int) -> None:
         self.blob = blob
         self.start_bytes = start_bytes
         self.data = bytearray(size_bytes)
-        self.left_bytes = size_bytes  # that nobody has taken
+        self.left_bytes = size_bytes  # not taken yet
         self.done = threading.Event()
         self.has_failed = False
         self.version: str | None = None
@@ -109,8 +117,8 @@ class Prefetch:
         self._lock = threading.Lock()
 
     def look(self, weight_bytes: int, blob: Blob, part: Part) -> bool:
-        """Be told of a manifest's parts, one by one, which nobody has checked; begin to read one that comes first.
-        Whether that was the last one worth being told of.
+        """Look at a manifest's parts, one by one and unchecked; begin to read one that comes first.
+        Returns whether no later part matters.
         """
         options = self._options
         if options.cache_dir is not None or not isinstance(self._source, Remote):
@@ -122,10 +130,11 @@ class Prefetch:
         return True
 
     def take(self, blob: str, start: int, memory: memoryview) -> Taken | None:
-        """Fill the beginning of `memory`, with bytes of the blob from `start` on; None where there is nothing.
+        """Fill the beginning of `memory`, with bytes of the blob from `start` on; None where there
+        is nothing.
 
-        Waits for what is on its way, without the GIL. A byte is there for one who takes it: who reads it again reads it
-        from the source.
+        Waits for what is on its way, without the GIL. A byte is there for one who takes it: who
+        reads it again reads it from the source.
         """
         with self._lock:
             found = next((each for each in self._slices if each.holds(blob, start)), None)
@@ -155,7 +164,7 @@ class Prefetch:
         try:
             with self._timeline.span("fetch", "ahead", bytes=len(each.data)):
                 each.version = self._source.read_into(each.blob, each.start_bytes, memoryview(each.data))
-        except Exception:  # noqa: BLE001 - whatever it was, the load will meet it where it can be told
+        except Exception:  # noqa: BLE001 - the load will meet the same error and report it
             each.has_failed = True
         each.done.set()
 
@@ -190,8 +199,8 @@ class Fetcher:
         cache: PartCache | None = None,
         prefetch: Prefetch | None = None,
     ) -> None:
-        """`settle` takes the steps that were read straight into their slab, and are done with that. `between` is called
-        after each range.
+        """`settle` takes the steps that were read straight into their slab, and are done with that.
+        `between` is called after each range.
         """
         self._source = source
         self._manifest = manifest
@@ -206,7 +215,9 @@ class Fetcher:
         self._versions = versions
 
     def run(self) -> None:
-        """Read until nothing is left or the queue is stopped. Raises the source's errors, naming the part."""
+        """Read until nothing is left or the queue is stopped. Raises the source's errors, naming
+        the part.
+        """
         while (task := self._work.next_read()) is not None:
             self._read(*task)
             self._between()
@@ -242,8 +253,8 @@ class Fetcher:
         return False
 
     def _read_source(self, number: int, start: int, memory: memoryview) -> bool:
-        """Fill the memory from this blob. Whether nothing of that had been prefetched. Raises `ChangedError` when
-        it is not of the version that others were of.
+        """Fill the memory from this blob. Whether nothing of that had been prefetched. Raises
+        `ChangedError` when it is not of the version that others were of.
         """
         name = self._manifest.blobs[number].name
         rest = memory
@@ -260,14 +271,16 @@ class Fetcher:
         return len(rest) == len(memory)
 
     def _is_cached(self, piece: Piece, read: Read, memory: memoryview) -> bool:
-        """Whether the cache has filled the memory; verified or not is for the decoder to say, as always."""
+        """Whether the cache has filled the memory; verified or not is for the decoder to say, as
+        always.
+        """
         digest = self._plan.steps[piece.step].part.digest
         if self._cache is None or digest is None:
             return False
         return self._cache.read_into(digest, piece.start_bytes, self._place(piece, read, memory)[1])
 
     def _place(self, piece: Piece, read: Read, memory: memoryview) -> tuple[int, memoryview]:
-        """Where a piece starts in its blob, and its own stretch of the read's memory."""
+        """The start of a piece in its blob, and its own stretch of the read's memory."""
         start = self._plan.steps[piece.step].part.offset_bytes + piece.start_bytes
         offset = start - read.start_bytes
         return start, memory[offset : offset + piece.size_bytes]

@@ -1,10 +1,12 @@
-"""What a load has done: a gate for each group and tier, and a flag for each part, that open once and stay open.
+"""The gates of a load, one for each group and tier, and a flag for each part: they open once and
+stay open.
 
-Invariant: a gate opens only when every part that it stands for was settled, and a load that failed opens none
-of the others but wakes everybody who waits at them with its error. A gate stands for the parts of its tier and of
-all tiers below; the exact gate, REFINE's, so for all parts of the group. Where a group has no parts of a tier, nor
-of one below, that gate opens with the next one: there is no sketch before a draft that begins with nothing. It does
-not know what settles a part, nor what a group is for.
+Invariant: a gate opens only when every part that it stands for was settled, and a load that failed
+opens none of the others but wakes everybody who waits at them with its error. A gate stands for the
+parts of its tier and of all tiers below; the exact gate, REFINE's, so for all parts of the group.
+Where a group has no parts of a tier, nor of one below, that gate opens with the next one: there is
+no sketch before a draft that begins with nothing. It does not know what settles a part, nor what a
+group is for.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ Gate = tuple[int, Tier]  # a group's index, and the tier whose values it must ho
 
 
 class Readiness:
-    """The gates of `num_groups` groups. Thread-safe. A gate that stands for no parts is open at once."""
+    """The gates of `num_groups` groups. Thread-safe. A gate that stands for no parts is open at
+    once.
+    """
 
     def __init__(self, num_groups: int, parts: Sequence[Gate]) -> None:
         """`parts` are the group and tier of every part that is going to be settled, by its number."""
@@ -37,7 +41,9 @@ class Readiness:
         self.open([(group, Tier.REFINE) for group in range(num_groups) if not any(self._unsettled[group])])
 
     def wait(self, group: int, tier: Tier, timeout_s: float | None) -> None:
-        """Return when the gate is open, at once when it is. Raises the load's error, or `TimeoutError`."""
+        """Return when the gate is open, at once when it is. Raises the load's error, or
+        `TimeoutError`.
+        """
         if not self._open[tier][group]:
             what = f"group {group} did not hold its {tier.name.lower()} values"
             self._wait_until(lambda: self._open[tier][group], timeout_s, what)
@@ -57,7 +63,8 @@ class Readiness:
         return all(is_there[number] for number in numbers)
 
     def settle(self, number: int) -> tuple[list[Gate], bool]:
-        """Count one part as done. Returns the gates this completes, and whether this completes the load.
+        """Count one part as done. Returns the gates this completes, and whether this completes the
+        load.
 
         The caller opens those gates, once it has written down what may be read by those who waited.
         """
@@ -90,7 +97,9 @@ class Readiness:
             return frozenset(number for number in self._watched if self._is_there[number])
 
     def fail(self, error: TeneralError) -> bool:
-        """Wake all who wait at closed gates with this error. False when all is settled or has failed."""
+        """Wake all who wait at closed gates with this error. False when all is settled or has
+        failed.
+        """
         with self._changed:
             if self._error is not None or self._num_unsettled == 0:
                 return False
@@ -99,7 +108,8 @@ class Readiness:
         return True
 
     def wait_for_change(self, seen: int, timeout_s: float) -> int:
-        """Return once the number of changes is another than `seen`, or after `timeout_s`; what it is then.
+        """Return once the number of changes is another than `seen`, or after `timeout_s`; what it
+        is then.
 
         A change is that a gate opened, that a watched part is there, or that the load failed.
         """
@@ -124,12 +134,15 @@ class Readiness:
                 raise TimeoutError(f"{what} in {timeout_s} s")
             if not is_done():
                 assert self._error is not None
-                # A copy, because every thread that raises an exception adds its own traceback to it.
+                # A copy, because every thread that raises an exception adds its own traceback to
+                # it.
                 import copy  # only on the way to an error
 
                 raise copy.copy(self._error) from self._error.__cause__
 
     def _completed(self, group: int, tier: Tier) -> list[Gate]:
-        """The gates that have no unsettled part left now that a part of `tier` is settled, coarser ones first."""
+        """The gates that have no unsettled part left now that a part of `tier` is settled, coarser
+        ones first.
+        """
         unsettled = self._unsettled[group]
         return [(group, reached) for reached in Tier if reached >= tier and not any(unsettled[: reached + 1])]

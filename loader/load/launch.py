@@ -1,7 +1,7 @@
 """Launching a load: a process that imports ahead of its task, and the task that it is given.
 
-Imports next to nothing, as a cold process starts here, while its owner still reads its flags. `process_load.py` adopts
-the load later, when the process is at work already.
+Imports next to nothing, as a cold process starts here, while its owner still reads its flags.
+`process_load.py` adopts the load later, when the process is at work already.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Prepared:
     """A process that waits for its `Task`. Hand it to `launch`, or `discard` it."""
 
     def __init__(self, *, fork: bool = False, reserve_bytes: int = 0) -> None:
-        """Start it. `fork` is as `HelperProcess` has it. So much of the weights' memory is taken from the system ahead,
-        there, and here once `reserve` was called.
+        """Start it. `fork` is as `HelperProcess` has it. So much of the weights' memory is taken
+        from the system ahead, there, and here once `reserve` was called.
 
         Raises `OSError` when the system refuses another process or its memory.
         """
@@ -32,7 +32,8 @@ class Prepared:
         self._reserve: Reserve | None = None
         if reserve_bytes:
             os.ftruncate(self.memory_fd, reserve_bytes)
-        # Here it tells which small files there are, to whoever reads them while the owner imports: a pickled manifest.
+        # It sends the list of small files here, a pickled manifest, for the process that reads them
+        # while the owner imports.
         self.files, theirs = socket.socketpair()
         try:
             fds = (self.memory_fd, theirs.fileno())
@@ -45,7 +46,8 @@ class Prepared:
             theirs.close()
 
     def reserve(self) -> None:
-        """Map the memory here as well, if any was asked for. Starts a thread: no process can be forked after it.
+        """Map the memory here as well, if any was asked for. Starts a thread: no process can be
+        forked after it.
 
         Raises `InsufficientMemoryError`.
         """
@@ -55,7 +57,7 @@ class Prepared:
             self._reserve = Reserve(self.memory_fd)
 
     def hand_over_reserve(self) -> Reserved | None:
-        """What `reserve` has mapped, if it was called."""
+        """The memory that `reserve` has mapped, if it was called."""
         return None if self._reserve is None else self._reserve.hand_over()
 
     def give_up_reserve(self) -> None:
@@ -78,14 +80,15 @@ def is_possible() -> bool:
 
 
 class Task(NamedTuple):
-    """What the child is told, once."""
+    """The child's task, sent once."""
 
     url: str
     digest: bytes | None
     source_options: SourceOptions
     load_options: LoadOptions
     started_at: float  # the timeline's origin, on the clock that all processes of a machine share
-    device: str = "cpu"  # another one's weights: what lies in the memory file is then a ring of images
+    # Another one's weights: what lies in the memory file is then a ring of images.
+    device: str = "cpu"
     context: ProcessContext | None = None  # the child takes these; None: it has them
 
 
@@ -107,8 +110,8 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
 
     if prepared is None:
         prepared = Prepared()
-        prepared.files.close()  # nobody asked
-    # A few hundred bytes, which the socket takes whether or not the child is there to read them; with context
-    # there are more, and it is there.
+        prepared.files.close()  # not needed
+    # A few hundred bytes, which the socket takes whether or not the child is there to read them;
+    # with context there are more, and it is there.
     prepared.process.socket.sendall(pickle.dumps(task))
     return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())

@@ -1,11 +1,12 @@
 """The link to the store as measured, and the request sizes and connection counts that suit it.
 
-A `LinkMeter` is fed with every range that was read and gives a `Link`, a value; the sizes are pure functions of the
-plan's state, the link, and the memory. They follow from what a request costs. Until its first byte comes, a connection
-carries nothing, so a range should take several times as long as that; stores charge by the request, too. But what one
-connection reads alone comes late, so the ranges of the first parts are small enough for all connections to share them,
-and towards the end they shrink with what is left, so that all connections end together; but not below what a request
-costs both sides.
+A `LinkMeter` is fed with every range that was read and gives a `Link`, a value; the sizes are pure
+functions of the plan's state, the link, and the memory. They follow from what a request costs.
+Until its first byte comes, a connection carries nothing, so a range should take several times as
+long as that; stores charge by the request, too. But what one connection reads alone comes late, so
+the ranges of the first parts are small enough for all connections to share them, and towards the
+end they shrink with what is left, so that all connections end together; but not below what a
+request costs both sides.
 
 Not thread-safe: the work queue's lock guards it.
 """
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 WINDOW_READS = 48  # what is older says little about the link as it is now
 MIN_READS = 4
-MIN_SPREAD = 0.1  # of sizes around their mean; ranges that are all of one size do not tell latency from rate
+# Of sizes around their mean; ranges that are all of one size do not tell latency from rate.
+MIN_SPREAD = 0.1
 
 
 class Link(NamedTuple):
@@ -42,9 +44,9 @@ class LinkMeter:
     def link(self) -> Link:
         """The link as the last reads show it.
 
-        A range takes the time to its first byte and then its size at the connection's rate: the line through
-        sizes and times, by least squares, tells the two apart where sizes differ enough. The latency can be no
-        longer than the shortest read took.
+        A range takes the time to its first byte and then its size at the connection's rate: the
+        line through sizes and times, by least squares, tells the two apart where sizes differ
+        enough. The latency can be no longer than the shortest read took.
         """
         num = len(self._reads)
         if num < MIN_READS:
@@ -62,19 +64,22 @@ class LinkMeter:
 RANGE_ALIGNMENT_BYTES = 4096  # two readers never write to the same page
 MIN_RANGE_BYTES = 256 * 1024  # below this a request costs more than sharing gains, …
 MIN_RANGE_S = (
-    2e-3  # … or below what the link gives in this while: a request costs 0.3 to 0.6 ms of a core here
+    # … or below what the link gives in this while: a request costs 0.3 to 0.6 ms of a core here.
+    2e-3
 )
 USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
-WORTH = 16  # a range takes so many times as long as its first byte
-FIRST_CONNECTIONS = 8  # enough for 200 MB/s from anywhere; more only where more turn out to be faster
+WORTH = 16  # a range takes this many times as long as its first byte
+# Enough for 200 MB/s from anywhere; more only where more turn out to be faster.
+FIRST_CONNECTIONS = 8
 WIDER = 2
-MIN_GAIN = 1.3  # what twice the connections must bring, or the store, the link or this machine is the limit
+# What twice the connections must bring, or the store, the link or this machine is the limit.
+MIN_GAIN = 1.3
 MAX_WAIT_SHARE = 0.1  # of the connections' time, waiting for memory, or they are not fed
 MIN_LEFT_S = 0.5  # of the load: with less left, finding out costs as much as it brings
 
 
 class ReadLimits(NamedTuple):
-    """What must not be exceeded."""
+    """Bounds of a load's reads."""
 
     range_bytes: int  # by a range
     connections: int
@@ -82,19 +87,23 @@ class ReadLimits(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where the plan stands when a range is to be cut."""
+    """The state of the plan when a range is cut."""
 
-    awaited_bytes: int | None  # that somebody waits for, and so all connections share; None: nobody does
+    # That a caller waits for, and so all connections share; None: no caller waits.
+    awaited_bytes: int | None
     left_bytes: int  # of all parts, not asked for yet
     is_staged: bool = True  # else it is read straight to where it will stay
 
 
 def range_bytes(position: Position, link: Link, width: int, limits: ReadLimits) -> int:
-    """What the next range should take, at least 1: of this part, or of more where that is small."""
+    """The bytes that the next range should take, at least 1: of this part, or of more where that is
+    small.
+    """
     wanted = max(USUAL_RANGE_BYTES, int(WORTH * link.first_byte_s * link.connection_bytes_per_s))
     least = int(MIN_RANGE_S * width * link.connection_bytes_per_s)
     if position.is_staged:
-        # Ranges on their way may fill half of the staging; the other half is for what is being decoded.
+        # Ranges on their way may fill half of the staging; the other half is for what is being
+        # decoded.
         share = limits.staging_bytes // (2 * width) or wanted
         wanted, least = min(wanted, share), min(least, share)
     even = -(-position.left_bytes // width)
@@ -104,7 +113,9 @@ def range_bytes(position: Position, link: Link, width: int, limits: ReadLimits) 
 
 
 def cut(left_bytes: int, most_bytes: int) -> int:
-    """The next of as few equal ranges, of whole pages, as `most_bytes` allows; what is left when that is less."""
+    """The next of as few equal ranges, of whole pages, as `most_bytes` allows; what is left when
+    that is less.
+    """
     count = max(1, -(-left_bytes // most_bytes))
     even_bytes = -(-left_bytes // count)
     if most_bytes >= RANGE_ALIGNMENT_BYTES:
@@ -129,9 +140,11 @@ def first_width(limits: ReadLimits) -> Width:
 def widen(
     width: Width, rate_bytes_per_s: float, left_bytes: int, limits: ReadLimits, *, is_fed: bool
 ) -> Width:
-    """What to try next, after `width` gave this rate over a while: more as long as that pays, else the last but one.
+    """The width to try next, after `width` gave this rate over a while: more as long as that pays,
+    else the last but one.
 
-    Unless `is_fed`, ranges waited for memory: what follows the fetching is the limit now, and nothing is tried.
+    Unless `is_fed`, ranges waited for memory: what follows the fetching is the limit now, and
+    nothing is tried.
     """
     if width.is_settled:
         return width
@@ -150,7 +163,7 @@ READS_A_TRIAL = 3  # for each connection, until a number of connections is judge
 
 
 class LinkStatistics(NamedTuple):
-    """What was measured of the link, and decided by it. Sizes in bytes, times in seconds."""
+    """Measurements of the link, and the decisions made by them. Sizes in bytes, times in seconds."""
 
     rate_bytes_per_s: (
         float  # of all that came from the store, over all connections, from the first request on
@@ -186,10 +199,11 @@ class LinkTuner:
         return self._width.connections
 
     def range_bytes(self, position: Position) -> int:
-        """What the next range may take."""
+        """The most bytes that the next range may take."""
         size_bytes = range_bytes(position, self._link, self.connections, self._limits)
         if position.awaited_bytes is not None and size_bytes < USUAL_RANGE_BYTES:
-            self._num_to_skip = self.connections  # such ranges say little about a number of connections
+            # Such ranges say little about a number of connections.
+            self._num_to_skip = self.connections
         return size_bytes
 
     def waited(self, for_memory_s: float) -> None:

@@ -4,9 +4,9 @@
              (fetch.py)    (staging.py)  (decode.py)  (arena.py)  (gates.py)
              └──── what comes next: plan.py, handed out by queue.py ────┘
 
-Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at their final
-addresses from construction on, so that tensors over them can be made first and filled later. It does not know
-models, torch or groups' meaning.
+Invariant: a gate opens only over values whose every stored byte was verified. The slabs stand at
+their final addresses from construction on, so that tensors over them can be made first and filled
+later. It does not know models, torch or groups' meaning.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ NUMPY_DTYPES: dict[str, str] = {
 class WeightLoad:
     """Loads a manifest's weights. All methods may be called from any thread.
 
-    The slabs belong to whoever looks at them: neither `close` nor dropping the load frees memory that a view
-    still shows. The source stays the caller's to close, after the load has ended; only a load that is
-    cancelled while reads are on their way closes it itself, since nothing else makes them return.
+    The slabs live as long as their views: neither `close` nor dropping the load frees memory that a
+    view still shows. The source stays the caller's to close, after the load has ended; only a load
+    that is cancelled while reads are on their way closes it itself, since nothing else makes them
+    return.
     """
 
     place: Literal["host"] = "host"  # of the weights
@@ -79,13 +80,13 @@ class WeightLoad:
         prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
     ) -> None:
-        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning `reserve` may map. Nothing
-        is read yet.
+        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning
+        `reserve` may map. Nothing is read yet.
 
-        With `images`, the weights are another device's: parts are delivered there, a gate opens when all of its parts
-        were, and there are no slabs here. What was read `ahead` is not read again. Loads that
-        share `versions` read the same version of each blob. Raises `InsufficientMemoryError`
-        when it would not fit.
+        With `images`, the weights are another device's: parts are delivered there, a gate opens
+        when all of its parts were, and there are no slabs here. What was read `ahead` is not read
+        again. Loads that share `versions` read the same version of each blob. Raises
+        `InsufficientMemoryError` when it would not fit.
         """
         self.manifest = manifest
         self._source = source
@@ -131,7 +132,9 @@ class WeightLoad:
         self._ended_at_s: float | None = None
 
     def start(self) -> None:
-        """Begin to read; return at once. A cancelled load stays so. Raises `RuntimeError` the second time."""
+        """Begin to read; return at once. A cancelled load stays so. Raises `RuntimeError` the
+        second time.
+        """
         with self._lifecycle:
             if self._started_at_s is not None:
                 raise RuntimeError("a load can be started once")
@@ -152,7 +155,8 @@ class WeightLoad:
                 thread.start()
 
     def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
-        """Return when the group holds that tier's values (`REFINE`: exact ones), at once if it does already.
+        """Return when the group holds that tier's values (`REFINE`: exact ones), at once if it does
+        already.
 
         Raises the load's error, `LoadCancelledError`, or `TimeoutError` after `timeout_s`.
         """
@@ -162,7 +166,8 @@ class WeightLoad:
         return self._readiness.is_open(group, tier)
 
     def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
-        """Return when these parts of the manifest are in their slabs, having asked for them before all others.
+        """Return when these parts of the manifest are in their slabs, having asked for them before
+        all others.
 
         Returns at once when they are there already. Raises as `wait` does.
         """
@@ -171,7 +176,9 @@ class WeightLoad:
             self._readiness.wait_parts(numbers, timeout_s)
 
     def want_parts(self, numbers: Collection[int]) -> None:
-        """Have these parts fetched before all others. `wait_for_change` tells when one of them is there."""
+        """Have these parts fetched before all others. `wait_for_change` tells when one of them is
+        there.
+        """
         self._work.promote(self._steps[number] for number in numbers)
         self._readiness.watch(numbers)
 
@@ -180,7 +187,8 @@ class WeightLoad:
         return self._readiness.watched()
 
     def wait_for_change(self, seen: int, timeout_s: float) -> int:
-        """Return once more has happened than `seen`, the number that this gave last, or after `timeout_s`.
+        """Return once more has happened than `seen`, the number that this gave last, or after
+        `timeout_s`.
 
         What counts: gates that open, parts that somebody asked for, and the load's failure.
         """
@@ -188,7 +196,9 @@ class WeightLoad:
 
     @property
     def has_all_pages(self) -> bool:
-        """Whether the system has given all of the weights' memory: mapping it elsewhere is cheap then."""
+        """Whether the system has given all of the weights' memory: mapping it elsewhere is cheap
+        then.
+        """
         return self._has_all_pages
 
     @property
@@ -203,8 +213,8 @@ class WeightLoad:
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """A tensor in its shape, as a view of its slab. Raises `KeyError` for an unknown name.
 
-        bfloat16 comes as uint16 bit patterns. Dtypes that numpy lacks come as uint8: 8-bit ones in their
-        shape, packed ones flat.
+        bfloat16 comes as uint16 bit patterns. Dtypes that numpy lacks come as uint8: 8-bit ones in
+        their shape, packed ones flat.
         """
         tensor = self.manifest.by_name[name]
         data = self.slab(tensor.group)[tensor.offset_bytes : tensor.offset_bytes + tensor.size_bytes]
@@ -212,8 +222,9 @@ class WeightLoad:
         return array.reshape(tensor.shape) if array.size == math.prod(tensor.shape) else array
 
     def reading(self, group: int) -> AbstractContextManager[None]:
-        """While this is held the group's values stay as they are. For who computes with values that are not exact
-        yet, in one thread, and does nothing to the load meanwhile; exact ones never change.
+        """While this is held the group's values stay as they are. For who computes with values that
+        are not exact yet, in one thread, and does nothing to the load meanwhile; exact ones never
+        change.
         """
         return self._refine_locks.reading(group)
 
@@ -224,7 +235,7 @@ class WeightLoad:
 
     @property
     def order(self) -> Order:
-        """Which tier comes first; AUTO until that is decided."""
+        """The tier that comes first; AUTO until that is decided."""
         self._choose_order()
         return self._order
 
@@ -235,7 +246,9 @@ class WeightLoad:
         self._work.reorder(order)
 
     def left_s(self) -> float:
-        """How long the load will go on, as the link has been so far, seconds; infinity while that is unknown."""
+        """How long the load will go on, as the link has been so far, seconds; infinity while that
+        is unknown.
+        """
         return self.progress().left_s
 
     def progress(self) -> LoadProgress:
@@ -254,7 +267,7 @@ class WeightLoad:
         )
 
     def statistics(self) -> LoadStatistics:
-        """What the load has cost so far."""
+        """The cost of the load so far."""
         started, ended = self._started_at_s, self._ended_at_s
         return LoadStatistics(
             elapsed_s=0.0 if started is None else (ended or time.monotonic()) - started,
@@ -295,9 +308,10 @@ class WeightLoad:
         return True
 
     def join_cache(self, timeout_s: float | None = None) -> bool:
-        """Wait, once the load has ended, until the node's cache holds what it takes; False after `timeout_s`.
+        """Wait, once the load has ended, until the node's cache holds what it takes; False after
+        `timeout_s`.
 
-        Nobody need wait for that, unless the process is to end.
+        Only a process that is about to end needs to wait for that.
         """
         return self._cache is None or self._cache.join(timeout_s)
 
@@ -305,10 +319,12 @@ class WeightLoad:
         """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
         self.cancel()
         if any(thread.is_alive() for thread in self._threads):
-            self._source.close()  # it failed, and reads that have not noticed would go on until they time out
+            # It failed, and reads that have not noticed would go on until they time out.
+            self._source.close()
         self.join()
         self._refine_locks.close()
-        vars(self).pop("_fetch", None)  # refers to the load, whose memory would wait for the collector
+        # Refers to the load, whose memory would wait for the collector.
+        vars(self).pop("_fetch", None)
 
     def __enter__(self) -> Self:
         return self
@@ -323,24 +339,24 @@ class WeightLoad:
         `InsufficientMemoryError` when not even the smallest would fit.
         """
         options = self._options
-        told = options.available_bytes
-        left = available() if told is None else Available(told, "as the options say")
-        if left is not None and told is None:
+        given_bytes = options.available_bytes
+        left = available() if given_bytes is None else Available(given_bytes, "as the options say")
+        if left is not None and given_bytes is None:
             left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
-        what, weight_bytes, beside_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
+        what, weight_bytes, other_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
         if self._images is not None:  # neither weights nor keys are here
-            what, weight_bytes, beside_bytes = "images of them", self._images.ring_bytes, 0
-        beside_bytes += self._serving_bytes
-        room_bytes = None if left is None else left.size_bytes - weight_bytes - beside_bytes
+            what, weight_bytes, other_bytes = "images of them", self._images.ring_bytes, 0
+        other_bytes += self._serving_bytes
+        room_bytes = None if left is None else left.size_bytes - weight_bytes - other_bytes
         size_bytes = staging_bytes(sizes, options.staging_bytes, room_bytes)
         least_bytes = staging_bytes(sizes, 0, 0)
         check_fits(
-            weight_bytes + least_bytes + beside_bytes,
+            weight_bytes + least_bytes + other_bytes,
             left,
             what=f"loading the model from {self._source.url}",
             made_of=f"{what} {weight_bytes / MIB:,.0f}, bytes on their way at least {least_bytes / MIB:,.0f}, "
-            f"keys and values at least {(beside_bytes - self._serving_bytes) / MIB:,.0f}, "
+            f"keys and values at least {(other_bytes - self._serving_bytes) / MIB:,.0f}, "
             f"the server's processes another {self._serving_bytes / MIB:,.0f}",
         )
         return size_bytes
@@ -383,7 +399,8 @@ class WeightLoad:
         return [self._make_thread(name, body) for name, body in bodies]
 
     def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
-        # Daemons: a process that wants to exit must not wait for a model that nobody needs any more.
+        # Daemons: a process that wants to exit must not wait for a model that is not needed any
+        # more.
         return threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
 
     def _prefault(self) -> None:
@@ -394,7 +411,9 @@ class WeightLoad:
         self._choose_order()
 
     def _choose_order(self) -> None:
-        """Decide which tier comes first, once the link has shown what it gives, or that it gives next to nothing."""
+        """Decide which tier comes first, once the link has shown what it gives, or that it gives
+        next to nothing.
+        """
         if self._order is not Order.AUTO or self._started_at_s is None:
             return
         elapsed_s = time.monotonic() - self._started_at_s
@@ -457,7 +476,9 @@ class WeightLoad:
             self._fail(failure)
 
     def _settle(self, step: Step) -> None:
-        """The step's values are in its slab: return its memory, count it, open the gates it completes."""
+        """The step's values are in its slab: return its memory, count it, open the gates it
+        completes.
+        """
         part = step.part
         self._work.finish_step(step)
         self._meter.settled(

@@ -1,10 +1,12 @@
-"""A load without copies: plain safetensors of a local folder, used where they lie in the system's page cache.
+"""A load without copies: plain safetensors of a local folder, used where they lie in the system's
+page cache.
 
-Each file is mapped, and the slab of a group is its stretch of the mapping. Threads have the kernel read the stretches,
-in the order in which a forward pass needs them, and open the gates: a model of 1 GB that the node has in its cache is
-there after 20 ms, in no memory of this process's own. Plain safetensors carry no digests, so nothing is verified; a
-file that changes during the load fails it. After the load a file that is overwritten in place changes the weights, and
-one that is cut off kills the process, as with every program that maps its files: models are replaced by renaming, or
+Each file is mapped, and the slab of a group is its stretch of the mapping. Threads have the kernel
+read the stretches, in the order in which a forward pass needs them, and open the gates: a model of
+1 GB that the node has in its cache is there after 20 ms, in no memory of this process's own. Plain
+safetensors carry no digests, so nothing is verified; a file that changes during the load fails it.
+After the load a file that is overwritten in place changes the weights, and one that is cut off
+kills the process, as with every program that maps its files: models are replaced by renaming, or
 served with `mmap = false` (docs/decisions/0029).
 """
 
@@ -48,16 +50,18 @@ NUM_THREADS = 4  # a disk has several requests at a time then; from the cache on
 
 
 class _Stretch(NamedTuple):
-    """Where a group's slab begins in a file."""
+    """The start of a group's slab in a file."""
 
     blob: int
     begin_bytes: int
 
 
 class MappedLoad:
-    """Loads a manifest whose slabs are stretches of its files. All methods may be called from any thread.
+    """Loads a manifest whose slabs are stretches of its files. All methods may be called from any
+    thread.
 
-    The slabs are views of private mappings, which live as long as any view does. The source stays the caller's.
+    The slabs are views of private mappings, which live as long as any view does. The source stays
+    the caller's.
     """
 
     place: Literal["host"] = "host"  # of the weights
@@ -73,9 +77,10 @@ class MappedLoad:
     ) -> None:
         """Map the files. Nothing is read yet.
 
-        Raises `InsufficientMemoryError` where the weights would not stay in memory, `UnavailableError` for a file that
-        cannot be mapped, `ChangedError` for one that is not of the manifest's version, and `ValueError` for a manifest
-        of other slabs (`can_map` says of which it is).
+        Raises `InsufficientMemoryError` where the weights would not stay in memory,
+        `UnavailableError` for a file that cannot be mapped, `ChangedError` for one that is not of
+        the manifest's version, and `ValueError` for a manifest of other slabs (`can_map` says of
+        which it is).
         """
         self.manifest = manifest
         self._source = source
@@ -145,7 +150,9 @@ class MappedLoad:
                 self._todo.appendleft(step)
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
-        """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this process's copy alone."""
+        """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this
+        process's copy alone.
+        """
         return as_array(self._slabs[group])
 
     def reading(self, group: int) -> AbstractContextManager[None]:
@@ -225,8 +232,8 @@ class MappedLoad:
         self.join()
 
     def _check_memory(self) -> None:
-        """Pages of files are given back by a system that is short of memory, and read again for each token: that is a
-        model that does not fit.
+        """Pages of files are given back by a system that is short of memory, and read again for
+        each token: that is a model that does not fit.
         """
         options, weight_bytes = self._options, self.manifest.weight_bytes
         left = available() if options.available_bytes is None else None
@@ -285,7 +292,8 @@ class MappedLoad:
             begin = part.offset_bytes - part.offset_bytes % mmap.PAGESIZE
             size_bytes = part.offset_bytes + part.size_bytes - begin
             advise = self._advisers[part.blob]
-            advise(begin, size_bytes, mmap.MADV_WILLNEED)  # all at once, where it is not in the cache
+            # All at once, where it is not in the cache.
+            advise(begin, size_bytes, mmap.MADV_WILLNEED)
             if not advise(begin, size_bytes, MADV_POPULATE_READ):
                 self._source.check_version(blob.name, blob.version)  # it was cut off, most likely
                 raise UnavailableError(f"{blob.name} in {self._source.url} cannot be read")
@@ -326,7 +334,9 @@ class MappedLoad:
 
 
 def can_map(manifest: Manifest) -> bool:
-    """Whether each of the manifest's slabs is a stretch of one file (`checkpoint.manifest_in_place`)."""
+    """Whether each of the manifest's slabs is a stretch of one file
+    (`checkpoint.manifest_in_place`).
+    """
     return _stretches(plan_load(manifest, Order.EXACT).steps) is not None
 
 

@@ -11,23 +11,28 @@ MIB = 1024 * 1024
 
 
 class Order(enum.StrEnum):
-    """Which weights come first."""
+    """The weights that come first."""
 
-    EXACT = "exact"  # group by group, draft parts and then refine parts: the first exact token soonest
-    DRAFT_FIRST = "draft-first"  # all draft parts, then all refine parts: the first draft token soonest
+    # Group by group, draft parts and then refine parts: the first exact token soonest.
+    EXACT = "exact"
+    # All draft parts, then all refine parts: the first draft token soonest.
+    DRAFT_FIRST = "draft-first"
     AUTO = "auto"  # one or the other, by what the link turns out to give (`plan.py`)
 
 
 class _Values(NamedTuple):
-    connections: int = 32  # most fetch threads, each with one request on its way; fewer where these do
+    # Most fetch threads, each with one request on its way; fewer where these do.
+    connections: int = 32
     staging_bytes: int | None = None  # memory for what is on its way; default: see `staging.py`
     reserved_bytes: int = 0  # memory that must be left when the weights are there
-    serving_bytes: int = 0  # memory of the processes beside the weights; what they have taken already counts
+    # Memory of the processes other than the weights; what they have taken already counts.
+    serving_bytes: int = 0
     range_bytes: int = 16 * MIB  # most that one request asks for
     decode_threads: int | None = None  # default: as many as this process may use CPUs
     order: Order = Order.EXACT
     ready_s: float = 0.0  # for AUTO: when the weights can first be used, since the load began
-    sends_drafts: bool = False  # for AUTO: clients get tokens of the draft, and not only what was confirmed
+    # For AUTO: clients get tokens of the draft, and not only what was confirmed.
+    sends_drafts: bool = False
     rows_on_demand: bool = (
         False  # rows of the embeddings are asked for (`wait_parts`): the rest of them comes last
     )

@@ -1,17 +1,21 @@
-"""The order in which a load takes its parts, and the policy for its tiers: values made from the manifest.
+"""The order in which a load takes its parts, and the policy for its tiers: values made from the
+manifest.
 
-Invariant: a step comes after every step that it needs. A part of a later tier replaces the low bits of elements
-that parts of the tier before it wrote, so it needs each of those that holds one of these elements, however the two
-tiers were cut, and what these need in turn. Pure: nothing here does I/O, waits, or knows where memory lies; how the
-parts are cut into ranges is decided while they are read (`link.py`).
+Invariant: a step comes after every step that it needs. A part of a later tier replaces the low bits
+of elements that parts of the tier before it wrote, so it needs each of those that holds one of
+these elements, however the two tiers were cut, and what these need in turn. Pure: nothing here does
+I/O, waits, or knows where memory lies; how the parts are cut into ranges is decided while they are
+read (`link.py`).
 
-The policy decides which tier comes first. All of the draft first means that a usable model is there early, and that the
-exact one is complete no later than it would be group by group: the bytes are the same. What is gained meanwhile is
-tokens that the draft makes: sent where a client allowed it, else as proposals that the exact weights confirm in one
-pass when they are complete. Nothing is gained when there is no time for them, on a fast link or with a small model, and
-the passes over the draft would only take cores from the load.
+The policy decides which tier comes first. All of the draft first means that a usable model is there
+early, and that the exact one is complete no later than it would be group by group: the bytes are
+the same. What is gained meanwhile is tokens that the draft makes: sent where a client allowed it,
+else as proposals that the exact weights confirm in one pass when they are complete. Nothing is
+gained when there is no time for them, on a fast link or with a small model, and the passes over the
+draft would only take cores from the load.
 
-A forward pass needs few rows of its largest matrix, the embeddings: `RowParts` finds the parts that hold them.
+A forward pass needs few rows of its largest matrix, the embeddings: `RowParts` finds the parts that
+hold them.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ FIRST_GROUP = 0
 class Step(NamedTuple):
     """One part's turn.
 
-    `needs` are the numbers of all earlier steps that must be decoded before this one. `slab_offset_bytes` is
-    where in its group's slab the part may be read as it is; None when it goes through staging because it has
-    a digest to be verified or planes to be decoded.
+    `needs` are the numbers of all earlier steps that must be decoded before this one.
+    `slab_offset_bytes` is where in its group's slab the part may be read as it is; None when it
+    goes through staging because it has a digest to be verified or planes to be decoded.
     """
 
     number: int
@@ -57,7 +61,9 @@ class Plan(NamedTuple):
         return sum(step.part.size_bytes for step in self.steps)
 
     def numbers(self, order: Order) -> list[int]:
-        """The numbers of all steps in another order, in which each comes after those that it needs, too."""
+        """The numbers of all steps in another order, in which each comes after those that it needs,
+        too.
+        """
         steps = sorted(self.steps, key=lambda step: _rank(step.part, order, step.part.index in self.late))
         return [step.number for step in steps]
 
@@ -65,9 +71,10 @@ class Plan(NamedTuple):
 def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, direct: bool = True) -> Plan:
     """Put the manifest's parts in `order`. Without `direct`, no part is read straight into a slab.
 
-    With `tables_last`, the parts that hold nothing but tables come behind all others of the same tiers: a table is
-    a matrix of the first group that several parts share. A forward pass begins with a few of its rows, which it
-    asks for; where embeddings are tied to the head, the whole of it is what comes last.
+    With `tables_last`, the parts that hold nothing but tables come behind all others of the same
+    tiers: a table is a matrix of the first group that several parts share. A forward pass begins
+    with a few of its rows, which it asks for; where embeddings are tied to the head, the whole of
+    it is what comes last.
     """
     needed = _needed_parts(manifest)
     late = frozenset(_table_parts(manifest, needed) if tables_last else ())
@@ -86,8 +93,8 @@ def plan_load(manifest: Manifest, order: Order, *, tables_last: bool = False, di
 
 
 def follows(before: Step, step: Step) -> bool:
-    """Whether one range can read both parts: of one group and tier, one behind the other in their blob, and with one
-    piece of memory to go to.
+    """Whether one range can read both parts: of one group and tier, one behind the other in their
+    blob, and with one piece of memory to go to.
     """
     one, other = before.part, step.part
     distance_bytes = other.offset_bytes - one.offset_bytes
@@ -101,14 +108,15 @@ def follows(before: Step, step: Step) -> bool:
 
 
 def _rank(part: Part, order: Order, is_late: bool) -> tuple[int, int, int, int]:
-    if order is not Order.EXACT:  # what is not decided begins with the first tier, which costs nothing
+    # What is not decided begins with the first tier, which costs nothing.
+    if order is not Order.EXACT:
         return part.tier, is_late, part.group, part.index
     return is_late, part.group, part.tier, part.index
 
 
 def _table_parts(manifest: Manifest, needed: Mapping[int, set[int]]) -> set[int]:
-    """Numbers of the parts that begin nothing but tables, and of those of later tiers that hold some of one, or
-    need such a part.
+    """Numbers of the parts that begin nothing but tables, and of those of later tiers that hold
+    some of one, or need such a part.
     """
     candidates = [part for part in manifest.parts if part.group == FIRST_GROUP]
     num_parts = Counter(
@@ -121,14 +129,17 @@ def _table_parts(manifest: Manifest, needed: Mapping[int, set[int]]) -> set[int]
     for part in sorted(candidates, key=lambda part: part.tier):
         of_tables = (segment.tensor in tables for segment in part.segments)
         before = needed.get(part.index)
-        # A later tier's part may need late parts as soon as one segment is a table's: then it is late itself.
+        # A later tier's part may need late parts as soon as one segment is a table's: then it is
+        # late itself.
         if all(of_tables) if before is None else any(of_tables) or not late.isdisjoint(before):
             late.add(part.index)
     return late
 
 
 def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
-    """For each part that needs others, by its number, the numbers of all that must be decoded before it."""
+    """For each part that needs others, by its number, the numbers of all that must be decoded
+    before it.
+    """
     needed: dict[int, set[int]] = {}
     before: dict[
         int, list[tuple[int, int]]
@@ -151,14 +162,17 @@ def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
 
 
 def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterable[int]:
-    """The parts that hold some of the segment's elements; the stretches cover the tensor, in order."""
+    """The parts that hold some of the segment's elements; the stretches cover the tensor, in order.
+    """
     first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
     last = bisect_left(stretches, (segment.start + segment.count, -1))
     return [index for _, index in stretches[max(first, 0) : last]]
 
 
 def _direct_offset(manifest: Manifest, part: Part) -> int | None:
-    """Where in its slab the part belongs as it is: no digest, only whole raw planes, all of them in line."""
+    """The offset in its slab where the part belongs as it is: no digest, only whole raw planes, all
+    of them in line.
+    """
     if part.digest is not None or not part.segments:
         return None
     begin: int | None = None
@@ -177,13 +191,16 @@ def _direct_offset(manifest: Manifest, part: Part) -> int | None:
 
 
 class RowParts:
-    """The parts of one tensor, in all tiers. Takes every name, aliases included; raises `KeyError` for others."""
+    """The parts of one tensor, in all tiers. Takes every name, aliases included; raises `KeyError`
+    for others.
+    """
 
     def __init__(self, manifest: Manifest, name: str) -> None:
         tensor = manifest.by_name[name]
         # Of packed dtypes an element is a byte, so a row has fewer of them than numbers.
         self._row_elements = max(1, tensor.num_elements // max(1, tensor.shape[0] if tensor.shape else 1))
-        self._tiers: list[tuple[list[int], list[int]]] = []  # of each: first elements, in order, and parts
+        # Of each: first elements, in order, and parts.
+        self._tiers: list[tuple[list[int], list[int]]] = []
         for tier in Tier:
             stretches = sorted(
                 (segment.start, part.index)
@@ -200,7 +217,8 @@ class RowParts:
         return frozenset(number for _, numbers in self._tiers for number in numbers)
 
     def holding(self, rows: Iterable[int]) -> set[int]:
-        """The numbers of the parts that hold these rows; each row must be one that the tensor has."""
+        """The numbers of the parts that hold these rows; each row must be one that the tensor has.
+        """
         found: set[int] = set()
         width = self._row_elements
         for row in set(rows):
@@ -214,8 +232,9 @@ class RowParts:
 MIN_PROPOSALS = 4  # fewer are not worth the pass over the draft that they begin with
 MIN_GAIN_S = 0.15  # before the exact first token, for a draft that is sent
 
-# Of the weights that a token needs, read once for it, by one core or several. An assumption for the first moments:
-# engines measure it later. Plain bf16 products on 2 cores were seen at 13 to 25 GB/s, and at 8 to 10 beside a load.
+# Of the weights that a token needs, read once for it, by one core or several. An assumption for the
+# first moments: engines measure it later. Plain bf16 products on 2 cores were seen at 13 to 25
+# GB/s, and at 8 to 10 during a load.
 WEIGHT_BYTES_PER_S = 9e9
 
 
@@ -250,15 +269,16 @@ def predict(
 ) -> Prediction:
     """Decide for a load that has run for `elapsed_s`, on a link that gives it this rate (> 0).
 
-    `ready_s` is when the model will be able to compute, since the load began: libraries are imported until then.
-    `sends_drafts` says that clients get tokens of the draft, and not only what exact weights confirmed;
-    `decoding_limits`, that bytes come faster than they are decoded, so that computing with the draft would take the
-    cores that the exact weights need.
+    `ready_s` is when the model will be able to compute, since the load began: libraries are
+    imported until then. `sends_drafts` says that clients get tokens of the draft, and not only what
+    exact weights confirmed; `decoding_limits`, that bytes come faster than they are decoded, so
+    that computing with the draft would take the cores that the exact weights need.
     """
     token_s = sizes.weight_bytes / WEIGHT_BYTES_PER_S
     draft_s = elapsed_s + sizes.early_bytes / rate_bytes_per_s
     exact_s = draft_s + sizes.refine_bytes / rate_bytes_per_s
-    # One token's time for the pass over the prompt that the draft needs, and one for the pass that confirms.
+    # One token's time for the pass over the prompt that the draft needs, and one for the pass that
+    # confirms.
     window_s = exact_s - max(draft_s, ready_s) - 2 * token_s
     num_proposals = max(0, int(window_s / token_s)) if token_s else 0
     gain_s = max(exact_s, ready_s) - max(draft_s, ready_s)

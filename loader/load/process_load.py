@@ -1,11 +1,12 @@
 """A load in a process of its own: the same gates and slabs as `WeightLoad`, filled by a child.
 
-The child (`child.py`) opens the source, reads the manifest, and streams into memory that both processes map; this
-side only opens gates as it is told. So nothing that holds this process's GIL, the import of torch above all, can keep
-bytes from being read, verified and decoded, and nothing of that slows the import. `docs/decisions/` says what it gains.
+The child (`child.py`) opens the source, reads the manifest, and streams into memory that both
+processes map; this side only opens gates as they are reported. So nothing that holds this process's
+GIL, the import of torch above all, can keep bytes from being read, verified and decoded, and
+nothing of that slows the import. `docs/decisions/` says what it gains.
 
-The child is ours alone: it is given no more than the address and the options, over a private socket, and it ends when
-this process does, however that ends.
+The child is ours alone: it is given no more than the address and the options, over a private
+socket, and it ends when this process does, however that ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 
 
 class ImageReceiver(Protocol):
-    """Who takes a load's images to another device. Called by one thread, in this order; `fail` also by others."""
+    """A receiver of a load's images, for another device. Called by one thread, in this order;
+    `fail` also by others.
+    """
 
     def opened(self, manifest: Manifest, ring: memoryview) -> None:
         """Images of this manifest's parts will lie in the ring."""
@@ -54,7 +57,8 @@ class ImageReceiver(Protocol):
 class ProcessLoad:
     """Loads the model at an address. All methods may be called from any thread.
 
-    The slabs belong to whoever looks at them: neither `close` nor the child's end frees memory that a view shows.
+    The slabs live as long as their views: neither `close` nor the child's end frees memory that a
+    view shows.
     """
 
     place: Literal["host"] = "host"  # of the weights
@@ -62,10 +66,11 @@ class ProcessLoad:
     def __init__(
         self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None
     ) -> None:
-        """Take over a load that was launched. Its spans go to `timeline`, whose origin it must have been given.
+        """Take over a load that was launched. Its spans go to `timeline`, whose origin it must have
+        been given.
 
-        `images` takes the images of a load that was launched for another device: then there are no slabs here, and a
-        gate opens when all of its parts' images were there.
+        `images` takes the images of a load that was launched for another device: then there are no
+        slabs here, and a gate opens when all of its parts' images were there.
         """
         self._images = images
         self._timeline = timeline or Timeline(started_at=launched.task.started_at)
@@ -82,7 +87,7 @@ class ProcessLoad:
         self._statistics: LoadStatistics | None = None
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
-        self._lock = threading.Lock()  # guards the error against the end, and what is said to the child
+        self._lock = threading.Lock()  # guards the error against the end, and messages to the child
         self._reserve = launched.reserve
         self.reserved_bytes = (
             0  # of the weights' memory, that had been taken from the system when the load began
@@ -111,7 +116,7 @@ class ProcessLoad:
 
     @property
     def failure(self) -> TeneralError | None:
-        """What has ended the load before its time, other than its owner."""
+        """The error that ended the load early; None where its owner did."""
         return None if isinstance(self._error, LoadCancelledError) else self._error
 
     @property
@@ -157,7 +162,7 @@ class ProcessLoad:
         return as_array(self._arena.slabs[group])
 
     def progress(self) -> LoadProgress:
-        """What the child last told: at every gate, and a few times a second between them."""
+        """The child's last report: at every gate, and a few times a second between them."""
         return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)
 
     def reading(self, group: int) -> AbstractContextManager[None]:
@@ -184,7 +189,7 @@ class ProcessLoad:
         return max(0.0, self.progress().left_s - (time.monotonic() - self._progress_at_s))
 
     def statistics(self) -> LoadStatistics | None:
-        """What the load cost; None until it has ended."""
+        """The cost of the load; None until it has ended."""
         return self._statistics
 
     def cancel(self) -> None:
@@ -201,11 +206,14 @@ class ProcessLoad:
     def close(self) -> None:
         """Cancel if it is still under way, and wait for the child. Idempotent. The weights stay."""
         self.cancel()
-        self._child.kill()  # it may be writing to the node's cache still, which can be interrupted at any point
+        # It may be writing to the node's cache still, which can be interrupted at any point.
+        self._child.kill()
         self.join()
 
     def release(self) -> None:
-        """Forget the slabs, after `close`: whoever goes on holding this load then holds none of their memory."""
+        """Forget the slabs, after `close`: a reference to this load then holds none of their
+        memory.
+        """
         self._arena = self._refine_locks = None
 
     def __enter__(self) -> Self:
@@ -219,7 +227,7 @@ class ProcessLoad:
         try:
             with self._child.socket as sock, sock.makefile("rb") as stream:
                 while True:
-                    self._take(pickle.load(stream), memory_fd)  # noqa: S301 - written by our own child, nobody else has it
+                    self._take(pickle.load(stream), memory_fd)  # noqa: S301 - written by our own child over a private socket
         except (EOFError, OSError, pickle.UnpicklingError):
             status = self._child.wait()
             if self._statistics is None:
@@ -228,8 +236,8 @@ class ProcessLoad:
             self._child.kill()
             self._child.wait()
             if not isinstance(error, TeneralError):  # else our half of the shared memory was refused
-                said = f"the load stopped on a defect: {type(error).__name__}: {error}"
-                error = LoadError(said).with_traceback(error.__traceback__)
+                message = f"the load stopped on a defect: {type(error).__name__}: {error}"
+                error = LoadError(message).with_traceback(error.__traceback__)
             self._fail(error)
         finally:
             if self._refine_locks is not None:
@@ -252,7 +260,8 @@ class ProcessLoad:
             threading.Thread(target=self._arena.map_ahead, name="teneral-map", daemon=True).start()
         if report.statistics is not None:
             self._statistics = report.statistics
-            if self._readiness is not None:  # all is there, also what was asked for too late to be told of
+            # All is there, also parts that were requested too late to be reported.
+            if self._readiness is not None:
                 self._readiness.open(parts=range(len(self.manifest.parts)))
         if report.error is not None:
             self._fail(report.error)
@@ -281,11 +290,12 @@ class ProcessLoad:
         self._tell(GiveBack(offset_bytes))
 
     def device_is(self, speed: DeviceSpeed) -> None:
-        """What the device can do that the images go to."""
+        """Tell the child the speed of the device that the images go to."""
         self._tell(speed)
 
     def _tell(self, wish: list[int] | Order | GiveBack | DeviceSpeed) -> None:
-        # Its thread reads whatever else it does; a child that is gone is the listening thread's to tell of.
+        # Its thread reads whatever else it does; a child that is gone is the listening thread's to
+        # tell of.
         with self._lock, suppress(OSError):
             self._child.socket.sendall(pickle.dumps(wish))
 
@@ -309,5 +319,5 @@ def _died(status: int) -> LoadError:
         )
     return LoadError(
         f"the process that loads the weights ended early, with status {status}",
-        hint="What it said stands above. Set loader = thread to load within the server's own process.",
+        hint="Its own messages are above. Set loader = thread to load within the server's own process.",
     )

@@ -1,16 +1,18 @@
 """The work of a load: ranges to fetch and parts to decode, handed to its threads in plan order.
 
-Fetch threads take ranges in plan order, but for steps that a caller wants sooner; the first range of a part
-takes memory for the whole part. Small parts that lie one behind the other are read as one range. Decode threads take,
-of the parts that have arrived and whose needs are met, the one whose turn was first. The queue does no I/O, and knows
-no sources, digests or codecs.
+Fetch threads take ranges in plan order, but for steps that a caller wants sooner; the first range
+of a part takes memory for the whole part. Small parts that lie one behind the other are read as one
+range. Decode threads take, of the parts that have arrived and whose needs are met, the one whose
+turn was first. The queue does no I/O, and knows no sources, digests or codecs.
 
-Why it cannot deadlock, however small the staging, whatever is wanted sooner, and in whatever order ranges arrive: a
-step gets its turn, and with it its memory, only after all steps that it needs had theirs, and turns are given one by
-one. So when a thread waits for memory, all of it is on loan to steps that had their turn. Take of these the one that is
-not done and had it first. What it needs had its turn before it, so that is done. It has its memory; its ranges are
-handed out before any other's, its fetch needs nothing else, and its decode waits for no other step. So it gets done,
-until nothing is on loan, and one part always fits an empty staging. Fetching a part again asks for no new memory.
+Why it cannot deadlock, however small the staging, whatever is wanted sooner, and in whatever order
+ranges arrive: a step gets its turn, and with it its memory, only after all steps that it needs had
+theirs, and turns are given one by one. So when a thread waits for memory, all of it is on loan to
+steps that had their turn. Take of these the one that is not done and had it first. What it needs
+had its turn before it, so that is done. It has its memory; its ranges are handed out before any
+other's, its fetch needs nothing else, and its decode waits for no other step. So it gets done,
+until nothing is on loan, and one part always fits an empty staging. Fetching a part again asks for
+no new memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ MAX_RUN_STEPS = 64
 
 
 class _Awaited:
-    """What somebody waits for: `total_bytes`, until none of it is unread."""
+    """Bytes that a caller waits for: `total_bytes`, until none of it is unread."""
 
     def __init__(self) -> None:
         self.total_bytes = 0
@@ -70,13 +72,15 @@ class FetchOrder:
 
     @property
     def awaited_bytes(self) -> int | None:
-        """What somebody waits for, some of it still unread: the steps that were asked for, else the first group. None
-        where all of that is on its way.
+        """Steps that a caller waits for, some of them still unread: those wanted sooner, else the
+        first group. None where all of that is on its way.
         """
         return self._wished.total_bytes or self._first.total_bytes or None
 
     def next_run(self, most_bytes: int) -> list[int]:
-        """The next step, and those behind it that one range of `most_bytes` can read with it; empty at the end."""
+        """The next step, and those behind it that one range of `most_bytes` can read with it; empty
+        at the end.
+        """
         queue = self._next_queue()
         if not queue:
             return []
@@ -104,7 +108,9 @@ class FetchOrder:
             self._had[number] = len(self._had)
 
     def handed_out(self, number: int, size_bytes: int) -> None:
-        """So much of a step that had its turn is being read; less than nothing: it is to be read again."""
+        """So much of a step that had its turn is being read; less than nothing: it is to be read
+        again.
+        """
         if number in self._were_sooner:
             self._wished.add(-size_bytes)
         if number < self._num_first:
@@ -119,7 +125,9 @@ class FetchOrder:
         self._wished.add(sum(self._steps[number].part.size_bytes for number in wanted))
 
     def reorder(self, order: Order) -> None:
-        """Give what had no turn yet its turn in another order of the plan. What was asked for sooner comes before."""
+        """Give what had no turn yet its turn in another order of the plan. What was asked for
+        sooner comes before.
+        """
         self._upcoming = deque(self._plan.numbers(order))
 
     def _next_queue(self) -> deque[int]:
@@ -145,7 +153,9 @@ class Piece(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Bytes [start_bytes, end_bytes) of a blob, one request to the source: some of a part, or several whole parts."""
+    """Bytes [start_bytes, end_bytes) of a blob, one request to the source: some of a part, or
+    several whole parts.
+    """
 
     blob: int
     start_bytes: int
@@ -176,16 +186,18 @@ class WorkQueue:
         self._readable = threading.Condition(self._lock)
         self._decodable = threading.Condition(self._lock)
         self._fetch_order = FetchOrder(plan)
-        self._cursors: dict[int, int] = {}  # of parts with bytes that nobody has asked for: where these begin
+        # Of parts with bytes that are not requested yet: where these begin.
+        self._cursors: dict[int, int] = {}
         self._missing = [step.part.size_bytes for step in plan.steps]  # bytes that have not arrived
         self._unmet = [len(step.needs) for step in plan.steps]
         self._needed_by: list[list[int]] = [[] for _ in plan.steps]
         for step in plan.steps:
             for needed in step.needs:
                 self._needed_by[needed].append(step.number)
-        self._left_bytes = plan.stored_bytes  # that nobody has asked for
+        self._left_bytes = plan.stored_bytes  # not requested yet
         self._num_reading = 0
-        self._begun_at_s: dict[int, float] = {}  # when the first range of a part on its way was handed out
+        # When the first range of a part on its way was handed out.
+        self._begun_at_s: dict[int, float] = {}
         self._memory: dict[int, memoryview] = {}  # of steps under way: staging, or the slab itself
         self._loans: dict[int, _Loan] = {}
         self._arrived: set[int] = set()  # with all bytes in, but needs unmet
@@ -200,7 +212,8 @@ class WorkQueue:
         return self._tuner.connections
 
     def next_read(self) -> tuple[Read, memoryview] | None:
-        """The next range and the memory that it belongs in. Blocks while there is none; None at the end.
+        """The next range and the memory that it belongs in. Blocks while there is none; None at the
+        end.
 
         The memory stays the steps' until `finish_step`.
         """
@@ -220,11 +233,11 @@ class WorkQueue:
             return None
 
     def finish_read(self, read: Read, *, is_from_source: bool = True) -> list[tuple[Step, float]]:
-        """Count a range as read. Returns the parts that are whole now: each step, and when (monotonic, s) its first
-        range was handed out.
+        """Count a range as read. Returns the parts that are whole now: each step, and when
+        (monotonic, s) its first range was handed out.
 
-        A part that was read straight into its slab is then the caller's to finish; any other comes up in
-        `next_step`. Only what came from the source says something about the link to it.
+        A part that was read straight into its slab is then the caller's to finish; any other comes
+        up in `next_step`. Only what came from the source says something about the link to it.
         """
         whole: list[tuple[Step, float]] = []
         with self._lock:
@@ -244,7 +257,9 @@ class WorkQueue:
         return whole
 
     def next_step(self) -> tuple[Step, memoryview] | None:
-        """The earliest step to decode, and its part's bytes. Blocks while there is none; None at the end."""
+        """The earliest step to decode, and its part's bytes. Blocks while there is none; None at
+        the end.
+        """
         with self._lock:
             while not self._stopped and self._num_left:
                 if self._ready:
@@ -260,7 +275,7 @@ class WorkQueue:
             self._readable.notify()
 
     def reorder(self, order: Order) -> None:
-        """Go on in another order, from the next part on that nobody has asked for."""
+        """Go on in another order, from the next part on that is not requested yet."""
         with self._lock:
             self._fetch_order.reorder(order)
 
@@ -274,7 +289,9 @@ class WorkQueue:
             self._readable.notify()
 
     def finish_step(self, step: Step) -> None:
-        """The step's values are in the slab. Takes its memory back and lets go those who waited for it."""
+        """The step's values are in the slab. Takes its memory back and lets go those who waited for
+        it.
+        """
         with self._lock:
             del self._memory[step.number]
             loan = self._loans.pop(step.number, None)
@@ -286,7 +303,8 @@ class WorkQueue:
             for number in self._needed_by[step.number]:
                 self._unmet[number] -= 1
                 self._offer(number)
-            # Waking one is enough, here and above: it wakes the next when it has found something to read.
+            # Waking one is enough, here and above: it wakes the next when it has found something to
+            # read.
             self._readable.notify()
             if self._num_left == 0:
                 self._readable.notify_all()
@@ -301,14 +319,14 @@ class WorkQueue:
             self._decodable.notify_all()
 
     def left_bytes(self) -> list[int]:
-        """What nobody has asked for, by tier."""
+        """The bytes not requested yet, by tier."""
         left = [0] * len(Tier)
         for part in self.left_parts():
             left[part.tier] += part.size_bytes
         return left
 
     def left_parts(self) -> list[Part]:
-        """Those of which nobody has asked for anything."""
+        """The parts of which nothing is requested yet."""
         with self._lock:
             return [
                 step.part
@@ -329,7 +347,9 @@ class WorkQueue:
                 raise RuntimeError("staging is on loan to steps that are done")
 
     def _next_pieces(self) -> tuple[Piece, ...]:
-        """What the next range reads; nothing when all is asked for, or while staging has no room for the next part."""
+        """The pieces that the next range reads; none when all are requested, or while staging has
+        no room for the next part.
+        """
         if self._cursors:
             return self._cut(next(iter(self._cursors)))
         number = self._fetch_order.peek()
@@ -348,7 +368,7 @@ class WorkQueue:
         return self._cut(number)
 
     def _cut(self, number: int) -> tuple[Piece, ...]:
-        """The next range of a part with bytes that nobody has asked for."""
+        """The next range of a part with bytes that are not requested yet."""
         start = self._cursors.pop(number)
         left_bytes = self._plan.steps[number].part.size_bytes - start
         end = start + cut(left_bytes, self._range_bytes(number))

@@ -1,4 +1,4 @@
-"""What the process that loads tells the one that it loads for."""
+"""Reports from the process that loads to the one that it loads for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """Told any number of times: all that is new since the last one."""
+    """One report of many: all that is new since the last one."""
 
     progress: LoadProgress | None = None
     gates: tuple[Gate, ...] = ()
@@ -29,13 +29,14 @@ class Report(NamedTuple):
     statistics: LoadStatistics | None = None  # once the load has ended, and in the last report
     error: TeneralError | None = None  # in the last report, when the load failed
     ring_bytes: int = (
-        0  # with the manifest, where the weights are another device's: of the ring in the memory file
+        # With the manifest, where the weights are another device's: of the ring in the memory file.
+        0
     )
     image: SentImage | None = None  # that lies in the ring
 
 
 class GiveBack(NamedTuple):
-    """What the other way tells: the image at that place of the ring is with the device."""
+    """A message the other way: the image at that place of the ring is with the device."""
 
     offset_bytes: int
 
@@ -62,7 +63,7 @@ class Reporter:
         ring_bytes: int = 0,
         image: SentImage | None = None,
     ) -> None:
-        """Raises `OSError` when the one who is told is gone."""
+        """Raises `OSError` when the receiver is gone."""
         with self._lock:
             spans = tuple(self.timeline.spans()[self._num_spans :])
             self._num_spans += len(spans)

@@ -1,8 +1,9 @@
-"""A model's groups one after another, for who takes each one's values away: memory for a bounded number of them.
+"""Loads of a model's groups one after another, in bounded memory, for callers that take each one's
+values away.
 
-The groups are cut into windows, runs of consecutive ones, each a load of its own (`load.py`). While one window is
-being taken, the next is read. Invariant: what is handed out was verified, in forward order. It does not know who takes
-the values, nor what for.
+The groups are cut into windows, runs of consecutive ones, each a load of its own (`load.py`). While
+one window is being taken, the next is read. Invariant: what is handed out was verified, in forward
+order. It does not know who takes the values, nor what for.
 """
 
 from __future__ import annotations
@@ -27,23 +28,25 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-DEFAULT_WINDOW_BYTES = 512 * MIB  # seconds of a fast link: starting anew costs little beside it
+DEFAULT_WINDOW_BYTES = 512 * MIB  # seconds of a fast link: starting anew costs little in comparison
 
 
 class SuccessiveStatistics(NamedTuple):
-    """What the windows read so far have cost, in bytes and seconds."""
+    """The cost of the windows read so far, in bytes and seconds."""
 
     elapsed_s: float  # since the first window was begun
     weight_bytes: int
     stored_bytes: int
-    unverified_bytes: int  # of these: nothing said what they should be
+    unverified_bytes: int  # of these: without digests
     cached_bytes: int  # of these: they came from this node's cache
     num_windows: int
     troubles: tuple[str, ...]  # of the node's cache, for people
 
 
 def cut_windows(manifest: Manifest, groups: Sequence[int], max_bytes: int) -> list[tuple[int, ...]]:
-    """The groups, in their order, in runs that take at most `max_bytes` of memory, or are one group that takes more."""
+    """The groups, in their order, in runs that take at most `max_bytes` of memory, or are one group
+    that takes more.
+    """
     windows: list[list[int]] = []
     room_bytes = 0
     for group in groups:
@@ -104,17 +107,20 @@ class SuccessiveLoad:
             self._begin_window()
 
     def slabs(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
-        """Each group's number and memory, (slab_bytes,), whose values are exact; tensors lie in it by their offsets.
+        """Each group's number and memory, (slab_bytes,), whose values are exact; tensors lie in it
+        by their offsets.
 
-        The memory is the window's, and freed when nobody looks at any of it. So memory is taken for two windows, and
-        for what the caller still holds of earlier ones. Blocks until the group is there. Raises the load's error,
-        naming the part; `InsufficientMemoryError`, and the source's errors.
+        The memory is the window's, and freed with the last view of it. So memory is taken for two
+        windows, and for what the caller still holds of earlier ones. Blocks until the group is
+        there. Raises the load's error, naming the part; `InsufficientMemoryError`, and the source's
+        errors.
         """
         self.start()
         while self._windows:
             window = self._windows[0]
             for group in window.groups:
-                # What is on its way of this window is little by now, and the link must not idle between two.
+                # What is on its way of this window is little by now, and the link must not idle
+                # between two.
                 if len(self._windows) == 1 and (window.is_there() or group == window.groups[-1]):
                     self._begin_window()
                 with self._naming_parts(window):

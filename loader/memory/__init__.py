@@ -1,1 +1,3 @@
-"""Memory: its limits, the weights' arena, staging for bytes in flight, and locks for refining weights in use."""
+"""Memory: its limits, the weights' arena, staging for bytes in flight, and locks for refining
+weights in use.
+"""

@@ -1,9 +1,9 @@
 """The memory that weights live in: one anonymous mapping that holds every group's slab.
 
-A slab exists, at its final address, before a byte of it has arrived, so that tensors can be made over it at
-once. The memory is never returned while anything looks at it: every view holds the mapping, and the last one
-to go frees it. It does not know what a slab holds, and works
-without numpy, whose import the first bytes must not wait for.
+A slab exists, at its final address, before a byte of it has arrived, so that tensors can be made
+over it at once. The memory is never returned while anything looks at it: every view holds the
+mapping, and the last one to go frees it. It does not know what a slab holds, and works without
+numpy, whose import the first bytes must not wait for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python's mmap has no names for them
-PREFAULT_STEP_BYTES = 2 * 1024 * 1024  # a huge page: for so long the kernel keeps others from mapping memory
-RESERVE_STEP_BYTES = 1024 * 1024  # the same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst
+# A huge page: for so long the kernel keeps others from mapping memory.
+PREFAULT_STEP_BYTES = 2 * 1024 * 1024
+# The same, for one that must not be in anybody's way: 0.4 ms, or 4 at worst.
+RESERVE_STEP_BYTES = 1024 * 1024
 BUSY_REST_S = 0.05  # between such steps while others have all cores: 20 MB/s
-SLOW_STEP_S = 1.5e-3  # CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones
+# CPU time; usual are 0.2 ms for a huge page, and 0.7 ms for as much in small ones.
+SLOW_STEP_S = 1.5e-3
 PAID_STEP_S = 5e-5  # what takes less has found its pages there
 MAX_SLOW_STEPS = 3
 
@@ -44,9 +47,9 @@ class Arena:
         shared_fd: int | None = None,
         reserve: Reserved | None = None,
     ) -> None:
-        """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays the caller's.
-        `reserve` is a mapping of its beginning (`Reserve`): used if it is large enough, and what is too much of it is
-        given back.
+        """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays
+        the caller's. `reserve` is a mapping of its beginning (`Reserve`): used if it is large
+        enough, and what is too much of it is given back.
 
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """
@@ -72,17 +75,19 @@ class Arena:
         self.slabs: tuple[memoryview, ...] = tuple(slabs)
 
     def prefault(self, stopped: Callable[[], bool], *, slow_step_s: float = SLOW_STEP_S) -> bool:
-        """Take all pages from the system now, front to back, changing no content; `stopped` ends it early.
+        """Take all pages from the system now, front to back, changing no content; `stopped` ends it
+        early.
 
-        First writes cost as much as decoding does, or more. A thread that pays this while all wait for the
-        network takes it off the bytes' way. Blocks, without the GIL. Returns whether all pages are there now, which
-        they are not where the kernel cannot do this.
+        First writes cost as much as decoding does, or more. A thread that pays this while all wait
+        for the network takes it off the bytes' way. Blocks, without the GIL. Returns whether all
+        pages are there now, which they are not where the kernel cannot do this.
 
-        Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual machine whose host
-        has to provide them first they were seen to cost 1 to 4 CPU-s a GB, against 0.3 for small ones. So the last ones
-        are tried before others write to the first, and where they are slow, all that is left comes in small ones. So
-        it does where they become slow; steps that found their pages there say nothing of that, and there are many:
-        threads that read a local file are ahead of this one.
+        Huge pages are usually the cheaper ones, and faster to compute with. But on a virtual
+        machine whose host has to provide them first they were seen to cost 1 to 4 CPU-s a GB,
+        against 0.3 for small ones. So the last ones are tried before others write to the first, and
+        where they are slow, all that is left comes in small ones. So it does where they become
+        slow; steps that found their pages there say nothing of that, and there are many: threads
+        that read a local file are ahead of this one.
         """
         advise = adviser(self._memory)
         is_huge = self._tries_huge_pages and self._are_huge_pages_fast(advise, slow_step_s)
@@ -102,7 +107,9 @@ class Arena:
         return True
 
     def _are_huge_pages_fast(self, advise: Callable[[int, int, int], bool], slow_step_s: float) -> bool:
-        """Take the last few of them, if there are so many. Leaves the advice against them everywhere."""
+        """Take the last few of them, if there are that many. Leaves the advice against them
+        everywhere.
+        """
         begin = max(0, self.size_bytes // PREFAULT_STEP_BYTES - MAX_SLOW_STEPS) * PREFAULT_STEP_BYTES
         slow_steps = 0
         for offset in range(begin, self.size_bytes, PREFAULT_STEP_BYTES):
@@ -114,9 +121,10 @@ class Arena:
         return slow_steps < 2  # one may have been held up by something else
 
     def map_ahead(self) -> None:
-        """Enter the pages that another process has taken into this one's tables, changing no content.
+        """Enter the pages that another process has taken into this one's tables, changing no
+        content.
 
-        Whoever computes with the weights first would pay for it else, layer by layer. Blocks, without the GIL.
+        Else the first forward pass would pay for it, layer by layer. Blocks, without the GIL.
         """
         advise = adviser(self._memory)
         for offset in range(self._ahead_bytes, self.size_bytes, PREFAULT_STEP_BYTES):
@@ -125,16 +133,20 @@ class Arena:
 
 
 class Reserved(NamedTuple):
-    """What a `Reserve` leaves to an `Arena`. To look at each of its small pages again takes 0.03 s of CPU for 1 GB."""
+    """The memory that a `Reserve` leaves to an `Arena`. To look at each of its small pages again
+    takes 0.03 s of CPU for 1 GB.
+    """
 
     memory: memoryview
     taken_bytes: int  # from its beginning: pages that are there and mapped here
 
 
 class Reserve:
-    """A memory file's memory, mapped and taken from the system before it is known what it will hold.
+    """A memory file's memory, mapped and taken from the system before it is known what it will
+    hold.
 
-    A thread does the taking until the memory is wanted, and all but stands still while others need the cores.
+    A thread does the taking until the memory is wanted, and all but stands still while others need
+    the cores.
     """
 
     def __init__(self, shared_fd: int) -> None:
@@ -145,8 +157,8 @@ class Reserve:
         threading.Thread(target=self._take_pages, name="teneral-reserve", daemon=True).start()
 
     def hand_over(self) -> Reserved:
-        """The mapping, for `Arena`. The thread ends within a step; the pages that it did not come to are the arena's to
-        take.
+        """The mapping, for `Arena`. The thread ends within a step; the pages that it did not come
+        to are the arena's to take.
         """
         self._wanted.set()
         return Reserved(self._memory, self._taken_bytes)
@@ -154,7 +166,8 @@ class Reserve:
     def _take_pages(self) -> None:
         advise, cores = adviser(self._memory), available_cores()
         for offset in range(0, len(self._memory), RESERVE_STEP_BYTES):
-            # A lower priority would not do: pools and servers are sessions of their own, which share cores evenly.
+            # A lower priority would not do: pools and servers are sessions of their own, which
+            # share cores evenly.
             if self._wanted.wait(BUSY_REST_S if _num_running() > cores else 0):
                 return
             if not advise(offset, RESERVE_STEP_BYTES, MADV_POPULATE_WRITE):
@@ -163,7 +176,9 @@ class Reserve:
 
 
 def _num_running() -> int:
-    """Threads on this machine that run or could run, this one too; 0 where the system does not tell."""
+    """Threads on this machine that run or could run, this one too; 0 where the system does not
+    tell.
+    """
     try:
         with open("/proc/loadavg", "rb") as file:
             return int(file.read(100).split()[3].partition(b"/")[0])
@@ -172,18 +187,18 @@ def _num_running() -> int:
 
 
 def held_bytes(shared_fd: int) -> int:
-    """What a memory file has taken from the system."""
+    """The bytes that a memory file has taken from the system."""
     return os.fstat(shared_fd).st_blocks * 512
 
 
 def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
-    """Gives the kernel advice on so many bytes of a mapping from an offset on, or as many as there are; says if it took
-    it.
+    """Gives the kernel advice on a number of bytes of a mapping from an offset on, or as many as
+    there are; says if it took it.
     """
     size_bytes = len(memory)
     if sys.platform != "linux" or size_bytes == 0:
         return lambda offset, size_bytes, advice: False
-    import ctypes  # 5 ms, on a thread that nobody waits for
+    import ctypes  # 5 ms, on a thread that nothing waits for
 
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -198,7 +213,7 @@ def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
 
 
 def _give_back(memory: memoryview, used_bytes: int) -> None:
-    """Return the pages behind the first so many bytes of a memory file's mapping to the system."""
+    """Return the pages behind the first bytes of a memory file's mapping to the system."""
     begin = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     mapping = memory.obj
     if begin < len(memory) and isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
@@ -216,14 +231,14 @@ def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:
 def map_bytes(size_bytes: int, *, what: str) -> memoryview:
     """Fresh zeroed memory that the system hands over as it is first written.
 
-    The view, (size_bytes,) uint8, owns the mapping. Raises `InsufficientMemoryError`, naming `what`, when the system
-    refuses.
+    The view, (size_bytes,) uint8, owns the mapping. Raises `InsufficientMemoryError`, naming
+    `what`, when the system refuses.
     """
     if size_bytes == 0:
         return memoryview(bytearray())
     try:
-        # Private, because Python's default is shared: shared memory is never huge-paged and faults several
-        # times slower.
+        # Private, because Python's default is shared: shared memory is never huge-paged and faults
+        # several times slower.
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise refused(size_bytes, None, what=what) from error
@@ -231,7 +246,8 @@ def map_bytes(size_bytes: int, *, what: str) -> memoryview:
 
 
 def map_shared(fd: int, size_bytes: int, *, what: str) -> memoryview:
-    """The first `size_bytes` of a memory file, seen by every process that maps it. It is made longer where it is short.
+    """The first `size_bytes` of a memory file, seen by every process that maps it. It is made
+    longer where it is short.
 
     The view owns the mapping, not the file. Raises `InsufficientMemoryError`, naming `what`.
     """
@@ -249,7 +265,9 @@ def map_shared(fd: int, size_bytes: int, *, what: str) -> memoryview:
 
 
 def _advise(memory: memoryview, name: str) -> bool:
-    """Give the kernel this advice on a whole mapping; says if it took it. Linux only, and not all of them."""
+    """Give the kernel this advice on a whole mapping; says if it took it. Linux only, and not all
+    of them.
+    """
     advice, mapping = getattr(mmap, name, None), memory.obj
     if advice is None or not isinstance(mapping, mmap.mmap):
         return False

@@ -1,7 +1,8 @@
-"""How much memory this process may still take: the least of what the host has and what its cgroups allow.
+"""How much memory this process may still take: the least of what the host has and what its cgroups
+allow.
 
-Reads a few kernel files and caches nothing. Page cache counts as free, since the kernel drops it before it
-refuses memory.
+Reads a few kernel files and caches nothing. Page cache counts as free, since the kernel drops it
+before it refuses memory.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def available_bytes(root: str = "/") -> int | None:
 
 
 def taken_bytes(*process_ids: int, root: str = "/") -> int:
-    """Memory of their own that these processes have, which no cache gives back; 0 where nothing says. Memory that they
-    share with others, such as the weights', does not count.
+    """Memory of their own that these processes have, which no cache gives back; 0 where nothing
+    says. Memory that they share with others, such as the weights', does not count.
     """
     total_bytes = 0
     for process_id in process_ids:
@@ -81,7 +82,7 @@ def _host_available(root: str) -> Iterator[Available]:
 
 
 def _cgroup_figures(root: str) -> Iterator[Available]:
-    """What each limit on the way from this process's cgroups up to their roots leaves."""
+    """The room that each limit leaves, from this process's cgroups up to their roots."""
     mount = os.path.join(root, "sys/fs/cgroup")
     for line in _read(os.path.join(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -100,8 +101,8 @@ def _cgroup_figures(root: str) -> Iterator[Available]:
 def _walk_up(
     mount: str, path: str, limit_name: str, usage_name: str, cache_keys: tuple[str, ...]
 ) -> Iterator[Available]:
-    # Inside a cgroup namespace the path may name folders that only the host sees: the mount itself is then
-    # the container's.
+    # Inside a cgroup namespace the path may name folders that only the host sees: the mount itself
+    # is then the container's.
     components = [component for component in path.split("/") if component not in ("", ".", "..")]
     for depth in range(len(components), -1, -1):
         folder = os.path.join(mount, *components[:depth])

@@ -1,14 +1,15 @@
-"""Keeps refining a group's weights and computing with them apart.
+"""Locks that keep refining a group's weights and computing with them apart.
 
-A refine part replaces the low bits of weights that were usable before. Who computes with such weights says so for as
-long as it reads them (`reading`), and decode threads say so while they write (`writing`); neither happens during the
-other. Groups that are exact need no guard, and nobody who waits for exact values needs one.
+A refine part replaces the low bits of weights that were usable before. A forward pass over such
+weights holds `reading` for as long as it uses them, and decode threads hold `writing`; neither
+happens during the other. Exact groups need no lock, and neither does a pass that waits for exact
+values.
 
-Between two processes these are locks on a file that both have open, one byte for each group: the kernel frees them
-when their holder dies. They belong to the open file and not to the process (Linux' "open file description locks"), so
-that threads may wait for different groups at once without looking like a deadlock. Where the system lacks these (some
-sandboxes do), the process's own locks are taken, and asked for again when a deadlock is suspected. It does not know
-tiers or values.
+Between two processes these are locks on a file that both have open, one byte for each group: the
+kernel frees them when their holder dies. They belong to the open file and not to the process
+(Linux' "open file description locks"), so that threads may wait for different groups at once
+without looking like a deadlock. Where the system lacks these (some sandboxes do), the process's own
+locks are taken, and asked for again when a deadlock is suspected. It does not know tiers or values.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ DEADLOCK_PAUSE_S = 1e-3
 
 
 class RefineLocks:
-    """The guards of `num_groups` groups. Thread-safe.
+    """The locks of `num_groups` groups. Thread-safe.
 
-    With `shared_fd`, a file that two processes have open, one of them uses and the other refines; without it, both
-    happen in this process.
+    With `shared_fd`, a file that two processes have open, one of them reads and the other writes;
+    without it, both happen in this process.
     """
 
     def __init__(self, num_groups: int, *, shared_fd: int | None = None) -> None:
         """Raises `OSError` when the file cannot be opened once more (/proc is not there)."""
         self._fd = -1
         if shared_fd is not None:
-            # An inherited descriptor is the same open file in both processes, and so would be the locks'.
+            # An inherited descriptor is the same open file in both processes, and so would be the
+            # locks'.
             self._fd = os.open(f"/proc/self/fd/{shared_fd}", os.O_RDWR | os.O_CLOEXEC)
             self._by_file = _has_file_locks(self._fd, num_groups)
         self._locks = [threading.Lock() for _ in range(num_groups)]
@@ -47,12 +49,12 @@ class RefineLocks:
 
     @property
     def waited_s(self) -> float:
-        """How long who computes has waited for who refines."""
+        """Seconds that readers have waited for writers."""
         return self._waited_s
 
     @contextmanager
     def reading(self, group: int) -> Iterator[None]:
-        """Nobody refines the group while this is held. One thread a group at a time."""
+        """Keep writers out of the group while this is held. One thread a group at a time."""
         begun_s = time.monotonic()
         self._take(group)
         self._waited_s += time.monotonic() - begun_s
@@ -63,9 +65,10 @@ class RefineLocks:
 
     @contextmanager
     def writing(self, group: int) -> Iterator[None]:
-        """Nobody uses the group while this is held. Any number of threads."""
+        """Keep readers out of the group while this is held. Any number of threads."""
         refiners = self._refiners[group]
-        with refiners.lock:  # held while the first one waits, for which all others have to wait, too
+        # Held while the first one waits, for which all others have to wait, too.
+        with refiners.lock:
             if refiners.num == 0:
                 self._take(group)
             refiners.num += 1
@@ -92,7 +95,7 @@ class RefineLocks:
         try:
             if self._fd >= 0:
                 self._lock_byte(group, exclusive=True)
-        except BaseException:  # also Ctrl-C while it waits: nobody would ever give it back
+        except BaseException:  # also Ctrl-C while it waits: it would never be given back
             self._locks[group].release()
             raise
 
@@ -102,7 +105,7 @@ class RefineLocks:
         self._locks[group].release()
 
     def _lock_byte(self, group: int, *, exclusive: bool) -> None:
-        import fcntl  # who loads in order never needs it
+        import fcntl  # a load in exact order never needs it
 
         kind = fcntl.F_WRLCK if exclusive else fcntl.F_UNLCK
         command = fcntl.F_OFD_SETLKW if self._by_file else fcntl.F_SETLKW
@@ -111,8 +114,8 @@ class RefineLocks:
                 fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, group, 1, 0))
                 return
             except OSError as error:
-                # Between processes: each of two threads here waits for one there. Nobody here holds what another waits
-                # for, so it is no deadlock.
+                # Between processes: each of two threads here waits for one there. No thread here
+                # holds what another waits for, so it is no deadlock.
                 if error.errno != errno.EDEADLK:
                     raise
                 time.sleep(DEADLOCK_PAUSE_S)

@@ -1,8 +1,9 @@
-"""Where parts wait between the network and the decoder: one fixed mapping, lent out part by part.
+"""Staging memory for parts between the network and the decoder: one fixed mapping, lent out part by
+part.
 
-First fit by address: while decoding keeps up, the same low, already-faulted pages are used again and again,
-and the rest of the mapping costs no memory. `acquire` does not wait; `work.WorkQueue` does, and its lock
-guards every call here. It does not know what is staged.
+First fit by address: while decoding keeps up, the same low, already-faulted pages are used again
+and again, and the rest of the mapping costs no memory. `acquire` does not wait; `work.WorkQueue`
+does, and its lock guards every call here. It does not know what is staged.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ ALIGNMENT_BYTES = 4096
 
 DEFAULT_BYTES = 96 * 1024 * 1024
 SHARE = (
-    0.25  # of the memory beside the weights; the rest is for what uses them, and for what was not foreseen
+    # Of the memory that the weights leave; the rest is for what uses them, and for what was not
+    # foreseen.
+    0.25
 )
 
 
 def staging_bytes(part_sizes_bytes: Sequence[int], wanted_bytes: int | None, room_bytes: int | None) -> int:
     """How large a staging for parts of these sizes should be.
 
-    What is wanted, or 96 MiB, as far as `room_bytes`, the memory that is left beside the weights (None: unknown), can
-    be shared; but enough for the largest part, and no more than all parts take together.
+    What is wanted, or 96 MiB, as far as `room_bytes`, the memory that the weights leave (None:
+    unknown), can be shared; but enough for the largest part, and no more than all parts take
+    together.
     """
     sizes = [align(size_bytes, ALIGNMENT_BYTES) for size_bytes in part_sizes_bytes]
     most = DEFAULT_BYTES if wanted_bytes is None else wanted_bytes
@@ -48,7 +52,8 @@ class Staging:
     """At most `capacity_bytes` on loan at a time. Not thread-safe."""
 
     def __init__(self, capacity_bytes: int, *, memory: memoryview | None = None) -> None:
-        """Map, but do not touch, whole pages for `capacity_bytes`. Raises `InsufficientMemoryError`.
+        """Map, but do not touch, whole pages for `capacity_bytes`. Raises
+        `InsufficientMemoryError`.
 
         With `memory`, whole pages of the caller's, it lends that instead.
         """
@@ -89,7 +94,9 @@ class Staging:
         self.used_bytes -= end - buffer.offset_bytes
 
     def unmap(self) -> None:
-        """Give the memory back as soon as no loan looks at it any more. Nothing can be lent after this."""
+        """Give the memory back as soon as no loan looks at it any more. Nothing can be lent after
+        this.
+        """
         self._memory = memoryview(bytearray())
         self.capacity_bytes = 0
 

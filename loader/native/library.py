@@ -1,8 +1,9 @@
 """The native core's shared library: found, loaded and checked for this processor.
 
-`docs/native.md` has the list of instruction sets. The first call of `library` loads the best one that the processor
-has; `TENERAL_ISA` names a lower one. Where there is none, callers compute with numpy. Importing this loads nothing. It
-does not know the library's functions: their signatures stand where they are called.
+`docs/native.md` has the list of instruction sets. The first call of `library` loads the best one
+that the processor has; `TENERAL_ISA` names a lower one. Where there is none, callers compute with
+numpy. Importing this loads nothing. It does not know the library's functions: their signatures
+stand where they are called.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-_ISAS: dict[str, dict[str, frozenset[str]]] = {  # the best first, with what they need of /proc/cpuinfo
+# The best first, with what they need of /proc/cpuinfo.
+_ISAS: dict[str, dict[str, frozenset[str]]] = {
     "x86_64": {"x86_64_v4_bf16": _V4 | {"avx512_bf16", "avx512_vnni"}, "x86_64_v4": _V4, "x86_64_v3": _V3},
     "aarch64": {"aarch64_bf16": frozenset({"asimd", "bf16", "i8mm"}), "aarch64": frozenset({"asimd"})},
 }
 
 
 class Library:
-    """A loaded library. `functions` are the C functions by name; `isa` is the instruction set it was built for."""
+    """A loaded library. `functions` are the C functions by name; `isa` is the instruction set it
+    was built for.
+    """
 
     __slots__ = ("functions", "isa", "sizes")
 
@@ -55,7 +59,9 @@ class Library:
         self.sizes = {name: int(size) for name, size in facts.items()}
 
     def check_struct(self, name: str, declared: type[ctypes.Structure]) -> None:
-        """Raises `NativeLibraryError` where the library's struct has another size than it was declared with here."""
+        """Raises `NativeLibraryError` where the library's struct has another size than it was
+        declared with here.
+        """
         if self.sizes.get(name) != ctypes.sizeof(declared):
             raise NativeLibraryError(
                 f"the native library's {name} has {self.sizes.get(name)} bytes, and {ctypes.sizeof(declared)} are "
@@ -66,9 +72,11 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The library for this processor, with as many threads as the container has cores; None where there is none.
+    """The library for this processor, with as many threads as the container has cores; None where
+    there is none.
 
-    Raises `UsageError` where `TENERAL_ISA` names one that cannot be used, and `NativeLibraryError` as `Library` does.
+    Raises `UsageError` where `TENERAL_ISA` names one that cannot be used, and `NativeLibraryError`
+    as `Library` does.
     """
     isa = choose_isa(os.environ.get(ISA_VARIABLE), usable_isas())
     if isa is None:

@@ -1,7 +1,7 @@
 """Planes → elements by the native core: `tn_merge` and `tn_interleave` of core.h.
 
-Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`: sizes of planes, unused
-bits, exponents. It does not know encodings.
+Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`:
+sizes of planes, unused bits, exponents. It does not know encodings.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ def merge(
     mantissa_bits: int,
     known_bits: int,
 ) -> bool:
-    """Merge a batch of one tier into the floats `out`; False, and nothing written, without a native library.
+    """Merge a batch of one tier into the floats `out`; False, and nothing written, without a native
+    library.
 
-    `out`: (n,) uint16 or uint32. `exponents`: (n,) bytes, None in a later tier. `planes`: the field's, highest bits
-    first, of `plane_bits` each. Drops the GIL.
+    `out`: (n,) uint16 or uint32. `exponents`: (n,) bytes, None in a later tier. `planes`: the
+    field's, highest bits first, of `plane_bits` each. Drops the GIL.
     """
     function = _merge_function()
     if function is None or not out.flags.aligned:
@@ -91,7 +92,9 @@ def merge(
 
 
 def interleave(out: Bytes, planes: Sequence[Bytes]) -> bool:
-    """Write elements of `len(planes)` bytes, whose planes these are, into `out`, bytes; False as `merge`."""
+    """Write elements of `len(planes)` bytes, whose planes these are, into `out`, bytes; False as
+    `merge`.
+    """
     function = _interleave_function()
     if function is None or len(planes) not in _INTERLEAVED or _address(out) % len(planes):
         return False

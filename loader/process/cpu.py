@@ -1,7 +1,9 @@
-"""Processor time: the cores that the container leaves this process, and how often its threads take turns.
+"""Processor time: the cores that the container leaves this process, and how often its threads take
+turns.
 
-A thread that comes back from decoding, or from the device, waits up to the switch interval for the interpreter's lock:
-5 ms by default, in which a link brings several images. The interval belongs to the process, so its users are counted.
+A thread that comes back from decoding, or from the device, waits up to the switch interval for the
+interpreter's lock: 5 ms by default, in which a link brings several images. The interval belongs to
+the process, so its users are counted.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ CGROUP_ROOT = "/sys/fs/cgroup"
 
 
 def available_cores(cgroup_root: str | os.PathLike[str] = CGROUP_ROOT) -> int:
-    """Cores that this process may use: its affinity, bounded by the cgroup's CPU quota (v2, then v1), at
-    least 1.
+    """Cores that this process may use: its affinity, bounded by the cgroup's CPU quota (v2, then
+    v1), at least 1.
 
-    Threads beyond the quota do not compute: they are throttled, and then a step waits for the slowest of
-    them.
+    Threads beyond the quota do not compute: they are throttled, and then a step waits for the
+    slowest of them.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroup_root)

@@ -1,11 +1,13 @@
-"""A process of our own beside this one, that serves it over a private socket and ends when it does.
+"""Helper processes: each serves the process that launched it over a private socket, and ends when
+that does.
 
-What must not wait for this process's GIL runs in one: the loader, the tokenizer. It is started by forking where that
-is safe (it has an interpreter and our modules already), else as a fresh interpreter. Either way the
-module that it runs has a `main(socket_fd, *fds)`, called with the numbers of the open files that it is given, and is
-to end when the socket does. Should it be busy or stopped when its owner ends, the system kills it (`LifeLine`).
+What must not wait for this process's GIL runs in one: the loader, the tokenizer. It is started by
+forking where that is safe (it has an interpreter and our modules already), else as a fresh
+interpreter. Either way the module that it runs has a `main(socket_fd, *fds)`, called with the
+numbers of the open files that it is given, and is to end when the socket does. Should it be busy or
+stopped when its owner ends, the system kills it (`LifeLine`).
 
-It does not know what is said over the socket.
+It does not know the messages on the socket.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ if TYPE_CHECKING:
     import subprocess
 
 
-OWNER_GONE = (EOFError, BrokenPipeError, ConnectionResetError)  # what a helper's reads and writes raise then
+# What a helper's reads and writes raise then.
+OWNER_GONE = (EOFError, BrokenPipeError, ConnectionResetError)
 
 
 class ProcessLimits(NamedTuple):
-    """The umask, resource limits, niceness and cores that a process hands down to those that it starts."""
+    """The umask, resource limits, niceness and cores that a process hands down to those that it
+    starts.
+    """
 
     umask: int
     resources: dict[str, tuple[int, int]]  # name without RLIMIT_ → soft and hard
@@ -51,8 +56,8 @@ class ProcessLimits(NamedTuple):
         return cls(umask, resources, niceness, tuple(sorted(os.sched_getaffinity(0))))
 
     def take(self) -> None:
-        """Have these be the process's own, as far as the system lets it: a hard limit is not raised, nor a niceness
-        lowered, without the privilege.
+        """Have these be the process's own, as far as the system lets it: a hard limit is not
+        raised, nor a niceness lowered, without the privilege.
         """
         import resource
 
@@ -79,7 +84,9 @@ def _lower(first: int, second: int) -> int:
 
 
 class ProcessContext(NamedTuple):
-    """What a helper that was started ahead, by another process than the one that it is for, takes from that one."""
+    """The environment, folder and limits of a process, for a helper that another process started
+    ahead for it.
+    """
 
     environment: dict[str, str]  # has secrets
     folder: str
@@ -89,7 +96,9 @@ class ProcessContext(NamedTuple):
         return f"ProcessContext({len(self.environment)} variables, {self.folder!r})"
 
     def apply(self) -> None:
-        """Have this process's environment, folder and limits be these. Raises `OSError` where the folder is gone."""
+        """Have this process's environment, folder and limits be these. Raises `OSError` where the
+        folder is gone.
+        """
         if self.limits is not None:
             self.limits.take()
         os.environ.clear()
@@ -98,11 +107,12 @@ class ProcessContext(NamedTuple):
 
 
 class LifeLine:
-    """A pipe that kills a process when this one ends, however both of them are by then: also where either was stopped.
+    """A pipe that kills a process when this one ends, however both of them are by then: also where
+    either was stopped.
 
-    The kernel sends SIGKILL to the pipe's owner when the last writing end is closed, as it sends SIGIO elsewhere. It
-    does not depend on the thread that started the process, as a parent's death signal does. Where a system does not
-    know it, a helper still sees the end of its socket.
+    The kernel sends SIGKILL to the pipe's owner when the last writing end is closed, as it sends
+    SIGIO elsewhere. It does not depend on the thread that started the process, as a parent's death
+    signal does. Where a system does not know it, a helper still sees the end of its socket.
     """
 
     _is_open = False
@@ -141,9 +151,9 @@ class HelperProcess:
     def __init__(self, module: str, *, fds: Sequence[int] = (), fork: bool = False) -> None:
         """Start `main` of the package's `module`, such as ".loader.load.child". Returns at once.
 
-        `fds` stay the caller's; the helper has copies. `fork` allows forking, and is for a process that knows itself
-        to hold nothing that must not be held twice; where there are threads already, it is not done even so.
-        Raises `OSError` when the system refuses another process.
+        `fds` stay the caller's; the helper has copies. `fork` allows forking, and is for a process
+        that knows itself to hold nothing that must not be held twice; where there are threads
+        already, it is not done even so. Raises `OSError` when the system refuses another process.
         """
         self.socket, theirs = socket.socketpair()
         self._life = LifeLine()
@@ -178,7 +188,9 @@ class HelperProcess:
 
 
 class _Fork:
-    """A fork of this process that runs a module's `main`; waited for and killed as `subprocess.Popen` is."""
+    """A fork of this process that runs a module's `main`; waited for and killed as
+    `subprocess.Popen` is.
+    """
 
     def __init__(self, module: str, theirs: socket.socket, fds: Sequence[int], life_fd: int) -> None:
         self._lock = threading.Lock()  # between who waits for it and who kills it
@@ -188,8 +200,9 @@ class _Fork:
             _serve_and_exit(module, theirs, fds, life_fd)
 
     def wait(self) -> int:
-        # The part that may last is not under the lock. Where another thread has the status by now, or the system keeps
-        # none because this process ignores SIGCHLD, there is nothing to wait for.
+        # The part that may last is not under the lock. Where another thread has the status by now,
+        # or the system keeps none because this process ignores SIGCHLD, there is nothing to wait
+        # for.
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._lock:
@@ -213,7 +226,8 @@ def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int], life
     """The fork's whole life: nothing of it may return into the code that forked."""
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the owner decides
+        # Ctrl-C reaches the whole group: the owner decides.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # It must not hold what the owner thinks that it has closed.
         _close_all_but(0, 1, 2, theirs.fileno(), *fds, life_fd)
@@ -223,7 +237,7 @@ def _serve_and_exit(module: str, theirs: socket.socket, fds: Sequence[int], life
         status = 0
     except OWNER_GONE:
         status = 1
-    except BaseException:  # noqa: BLE001 - said, and then the process is over
+    except BaseException:  # noqa: BLE001 - printed, and then the process is over
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)

@@ -1,6 +1,7 @@
 """One function over many things in a few threads.
 
-Imports nothing: the standard library's executors bring logging along, for which a cold start would wait.
+Imports nothing: the standard library's executors bring logging along, for which a cold start would
+wait.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ R = TypeVar("R")
 def parallel_map(function: Callable[[T], R], things: Iterable[T], *, num_threads: int) -> list[R]:
     """The results, in the order of the things. Blocks; this thread is one of those that work.
 
-    Raises the error of the first thing that has one, when all calls that were begun have ended; no more are begun then.
+    Raises the error of the first thing that has one, when all calls that were begun have ended; no
+    more are begun then.
     """
     given = list(things)
     results: dict[int, R] = {}

@@ -1,11 +1,12 @@
 """The protocols `Source` and `Store`, and the checks and errors that all kinds of sources share.
 
-A source is opened on one folder (an artifact, or a model directory); names are relative to it, with '/'
-between their components, and were validated by `check_name`. A source knows nothing of manifests, parts or
-tensors.
+A source is opened on one folder (an artifact, or a model directory); names are relative to it, with
+'/' between their components, and were validated by `check_name`. A source knows nothing of
+manifests, parts or tensors.
 
-Amazon S3 answers 403 instead of 404 to a reader without s3:ListBucket, and some web servers do so to everyone. A denial
-alone is therefore no proof that an object is absent; `is_listed` and `denies_absent` look for one.
+Amazon S3 answers 403 instead of 404 to a reader without s3:ListBucket, and some web servers do so
+to everyone. A denial alone is therefore no proof that an object is absent; `is_listed` and
+`denies_absent` look for one.
 
 Every implementation passes the one contract suite in `tests/loader/test_source_contract.py`.
 """
@@ -29,16 +30,18 @@ from ..errors import (
 
 MAX_NAME_BYTES = 1024  # S3's own limit for a key
 
-# Names end up in terminals and logs. Control characters of both sets (U+0080 to U+009F are escape sequences as well),
-# line separators, invisible marks and whatever turns the direction of what follows would let a name write elsewhere
-# than in its place.
+# Names end up in terminals and logs. Control characters of both sets (U+0080 to U+009F are escape
+# sequences as well), line separators, invisible marks and whatever turns the direction of what
+# follows would let a name write elsewhere than in its place.
 _HOSTILE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
 )
 
 
 class ObjectInfo(NamedTuple):
-    """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for files)."""
+    """One stored object. `version` changes whenever its bytes do (an ETag; size and mtime_ns for
+    files).
+    """
 
     name: str
     size_bytes: int
@@ -46,7 +49,9 @@ class ObjectInfo(NamedTuple):
 
 
 class SourceOptions(NamedTuple):
-    """How to reach a store. Only the fields that a source's kind knows are used; times are in seconds."""
+    """How to reach a store. Only the fields that a source's kind knows are used; times are in
+    seconds.
+    """
 
     endpoint_url: str | None = None
     region: str | None = None
@@ -57,10 +62,12 @@ class SourceOptions(NamedTuple):
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 10.0  # a connection that brings nothing for so long has failed
     min_rate_bytes_s: int = 4096  # … or less than this over such a time; 0: any rate will do
-    hedge_after_s: float = 0.25  # a range that is so long behind the others is asked for twice; 0: never
+    # A range that is so long behind the others is asked for twice; 0: never.
+    hedge_after_s: float = 0.25
     max_attempts: int = 6  # … that fail without getting on
     outage_s: float = (
-        30.0  # a store that gives nothing to any reader is waited for so long, however many attempts
+        # A store that gives nothing to any reader is waited for so long, however many attempts.
+        30.0
     )
     max_connections: int = 8
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
@@ -71,11 +78,11 @@ class SourceOptions(NamedTuple):
 
 
 class Source(Protocol):
-    """A readable folder of objects. All methods block, may be called from any thread, and hold no lock
-    while they wait.
+    """A readable folder of objects. All methods block, may be called from any thread, and hold no
+    lock while they wait.
 
-    Errors: `NotFoundError`, `AccessDeniedError`, `UnavailableError` (after the source's own retries),
-    `ChangedError`, `SourceClosedError`, each with the object's name and a hint.
+    Errors: `NotFoundError`, `AccessDeniedError`, `UnavailableError` (after the source's own
+    retries), `ChangedError`, `SourceClosedError`, each with the object's name and a hint.
     """
 
     @property
@@ -86,8 +93,8 @@ class Source(Protocol):
         """The object's size and version."""
 
     def read(self, name: str, *, max_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """A whole small object in one request. Raises `FormatError` when it is larger than `max_bytes`,
-        unread.
+        """A whole small object in one request. Raises `FormatError` when it is larger than
+        `max_bytes`, unread.
         """
 
     def read_into(
@@ -95,9 +102,10 @@ class Source(Protocol):
     ) -> str | None:
         """Fill `buffer` with bytes [start, start + len(buffer)) of the object.
 
-        Returns only when the buffer is full: the version that all of these bytes are of, None where that was not
-        looked at. The buffer stays the caller's; on an error its content is undefined. With `version`, raises
-        `ChangedError` when the object is another one by now. Waits without the GIL.
+        Returns only when the buffer is full: the version that all of these bytes are of, None where
+        that was not looked at. The buffer stays the caller's; on an error its content is undefined.
+        With `version`, raises `ChangedError` when the object is another one by now. Waits without
+        the GIL.
         """
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -116,8 +124,9 @@ class Remote(Protocol):
     """A source that keeps connections. Those that are on this machine have nothing of the kind."""
 
     def quiesce(self) -> None:
-        """Nothing will be read for a while, during which the process may stand still or be copied: close connections
-        that are idle, and forget credentials and addresses. All of it is made anew when it is needed. Does not block.
+        """Nothing will be read for a while, during which the process may stand still or be copied:
+        close connections that are idle, and forget credentials and addresses. All of it is made
+        anew when it is needed. Does not block.
         """
 
 
@@ -126,10 +135,12 @@ class Mappable(Source, Protocol):
     """A source whose objects are files of this machine."""
 
     def map(self, name: str, *, version: str | None = None) -> memoryview:
-        """The object's content where the system keeps it: (size_bytes,) uint8, writable, without a copy and without
-        being read yet. Writing changes this process's own view. The view owns the mapping and outlives the source.
+        """The object's content where the system keeps it: (size_bytes,) uint8, writable, without a
+        copy and without being read yet. Writing changes this process's own view. The view owns the
+        mapping and outlives the source.
 
-        Raises `ChangedError` when the object is not of `version`, and `UnavailableError` where files cannot be mapped.
+        Raises `ChangedError` when the object is not of `version`, and `UnavailableError` where
+        files cannot be mapped.
         """
 
     def check_version(self, name: str, version: str | None) -> None:
@@ -143,8 +154,8 @@ class ObjectWriter(Protocol):
     """
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append. The data may be reused as soon as this returns. Raises `NoSpaceError`, having removed
-        all.
+        """Append. The data may be reused as soon as this returns. Raises `NoSpaceError`, having
+        removed all.
         """
 
     def commit(self) -> ObjectInfo: ...
@@ -163,8 +174,8 @@ class Store(Source, Protocol):
     """A source that can be written to."""
 
     def create(self, name: str, *, if_absent: bool = False) -> ObjectWriter:
-        """Begin an object of unknown length. Replaces an object of that name on commit; with `if_absent`, commit raises
-        `AlreadyExistsError` instead, having removed what was written.
+        """Begin an object of unknown length. Replaces an object of that name on commit; with
+        `if_absent`, commit raises `AlreadyExistsError` instead, having removed what was written.
         """
 
     def put(
@@ -181,7 +192,9 @@ class Store(Source, Protocol):
 
 
 def is_showable(text: str) -> bool:
-    """The one rule for names of objects, tensors and groups: whether a terminal shows the text and nothing else."""
+    """The one rule for names of objects, tensors and groups: whether a terminal shows the text and
+    nothing else.
+    """
     return (text.isascii() and text.isprintable()) or _HOSTILE.search(text) is None
 
 
@@ -203,7 +216,9 @@ def check_name(name: str) -> str:
 
 
 def byte_view(buffer: memoryview) -> memoryview:
-    """The buffer as plain bytes, without a copy. Raises `ValueError` for a read-only one (a caller's bug)."""
+    """The buffer as plain bytes, without a copy. Raises `ValueError` for a read-only one (a
+    caller's bug).
+    """
     view = memoryview(buffer).cast("B")
     if view.readonly:
         raise ValueError("a read-only buffer cannot be read into")
@@ -254,7 +269,8 @@ LIST_HINT = (
 
 
 def is_listed(source: Source, name: str) -> bool | None:
-    """Whether the folder's list has the object; None where the folder cannot be listed. Blocks for one request.
+    """Whether the folder's list has the object; None where the folder cannot be listed. Blocks for
+    one request.
 
     Raises `AccessDeniedError` for credentials that are not valid, and the source's other errors.
     """
@@ -270,7 +286,9 @@ def is_listed(source: Source, name: str) -> bool | None:
 
 
 def denies_absent(source: Source) -> bool:
-    """Whether the source denies an object that surely does not exist. Blocks for one request. Raises as `is_listed`."""
+    """Whether the source denies an object that surely does not exist. Blocks for one request.
+    Raises as `is_listed`.
+    """
     try:
         source.stat(f"absent-{os.urandom(8).hex()}.json")
     except NotFoundError:

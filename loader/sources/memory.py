@@ -1,4 +1,6 @@
-"""A store in this process's memory, for tests and experiments. Thread-safe; holds whole objects as bytes."""
+"""A store in this process's memory, for tests and experiments. Thread-safe; holds whole objects as
+bytes.
+"""
 
 from __future__ import annotations
 

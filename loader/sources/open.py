@@ -34,7 +34,8 @@ _KNOWN = (
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
-    """A source on the folder at `url`. Does no I/O: a missing or forbidden folder shows at the first read.
+    """A source on the folder at `url`. Does no I/O: a missing or forbidden folder shows at the
+    first read.
 
     Raises `UsageError` for an invalid address. The caller closes the source.
     """
@@ -64,7 +65,9 @@ def scheme_of(url: str) -> str:
 
 
 def import_likely_store() -> bool:
-    """Import the most common kind of store ahead of its address; returns whether it will be reached over TLS."""
+    """Import the most common kind of store ahead of its address; returns whether it will be reached
+    over TLS.
+    """
     module, _ = _STORES[_LIKELY_SCHEME]
     return bool(import_module(module, __package__).uses_tls())
 

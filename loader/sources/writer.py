@@ -1,4 +1,4 @@
-"""What all object writers do alike: they are committed once, or aborted. Knows not how bytes are kept."""
+"""The base of all object writers: committed once, or aborted. Does not know how bytes are kept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .base import ObjectInfo
 class Writer(ABC):
     """The life of an `ObjectWriter`: open, then committed or aborted for good. Used by one thread.
 
-    When a subclass fails in `_append` or `_finish`, what was written is discarded here, so that a failed
-    write leaves nothing behind even where its caller does not clean up.
+    When a subclass fails in `_append` or `_finish`, what was written is discarded here, so that a
+    failed write leaves nothing behind even where its caller does not clean up.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""What `teneral pack`, `unpack`, `verify` and `inspect` do."""
+"""`teneral pack`, `unpack`, `verify` and `inspect`."""

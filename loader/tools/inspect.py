@@ -1,8 +1,8 @@
-"""What an artifact, or a folder of plain safetensors, is made of: as a JSON-ready value and as a table for
-people.
+"""The contents of an artifact, or of a folder of plain safetensors: as a JSON-ready value and as a
+table for people.
 
-Works from the manifest alone and reads nothing. Sizes are bytes; ratios are shares of the original bytes, so
-lower is smaller. Keys may be added to the value without another number of its schema.
+Works from the manifest alone and reads nothing. Sizes are bytes; ratios are shares of the original
+bytes, so lower is smaller. Keys may be added to the value without another number of its schema.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ SCHEMA = 1  # of the value that `describe` returns
 
 
 def describe(manifest: Manifest, url: str) -> dict[str, Any]:
-    """A JSON-ready value. Tied tensors count once, as they are stored. Plain safetensors have no `digest`."""
+    """A JSON-ready value. Tied tensors count once, as they are stored. Plain safetensors have no
+    `digest`.
+    """
     groups = [_describe_group(manifest, group) for group in manifest.groups]
     digest = manifest.digest.hex() if manifest.digest is not None else None
     return {
@@ -89,7 +91,9 @@ def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_precision(manifest: Manifest) -> list[dict[str, Any]]:
-    """Of each dtype: how its tensors are stored, and whether they have nothing but their exact values."""
+    """Of each dtype: how its tensors are stored, and whether they have nothing but their exact
+    values.
+    """
     by_dtype: dict[str, list[Tensor]] = {}
     for tensor in manifest.tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -106,7 +110,7 @@ def _describe_precision(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def render_table(description: Mapping[str, Any]) -> str:
-    """What `describe` returned, for a terminal: a header, a row for each group, totals and files."""
+    """The result of `describe` for a terminal: a header, a row for each group, totals and files."""
     columns = _columns(description)
     rows: list[tuple[str, ...]] = [tuple(columns)]
     rows += [tuple(cell(figures) for cell in columns.values()) for figures in description["groups"]]
@@ -118,7 +122,9 @@ def render_table(description: Mapping[str, Any]) -> str:
 
 
 def _columns(description: Mapping[str, Any]) -> dict[str, Callable[[Mapping[str, Any]], str]]:
-    """Of plain safetensors nothing is split or coded: all columns of tiers would only repeat the raw size."""
+    """Of plain safetensors nothing is split or coded: all columns of tiers would only repeat the
+    raw size.
+    """
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "group": lambda figures: str(figures["name"]),
         "tensors": lambda figures: f"{figures['tensors']:,}",

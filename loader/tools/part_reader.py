@@ -1,9 +1,9 @@
-"""Reads parts one at a time, checks them, and decodes their segments: what `verify` and `unpack` have in
-common.
+"""Reads parts one at a time, checks them, and decodes their segments: what `verify` and `unpack`
+have in common.
 
-Invariant: content is handed out only after the part's digest was found right. Every thread has buffers of
-its own, so memory is bounded by the largest part and the largest segment a thread. Loads for serving go
-through `load.py` instead.
+Invariant: content is handed out only after the part's digest was found right. Every thread has
+buffers of its own, so memory is bounded by the largest part and the largest segment a thread. Loads
+for serving go through `load.py` instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ MAX_THREADS = 16
 
 
 class PartReader:
-    """Thread-safe. A buffer that a method returns is its thread's own until it calls that method again."""
+    """Thread-safe. A buffer that a method returns is its thread's own until it calls that method
+    again.
+    """
 
     def __init__(self, source: Source, manifest: Manifest) -> None:
         self._source = source
@@ -50,8 +52,8 @@ class PartReader:
         self._own = threading.local()
 
     def read(self, part: Part) -> memoryview:
-        """The part's verified bytes. Raises `IntegrityError` when they are wrong, `ChangedError` when it is of another
-        version than parts before it, and the source's errors.
+        """The part's verified bytes. Raises `IntegrityError` when they are wrong, `ChangedError`
+        when it is of another version than parts before it, and the source's errors.
         """
         stored = self._buffer("stored", self._max_part_bytes)[: part.size_bytes].data
         name = self._manifest.blobs[part.blob].name
@@ -95,13 +97,16 @@ class PartReader:
 def map_in_order(
     function: Callable[[Item], Result], items: Sequence[Item], threads: int | None
 ) -> Generator[Result, None, None]:
-    """Results in the order of `items`, which threads work on. Raises what the earliest failing one raised.
+    """Results in the order of `items`, which threads work on. Raises what the earliest failing one
+    raised.
 
-    Items are begun in order too. Closing the iterator gives up those not begun, and waits for the others.
+    Items are begun in order too. Closing the iterator gives up those not begun, and waits for the
+    others.
     """
     threads = threads or default_threads()
     waiting = deque(items)
-    pending: deque[Future[Result]] = deque()  # bounded, because an artifact may have very many parts
+    # Bounded, because an artifact may have very many parts.
+    pending: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="teneral-part") as pool:
         try:
             while waiting or pending:

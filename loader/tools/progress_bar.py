@@ -1,7 +1,8 @@
 """A progress bar for long transfers: bytes, rate, time left.
 
-`render` is a pure function of numbers; `ProgressBar` prints its lines: one that is redrawn on a terminal,
-and a plain one now and then where stderr goes to a file. Knows nothing of what is transferred.
+`render` is a pure function of numbers; `ProgressBar` prints its lines: one that is redrawn on a
+terminal, and a plain one now and then where stderr goes to a file. Knows nothing of what is
+transferred.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def format_duration(seconds: float) -> str:
 
 
 def render(label: str, done_bytes: int, total_bytes: int, elapsed_s: float, *, width: int = 80) -> str:
-    """One line of at most `width` characters that says how far a transfer is. Of 0 bytes, it is done."""
+    """One line of at most `width` characters that says how far a transfer is. Of 0 bytes, it is
+    done.
+    """
     share = min(1.0, done_bytes / total_bytes) if total_bytes else 1.0
     figures = f"{share:4.0%}  {format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
     if elapsed_s >= _MIN_RATE_S and done_bytes:
@@ -95,7 +98,8 @@ class ProgressBar:
             now_s - self._started_s,
             width=self._width_columns(),
         )
-        # "Erase to the end of the line" first: the new line may be shorter than the one that it replaces.
+        # "Erase to the end of the line" first: the new line may be shorter than the one that it
+        # replaces.
         self._write(f"\r\x1b[K{line}" if self._is_terminal else f"{line}\n")
         self._is_line_open = self._is_terminal
 

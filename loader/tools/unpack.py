@@ -1,12 +1,14 @@
 """`teneral unpack`: an artifact back into a directory of safetensors and small files, bit for bit.
 
-Tensors get their original names, tied ones included, which are written out as often as they have names. A
-model of more than `max_shard_bytes` becomes several files with an index. Everything is written into a hidden
-folder inside the target and renamed at the end, so the target holds all of it or nothing.
+Tensors get their original names, tied ones included, which are written out as often as they have
+names. A model of more than `max_shard_bytes` becomes several files with an index. Everything is
+written into a hidden folder inside the target and renamed at the end, so the target holds all of it
+or nothing.
 
-Parts are decoded into the files in any order and from several threads: room for all tensors is reserved first, then
-every part's segments go to their places. What one tier says of a split tensor is written, and read back when the next
-one's part comes, so that memory holds no more than the parts in work.
+Parts are decoded into the files in any order and from several threads: room for all tensors is
+reserved first, then every part's segments go to their places. What one tier says of a split tensor
+is written, and read back when the next one's part comes, so that memory holds no more than the
+parts in work.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ class Shard:
 
 
 def plan_shards(manifest: Manifest, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[Shard, ...]:
-    """Which names go into which file; aliases get copies of their own.
+    """The names that go into each file; aliases get copies of their own.
 
-    Tensors with large elements come first, so that all are aligned in the file, and otherwise stay in
-    forward order.
+    Tensors with large elements come first, so that all are aligned in the file, and otherwise stay
+    in forward order.
     """
     names = sorted(manifest.by_name, key=lambda name: -manifest.by_name[name].element_bytes)
     shards: list[list[str]] = [[]]
@@ -85,8 +87,8 @@ def write_shards(
 ) -> None:
     """Create the files, and their index if there are several, and decode all parts into them.
 
-    Raises `OSError`, before anything is read, when there is no room; `IntegrityError` naming the bad part;
-    and the source's errors. What it leaves behind on a failure is the caller's to remove.
+    Raises `OSError`, before anything is read, when there is no room; `IntegrityError` naming the
+    bad part; and the source's errors. What it leaves behind on a failure is the caller's to remove.
     """
     with ExitStack() as opened:
         places = _create_files(shards, manifest, folder, opened)
@@ -112,7 +114,7 @@ def _index_of(shards: tuple[Shard, ...], manifest: Manifest) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor's bytes begin in an open file."""
+    """The offset of a tensor's bytes in an open file."""
 
     fd: int
     offset_bytes: int
@@ -121,7 +123,9 @@ class _Place:
 def _create_files(
     shards: tuple[Shard, ...], manifest: Manifest, folder: Path, opened: ExitStack
 ) -> dict[int, list[_Place]]:
-    """Files with headers and room for all tensors. Returns where each goes; a tied one has several places."""
+    """Files with headers and room for all tensors. Returns where each goes; a tied one has several
+    places.
+    """
     places: dict[int, list[_Place]] = {}
     for shard in shards:
         tensors = [manifest.by_name[name] for name in shard.names]
@@ -140,7 +144,7 @@ def _create_files(
 
 
 class _TiersBefore:
-    """Which groups have all parts of which tiers in the files."""
+    """The groups of which all parts of a tier are in the files."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._left = Counter((part.group, part.tier) for part in manifest.parts)
@@ -161,8 +165,8 @@ class _TiersBefore:
                 self._changed.notify_all()
 
     def wait(self, part: Part) -> None:
-        """Until all parts of the tiers before are written that its group has; they must have been begun. Raises
-        when one failed.
+        """Until all parts of the tiers before are written that its group has; they must have been
+        begun. Raises when one failed.
         """
         before = [(part.group, tier) for tier in Tier if tier < part.tier]
         with self._changed:
@@ -183,7 +187,9 @@ class _PartUnpacker:
         self._before = _TiersBefore(manifest)
 
     def write(self, part: Part) -> None:
-        """Verify, decode and write one part. Of a group, each tier's parts must be begun before the next one's."""
+        """Verify, decode and write one part. Of a group, each tier's parts must be begun before the
+        next one's.
+        """
         with self._before.counted(part):
             stored = self._reader.read(part)
             self._before.wait(part)
@@ -254,9 +260,10 @@ def unpack(
 ) -> UnpackResult:
     """Write the model in `source` to `directory`, which is made where it is missing. Blocks.
 
-    The directory must be empty; with `force`, a model that stands there is replaced, and other files stay.
-    Every part is verified before it is decoded. Raises `AlreadyExistsError`, `IntegrityError` naming the bad
-    part, `NoSpaceError`, and the source's errors; nothing is left behind. Memory: as `verify`.
+    The directory must be empty; with `force`, a model that stands there is replaced, and other
+    files stay. Every part is verified before it is decoded. Raises `AlreadyExistsError`,
+    `IntegrityError` naming the bad part, `NoSpaceError`, and the source's errors; nothing is left
+    behind. Memory: as `verify`.
     """
     started_s = time.monotonic()
     manifest = open_artifact(source, digest=digest)
@@ -278,7 +285,8 @@ def unpack(
 
 @contextmanager
 def _staging_folder(target: Path, *, force: bool) -> Iterator[Path]:
-    """A hidden folder inside the target, which is made where it is missing; both go again on a failure.
+    """A hidden folder inside the target, which is made where it is missing; both go again on a
+    failure.
 
     Errors of the operating system become the loader's own.
     """
@@ -303,7 +311,9 @@ def _staging_folder(target: Path, *, force: bool) -> Iterator[Path]:
 
 
 def _write_files(source: Source, manifest: Manifest, staging: Path) -> None:
-    """The small files, each verified. Raises `ManifestError` when one of them would stand for weights."""
+    """The small files, each verified. Raises `ManifestError` when one of them would stand for
+    weights.
+    """
     for file in manifest.files:
         if file.name == DIGESTS_NAME:
             continue  # about the tensors, not the model's own

@@ -1,7 +1,7 @@
 """Read everything that an artifact stores, and say of every bad part and file which it is.
 
-Digests, sizes, and that every plane decodes to exactly what the manifest declares. What it finds is a value;
-only a manifest that cannot be used at all, and a store that does not answer, are errors.
+Digests, sizes, and that every plane decodes to exactly what the manifest declares. What it finds is
+a value; only a manifest that cannot be used at all, and a store that does not answer, are errors.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ..sources.base import Source
 from .part_reader import PartReader, map_in_order
 from .progress_bar import TransferProgress, format_bytes, format_duration
 
-# Errors that say something about the artifact. Others (no network, no permission) say something about this
-# attempt.
+# Errors that say something about the artifact. Others (no network, no permission) say something
+# about this attempt.
 _FINDINGS = (FormatError, NotFoundError, ChangedError)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`where` is for people; `part` is the bad part itself, None when it is about a file or a whole blob."""
+    """`where` is for people; `part` is the bad part itself, None when it is about a file or a whole
+    blob.
+    """
 
     where: str
     message: str
@@ -38,7 +40,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was read and what was wrong with it. `digest` is the manifest's, None for plain safetensors."""
+    """The parts that were read, and what was wrong with them. `digest` is the manifest's, None for
+    plain safetensors.
+    """
 
     url: str
     digest: bytes | None
@@ -76,10 +80,10 @@ def verify(
 ) -> VerifyReport:
     """Read and check every blob, part and file. Blocks; `progress` is called from this thread.
 
-    With `digest`, the manifest must have that one. Raises `ManifestError`, `IntegrityError` for another
-    manifest than the pinned one, `CheckpointError`, `NotFoundError` where there is no artifact, and errors
-    of a store that does not answer. Memory: a part and a decoded part a thread, at most 130 MiB each; of
-    bf16, 46 MiB.
+    With `digest`, the manifest must have that one. Raises `ManifestError`, `IntegrityError` for
+    another manifest than the pinned one, `CheckpointError`, `NotFoundError` where there is no
+    artifact, and errors of a store that does not answer. Memory: a part and a decoded part a
+    thread, at most 130 MiB each; of bf16, 46 MiB.
     """
     started_s = time.monotonic()
     manifest = open_artifact(source, digest=digest)

@@ -1,8 +1,9 @@
 """The blocks in which ggml stores numbers: how each is laid out, and what it means.
 
-A row of a tensor is a run of blocks. Each kind of block says what its numbers are as fp32; those that are
-integers times one scale also give integers and scales, whose products are the very same fp32 numbers. The
-layouts are those of ggml's `ggml-common.h`. Pure functions of arrays; files and tensors are unknown here.
+A row of a tensor is a run of blocks. Each kind of block says what its numbers are as fp32; those
+that are integers times one scale also give integers and scales, whose products are the very same
+fp32 numbers. The layouts are those of ggml's `ggml-common.h`. Pure functions of arrays; files and
+tensors are unknown here.
 
 Everything takes blocks as bytes (B, block bytes) and gives (B, elements).
 """
@@ -28,7 +29,9 @@ _LARGE_GROUPS = 8  # of 32 elements, in a block of Q4_K and Q5_K
 
 
 class Integers(NamedTuple):
-    """(B, elements) from -128 to 127, and the (B,) scale of each block. What they mean is their product."""
+    """(B, elements) from -128 to 127, and the (B,) scale of each block. What they mean is their
+    product.
+    """
 
     levels: Levels
     scale: Floats
@@ -106,7 +109,9 @@ def _q5_1(blocks: Bytes) -> Floats:
 
 
 def _large_scales(packed: Bytes) -> tuple[Floats, Floats]:
-    """(B, 12) → scales and minima (B, 8), 6 bits each: groups 4 to 7 have their top 2 bits beside those of 0 to 3."""
+    """(B, 12) → scales and minima (B, 8), 6 bits each: groups 4 to 7 have their top 2 bits next to
+    those of 0 to 3.
+    """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = [first & np.uint8(63), (third & np.uint8(15)) | ((first >> np.uint8(6)) << np.uint8(4))]
     minima = [second & np.uint8(63), (third >> np.uint8(4)) | ((second >> np.uint8(6)) << np.uint8(4))]
@@ -122,7 +127,9 @@ def _large(blocks: Bytes, levels: Bytes) -> Floats:
 
 
 def _pairs_of_groups(packed: Bytes) -> Bytes:
-    """(B, 128) → (B, 8, 32): each 32 bytes hold a group in their low halves and the next one in their high halves."""
+    """(B, 128) → (B, 8, 32): each 32 bytes hold a group in their low halves and the next one in
+    their high halves.
+    """
     runs = packed.reshape(len(packed), 4, 1, SMALL)
     return np.concatenate([runs & np.uint8(15), runs >> np.uint8(4)], axis=2).reshape(
         -1, _LARGE_GROUPS, SMALL
@@ -135,12 +142,15 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 def _q5_k(blocks: Bytes) -> Floats:
     places = np.arange(_LARGE_GROUPS, dtype=np.uint8)[:, None]
-    fifth = (blocks[:, None, 16:48] >> places & np.uint8(1)) << np.uint8(4)  # bit g of byte j is group g's j
+    # Bit g of byte j is group g's j.
+    fifth = (blocks[:, None, 16:48] >> places & np.uint8(1)) << np.uint8(4)
     return _large(blocks, _pairs_of_groups(blocks[:, 48:]) | fifth)
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    """Two halves of 128 elements: 64 bytes with the low 4 bits, 32 with the high 2 of four quarters."""
+    """Two halves of 128 elements: 64 bytes with the low 4 bits, 32 with the high 2 of four
+    quarters.
+    """
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & np.uint8(15), low >> np.uint8(4)], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]

@@ -1,8 +1,10 @@
-"""A GGUF file as a model directory: a `Source` with config.json, the tokenizer's files and model.safetensors.
+"""A GGUF file as a model directory: a `Source` with config.json, the tokenizer's files and
+model.safetensors.
 
-Nothing is written anywhere: a range of model.safetensors is made from the blocks behind it when it is read, some
-rows at a time, so that memory is bounded whatever the file's size, and whatever packs, inspects or serves a model
-directory takes a GGUF file from any kind of store. The bytes depend only on the file.
+Nothing is written anywhere: a range of model.safetensors is made from the blocks behind it when it
+is read, some rows at a time, so that memory is bounded whatever the file's size, and whatever
+packs, inspects or serves a model directory takes a GGUF file from any kind of store. The bytes
+depend only on the file.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ class _Content(NamedTuple):
 
 
 class GgufDirectory:
-    """The file `name` of `source`, which is closed with it. Reads nothing before it is asked for something.
+    """The file `name` of `source`, which is closed with it. Reads nothing before it is asked for
+    something.
 
-    With `keep_integers`, blocks that are integers times a scale are stored as such where docs/quantize.md has a layout
-    for the same numbers; otherwise everything is floats.
+    With `keep_integers`, blocks that are integers times a scale are stored as such where
+    docs/quantize.md has a layout for the same numbers; otherwise everything is floats.
     """
 
     def __init__(self, source: Source, name: str, *, keep_integers: bool = True) -> None:
@@ -68,7 +71,9 @@ class GgufDirectory:
         return f"{self._source.url.rstrip('/')}/{self._name}"
 
     def conversions(self) -> tuple[str, ...]:
-        """What becomes of each type of block, a line each. Raises `CheckpointError` for a file that is refused."""
+        """The conversion of each type of block, a line each. Raises `CheckpointError` for a file
+        that is refused.
+        """
         return self._open().model.conversions
 
     def stat(self, name: str) -> ObjectInfo:
@@ -222,7 +227,9 @@ def _encode(values: Floats, dtype: str) -> Bytes:
 
 
 def _copy_overlap(data: Bytes, data_start: int, out: Bytes, out_start: int) -> None:
-    """Copy what of `data`, which begins at byte `data_start`, falls into `out`, which begins at `out_start`."""
+    """Copy what of `data`, which begins at byte `data_start`, falls into `out`, which begins at
+    `out_start`.
+    """
     begin = max(data_start, out_start)
     end = min(data_start + len(data), out_start + len(out))
     if begin < end:

@@ -25,7 +25,9 @@ class GgufFields:
         return self._metadata.get(key)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """Without a default the key must be there. Some writers state one number a layer, all alike: that one."""
+        """Without a default the key must be there. Some writers state one number a layer, all
+        alike: that one.
+        """
         value = self._metadata.get(key, default)
         if hasattr(value, "tolist"):
             value = value.tolist()

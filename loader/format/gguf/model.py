@@ -1,7 +1,9 @@
-"""What a GGUF file says of its model: config.json, and the tensors of a model directory with where each comes from.
+"""The model in a GGUF file: its config.json, and the tensors of a model directory with the origin
+of each.
 
-Names and shapes only; content is read elsewhere. An architecture, a rotary embedding or a tensor that is not known here
-is refused by name, since leaving it out would change the model without a word.
+Names and shapes only; content is read elsewhere. An architecture, a rotary embedding or a tensor
+that is not known here is refused by name, since leaving it out would change the model without a
+word.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Form(enum.Enum):
-    """What a tensor's rows are made into."""
+    """The form that a tensor's rows are made into."""
 
     FLOATS = "floats"
     INT8 = "int8"
@@ -100,8 +102,8 @@ class GgufModel:
 
 
 def describe_model(file: GgufFile, read_table: Table, *, keep_integers: bool = True) -> GgufModel:
-    """The model in a file. With `keep_integers`, blocks of integers stay integers where our layout holds the same
-    numbers. Raises `CheckpointError` for what is not supported.
+    """The model in a file. With `keep_integers`, blocks of integers stay integers where our layout
+    holds the same numbers. Raises `CheckpointError` for what is not supported.
     """
     fields = GgufFields(file.where, file.metadata)
     family = _family(fields)
@@ -246,7 +248,9 @@ def _llama3_scaling(fields: GgufFields, divisors: list[float], config: dict[str,
 
 
 def _llama3_divisors(scaling: dict[str, Any], config: dict[str, Any]) -> list[float]:
-    """What divides each frequency: 1 of short waves, the factor of long ones, and between them a mixture."""
+    """The divisor of each frequency: 1 of short waves, the factor of long ones, and between them a
+    mixture.
+    """
     divisors = []
     for index in range(config["head_dim"] // 2):
         wave = 2 * math.pi * config["rope_theta"] ** (2 * index / config["head_dim"])
@@ -276,7 +280,9 @@ def _head_rows(name: str, config: dict[str, Any], family: Family) -> int:
 
 
 def _float_dtype(file: GgufFile) -> str:
-    """Of all matrices and biases that are no integers: theirs, where they have one in common; else BF16."""
+    """Of all matrices and biases that are no integers: theirs, where they have one in common; else
+    BF16.
+    """
     found = {tensor.type.dtype for tensor in file.tensors.values() if len(tensor.shape) > 1}
     dtype = found.pop() if len(found) == 1 else None
     return dtype or "BF16"

@@ -1,8 +1,8 @@
 """The GGUF container: a distrustful parser of its metadata and its table of tensors.
 
-The format is ggml's `docs/gguf.md`, versions 2 and 3, little-endian. Everything is bounded before anything is built
-from it, and tensors must follow each other without holes or overlaps, as llama.cpp demands too. Tensor content is
-not read here, and nothing is known of models.
+The format is ggml's `docs/gguf.md`, versions 2 and 3, little-endian. Everything is bounded before
+anything is built from it, and tensors must follow each other without holes or overlaps, as
+llama.cpp demands too. Tensor content is not read here, and nothing is known of models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .blocks import BLOCK_TYPES, BlockType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 256 << 20  # metadata and table together; a vocabulary of 262,144 tokens takes 12 MiB
+# Metadata and table together; a vocabulary of 262,144 tokens takes 12 MiB.
+MAX_HEADER_BYTES = 256 << 20
 MAX_KEYS = 65_536
 MAX_KEY_BYTES = 1024
 MAX_TEXT_BYTES = 16 << 20
@@ -53,7 +54,9 @@ _BOOL, _TEXT, _ARRAY = 7, 8, 9
 
 
 class GgufTensor(NamedTuple):
-    """One tensor, whose blocks are bytes [begin, begin + size_bytes) counted from the start of the file."""
+    """One tensor, whose blocks are bytes [begin, begin + size_bytes) counted from the start of the
+    file.
+    """
 
     name: str
     type: BlockType
@@ -75,7 +78,9 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """A checked header. Values of `metadata` are int, float, bool, str, list of str or bool, or a numeric array."""
+    """A checked header. Values of `metadata` are int, float, bool, str, list of str or bool, or a
+    numeric array.
+    """
 
     where: str
     metadata: dict[str, Any]
@@ -85,8 +90,8 @@ class GgufFile(NamedTuple):
 def read_gguf(source: Source, info: ObjectInfo) -> GgufFile:
     """Read and check the header of one file, in a few requests.
 
-    Raises `CheckpointError` naming the file and the key or tensor, or the source's own errors. Memory: the header, and
-    about 100 bytes for each text in it.
+    Raises `CheckpointError` naming the file and the key or tensor, or the source's own errors.
+    Memory: the header, and about 100 bytes for each text in it.
     """
     header = _Header(source, info)
     header.check_magic()
@@ -249,7 +254,9 @@ def _read_entry(header: _Header) -> _Entry:
 
 
 def _place(header: _Header, table: list[_Entry], begin: int, alignment: int) -> dict[str, GgufTensor]:
-    """Tensors must follow each other, each at the next multiple of the alignment, up to the end of the file."""
+    """Tensors must follow each other, each at the next multiple of the alignment, up to the end of
+    the file.
+    """
     tensors: dict[str, GgufTensor] = {}
     position = 0
     for entry in sorted(table, key=lambda entry: entry.offset):

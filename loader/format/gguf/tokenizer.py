@@ -1,9 +1,9 @@
 """The vocabulary in a GGUF file → the tokenizer files of a model directory.
 
-`tokenizer.ggml.model` is `gpt2` for byte-level BPE, whose splitting of text has a name in `tokenizer.ggml.pre`, and
-`llama` for SentencePiece's BPE, whose merges follow from the pieces' scores. Other kinds, and splittings that are not
-known here, are refused by name: guessing would give other tokens without a word. tokenizer.json is spelt as the
-`tokenizers` library writes it.
+`tokenizer.ggml.model` is `gpt2` for byte-level BPE, whose splitting of text has a name in
+`tokenizer.ggml.pre`, and `llama` for SentencePiece's BPE, whose merges follow from the pieces'
+scores. Other kinds, and splittings that are not known here, are refused by name: guessing would
+give other tokens without a word. tokenizer.json is spelt as the `tokenizers` library writes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from .fields import GgufFields
 
 MAX_PIECE_CHARS = 4096
-MAX_SPLIT_CHARS = 1 << 29  # of all halves of all pieces, from which merges are found; Gemma's take 1 << 25
+# Of all halves of all pieces, from which merges are found; Gemma's take 1 << 25.
+MAX_SPLIT_CHARS = 1 << 29
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
@@ -42,7 +43,8 @@ def _split(pattern: str) -> list[dict[str, Any]]:
 
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _NFC = {"type": "NFC"}
-# `tokenizer.ggml.pre` → how text is split, the normalizer, and whether a whole piece needs no merges
+# `tokenizer.ggml.pre` → how text is split, the normalizer, and whether a whole piece needs no
+# merges
 _SPLITS: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
     "gpt-2": ([_byte_level(use_regex=True)], None, False),
     "smollm": ([_DIGITS, _byte_level(use_regex=True)], None, False),
@@ -105,7 +107,7 @@ def _pieces(fields: GgufFields, vocab_size: int) -> list[str]:
 
 
 def _byte_level_bpe(fields: GgufFields, pieces: Sequence[str]) -> tuple[dict[str, Any], bool]:
-    """The document, and whether texts open with the first token unless told otherwise."""
+    """The document, and whether texts open with the first token by default."""
     name = fields.text("tokenizer.ggml.pre", "default")
     if name not in _SPLITS:
         raise fields.wrong(

@@ -25,7 +25,9 @@ Query = tuple[tuple[str, str], ...]
 
 
 class Settings:
-    """An account's address, and its key or signature where the environment gives one. Secrets are not shown."""
+    """An account's address, and its key or signature where the environment gives one. Secrets are
+    not shown.
+    """
 
     def __init__(self, account: str, endpoint: WebAddress, key: str, sas: str, is_anonymous: bool) -> None:
         self.account = account
@@ -42,7 +44,9 @@ class Settings:
 def settings_from(
     url: str, options: SourceOptions, environment: Mapping[str, str]
 ) -> tuple[Settings, str, str]:
-    """The account's settings, the container, and the prefix without '/' at its ends. Raises `UsageError`."""
+    """The account's settings, the container, and the prefix without '/' at its ends. Raises
+    `UsageError`.
+    """
     given = _connection_string(environment.get(_CONNECTION) or "")
     known = given.get("accountname") or environment.get("AZURE_STORAGE_ACCOUNT") or ""
     first, _, rest = url.partition("://")[2].partition("/")

@@ -1,7 +1,7 @@
 """The XML of Blob Storage's answers, and the errors that its refusals mean.
 
-Documents are scanned, not parsed, as `http/xml.py` does it: no entities to expand, no nesting. The caller bounds their
-size.
+Documents are scanned, not parsed, as `http/xml.py` does it: no entities to expand, no nesting. The
+caller bounds their size.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def explain(
     code, message, _ = parse_problem(body)
     what = f"{name} in {source}" if name else source
     shown = "".join(mark if mark.isprintable() else " " for mark in f"{code} {message}").strip()
-    said = f"{status} {shown}".strip()
+    detail = f"{status} {shown}".strip()
     if status in RETRYABLE:
-        text = f"{what}: the store answers {said}"
+        text = f"{what}: the store answers {detail}"
         return UnavailableError(text, source=source, name=name, retry_after_s=retry_after_s)
     if code == "ContainerNotFound":
         hint = "Check the container's name and the account."
@@ -112,7 +112,7 @@ def explain(
     if status in (401, 403) or code == "PublicAccessNotPermitted":
         is_refused = code in ("AuthenticationFailed", "InvalidAuthenticationInfo")
         hint = WAYS_TO_GIVE if is_refused or is_anonymous else _RIGHTS
-        text = f"{what}: access is denied ({said})"
+        text = f"{what}: access is denied ({detail})"
         return AccessDeniedError(text, source=source, name=name, hint=hint)
     if status in (404, 410):
         return NotFoundError(f"there is no {what}", source=source, name=name)
@@ -120,7 +120,7 @@ def explain(
         return base.changed(source, name, "it has another version than expected")
     if status == 416:
         return base.changed(source, name, "it is shorter than expected")
-    return SourceError(f"{what}: the store answers {said}", source=source, name=name)
+    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
 
 
 def lost(source: str, name: str) -> AlreadyExistsError:

@@ -31,7 +31,9 @@ WAYS_TO_GIVE = (
 
 
 def ask_token(environment: Mapping[str, str]) -> Token:
-    """A new token. Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is worth another try."""
+    """A new token. Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is
+    worth another try.
+    """
     if all(
         environment.get(name) for name in ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID")
     ):
@@ -52,7 +54,8 @@ def _by_managed_identity(environment: Mapping[str, str]) -> Token:
             raise AccessDeniedError(f"{message} ({error})", hint=WAYS_TO_GIVE) from error
         if head.status == 200:
             return _token_from(body)
-        is_busy = head.status in (404, 410, 429) or head.status >= 500  # as Azure's page on retries has it
+        # As Azure's page on retries has it.
+        is_busy = head.status in (404, 410, 429) or head.status >= 500
         if not left or not is_busy:
             break
         time.sleep(PAUSE_S)
@@ -112,14 +115,16 @@ def _by_workload_identity(environment: Mapping[str, str]) -> Token:
 
 
 def _token_from(body: bytes) -> Token:
-    """Lifetimes are numbers or texts, and the time at which a token ends where there is no lifetime."""
+    """Lifetimes are numbers or texts, and the time at which a token ends where there is no
+    lifetime.
+    """
     import json  # not before the first request is on its way
 
     try:
-        said: Any = json.loads(body.decode())
-        if "expires_in" in said:
-            return Token(said["access_token"], float(_number(said["expires_in"])))
-        return Token(said["access_token"], _number(said["expires_on"]) - time.time())
+        fields: Any = json.loads(body.decode())
+        if "expires_in" in fields:
+            return Token(fields["access_token"], float(_number(fields["expires_in"])))
+        return Token(fields["access_token"], _number(fields["expires_on"]) - time.time())
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise AccessDeniedError(
             f"the identity's service gives no token: {error}", hint=WAYS_TO_GIVE

@@ -15,7 +15,9 @@ _SIGNED = (
 def authorization(
     settings: Settings, method: str, path: str, query: Query, headers: Headers, num_bytes: int
 ) -> str:
-    """The Authorization field of a request with a body of `num_bytes`. Raises `ValueError` for a malformed key."""
+    """The Authorization field of a request with a body of `num_bytes`. Raises `ValueError` for a
+    malformed key.
+    """
     import hmac  # with hashlib and base64: for those who have a key
     from base64 import b64decode, b64encode
 

@@ -1,7 +1,7 @@
 """A Blob Storage container's folder as a store.
 
-Reading goes over `http_client`; nothing of Azure's packages is needed or imported. An object's version is its ETag.
-Writing is in `uploads.py`, imported by the first write.
+Reading goes over `http_client`; nothing of Azure's packages is needed or imported. An object's
+version is its ETag. Writing is in `uploads.py`, imported by the first write.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class AzStore:
         return self._client.read_into(name, start, buffer, version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Source.list`, a page of 1,000 at a time. A folder without blobs is empty, not missing."""
+        """As `Source.list`, a page of 1,000 at a time. A folder without blobs is empty, not
+        missing.
+        """
         folder = f"{self._prefix}/" if self._prefix else ""
         marker: str | None = None
         for _ in range(MAX_PAGES):
@@ -82,7 +84,8 @@ class AzStore:
             page = self._page(tuple(query))
             for found in page.objects:
                 name = found.key.removeprefix(folder)
-                if found.key.startswith(folder + prefix) and base.is_name(name):  # else a folder's marker
+                # Else a folder's marker.
+                if found.key.startswith(folder + prefix) and base.is_name(name):
                     yield ObjectInfo(name, found.size_bytes, found.version)
             marker = page.next_marker
             if marker is None:

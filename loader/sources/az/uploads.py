@@ -18,7 +18,8 @@ BLOCK_BYTES = 8 * 1024 * 1024  # a blob has up to 50,000 of them
 _BLOB = ("x-ms-blob-type", "BlockBlob")
 _BINARY = ("Content-Type", "application/octet-stream")
 
-Build = Callable[[str, str, Query, Headers, int], Request]  # method, name, query, headers, size of the body
+# Method, name, query, headers, size of the body.
+Build = Callable[[str, str, Query, Headers, int], Request]
 Refusal = Callable[[str, Request, Head, bytes], TeneralError | None]
 
 
@@ -34,8 +35,8 @@ class Uploads:
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
-        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold, which is also so where the
-        answer to an attempt that succeeded was lost on the way.
+        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold, which
+        is also so where the answer to an attempt that succeeded was lost on the way.
         """
         condition = self._condition(name, if_absent, if_version)
         reply = self._send(
@@ -83,7 +84,7 @@ class Uploads:
             status, code = reply.head.status, code_of(reply.body)
             if status in (200, 201, 202) or (is_deletion and status == 404):
                 return reply
-            # Whoever commits first drops the blocks of all others.
+            # The first commit drops the blocks of all others.
             if is_conditional and (is_lost(status, code) or code == "InvalidBlockList"):
                 raise lost(self.url, name)
             error = self._refusal(name, made[-1], reply.head, reply.body)
@@ -109,7 +110,8 @@ class Uploads:
 class AzWriter(Writer):
     """An `ObjectWriter`. Holds one block in memory; a small object goes in a single request.
 
-    Blocks without a list are no blob: Azure drops them after a week, or with the next write of that name.
+    Blocks without a list are no blob: Azure drops them after a week, or with the next write of that
+    name.
     """
 
     def __init__(self, uploads: Uploads, name: str, *, if_absent: bool = False) -> None:

@@ -1,4 +1,5 @@
-"""The folder behind a `FileStore`: paths, what its errors mean, and which sub-folders writing has made.
+"""The folder behind a `FileStore`: paths, what its errors mean, and which sub-folders writing has
+made.
 
 Knows nothing of contents: reading is in `store.py`, writing in `writer.py`.
 """
@@ -20,7 +21,8 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = os.path.abspath(path)
-        self._made: set[str] = set()  # the root and folders above it, where writing had to make them
+        # The root and folders above it, where writing had to make them.
+        self._made: set[str] = set()
         self._lock = threading.Lock()
 
     def path_of(self, name: str) -> str:
@@ -37,7 +39,8 @@ class Folder:
             os.makedirs(folder, exist_ok=True)
 
     def prune(self, folder: str) -> None:
-        """Remove `folder` and those above it while they are empty, as object stores know no empty folders.
+        """Remove `folder` and those above it while they are empty, as object stores know no empty
+        folders.
 
         The root and what is above it stay, unless this very object made them.
         """
@@ -45,7 +48,8 @@ class Folder:
             while folder in self._made or folder.startswith(os.path.join(self.root, "")):
                 try:
                     os.rmdir(folder)
-                except OSError:  # not empty, or gone already: then nothing above it is empty because of us
+                # Not empty, or gone already: then nothing above it is empty because of us.
+                except OSError:
                     return
                 self._made.discard(folder)
                 folder = os.path.dirname(folder)
@@ -85,6 +89,8 @@ class Folder:
 
 
 def file_info(name: str, status: os.stat_result) -> ObjectInfo:
-    """Size and version of an object. The inode tells apart two files written within one tick of the clock."""
+    """Size and version of an object. The inode tells apart two files written within one tick of the
+    clock.
+    """
     version = f"{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ino:x}"
     return ObjectInfo(name, status.st_size, version)

@@ -1,8 +1,9 @@
 """A folder of the local file system as a store.
 
-Reads go straight from the page cache into the caller's buffer (`preadv`, without the GIL). Symbolic links
-are followed for reading, as the caches of model hubs are made of them, but a name can never climb out with
-'..'. Writing is in `writer.py`: an object appears whole, under its final name, or not at all.
+Reads go straight from the page cache into the caller's buffer (`preadv`, without the GIL). Symbolic
+links are followed for reading, as the caches of model hubs are made of them, but a name can never
+climb out with '..'. Writing is in `writer.py`: an object appears whole, under its final name, or
+not at all.
 """
 
 from __future__ import annotations
@@ -58,12 +59,16 @@ class FileStore:
         with self._opened(name) as (fd, status):
             self._check_version(name, status, version)
             self._fill(fd, name, start, view)
-            # Once more: a file overwritten in place, not renamed over, changes under an open descriptor.
+            # Once more: a file overwritten in place, not renamed over, changes under an open
+            # descriptor.
             self._check_version(name, os.fstat(fd), version)
-        return version  # none of its own: on network file systems inode numbers may change where bytes do not
+        # None of its own: on network file systems inode numbers may change where bytes do not.
+        return version
 
     def map(self, name: str, *, version: str | None = None) -> memoryview:
-        """As `Mappable.map`. The mapping holds the file: what is renamed over it or removed stays readable."""
+        """As `Mappable.map`. The mapping holds the file: what is renamed over it or removed stays
+        readable.
+        """
         with self._opened(name) as (fd, status):
             self._check_version(name, status, version)
             if status.st_size == 0:
@@ -136,9 +141,11 @@ class FileStore:
             done += count
 
     def _walk(self, folder: str, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[ObjectInfo]:
-        """All objects below `folder` (relative; '' or with a final '/') whose names start with `prefix`.
+        """All objects below `folder` (relative; '' or with a final '/') whose names start with
+        `prefix`.
 
-        `above` identifies the folders on the way down, so that a link that leads back up is not followed.
+        `above` identifies the folders on the way down, so that a link that leads back up is not
+        followed.
         """
         for name, status in self._entries(folder):
             if not stat_modes.S_ISDIR(status.st_mode):

@@ -1,8 +1,9 @@
 """Writing one object into a folder, so that it appears whole or not at all.
 
-Bytes go to a temporary file in the object's own folder, are flushed to the disk, and are then renamed over
-the object (linked, where it must not exist yet). The temporary file is locked while its writer lives: the
-next writer in that folder removes the unlocked ones, which crashed processes left.
+Bytes go to a temporary file in the object's own folder, are flushed to the disk, and are then
+renamed over the object (linked, where it must not exist yet). The temporary file is locked while
+its writer lives: the next writer in that folder removes the unlocked ones, which crashed processes
+left.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def is_temporary(file_name: str) -> bool:
 
 
 class FileWriter(Writer):
-    """An `ObjectWriter`. `commit` raises `AlreadyExistsError` where `if_absent` or `if_version` do not hold.
+    """An `ObjectWriter`. `commit` raises `AlreadyExistsError` where `if_absent` or `if_version` do
+    not hold.
 
     `if_version` is compared under a lock that other conditional writers respect.
     """
@@ -48,8 +50,8 @@ class FileWriter(Writer):
         self._maker = os.getpid()
 
     def __del__(self) -> None:
-        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders that are left empty
-        # are removed with the object, which whoever gives up deletes.
+        # Ctrl-C may come when it was made, and before anybody has it who could abort it. Folders
+        # that are left empty are removed with the object, which an abort deletes.
         if self._is_open and self._maker == os.getpid():
             with suppress(OSError):
                 os.unlink(self._temporary)
@@ -118,7 +120,8 @@ def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
             folder.make(directory)
             _remove_leftovers(directory)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            with suppress(OSError):  # a file system without locks: then nobody's leftovers are removed either
+            # A file system without locks: then no leftovers are removed either.
+            with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink > 0:
                 return fd, path
@@ -126,7 +129,7 @@ def _new_temporary(folder: Folder, directory: str) -> tuple[int, str]:
             if attempts_left:
                 continue
             raise
-        except BaseException:  # Ctrl-C, or the disk: nobody has the file yet who could remove it
+        except BaseException:  # Ctrl-C, or the disk: no caller has the file yet and could remove it
             with suppress(OSError):
                 os.unlink(path)
             folder.prune(directory)
@@ -155,10 +158,11 @@ def _remove_leftovers(directory: str) -> None:
 
 @contextmanager
 def _held(path: str) -> Iterator[os.stat_result | None]:
-    """Keep other conditional writers off the object while the block runs; its status, None if there is none.
+    """Keep other conditional writers off the object while the block runs; its status, None if there
+    is none.
 
-    The lock is on the object itself, not on a file beside it: nothing is left lying about, and it works over
-    NFS too, which locks no folders.
+    The lock is on the object itself, not on a file next to it: nothing is left lying about, and it
+    works over NFS too, which locks no folders.
     """
     while True:
         try:
@@ -170,7 +174,8 @@ def _held(path: str) -> Iterator[os.stat_result | None]:
             fcntl.flock(fd, fcntl.LOCK_EX)
             status = os.fstat(fd)
             with suppress(FileNotFoundError):
-                # Whoever held the lock before may have replaced the file: then the lock is on the wrong one.
+                # The last holder of the lock may have replaced the file: then the lock is on the
+                # wrong one.
                 if os.path.samestat(status, os.stat(path)):
                     yield status
                     return
@@ -183,7 +188,8 @@ def _sync_folder(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync a folder
+        # Some file systems cannot sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(fd)

@@ -22,7 +22,7 @@ Query = tuple[tuple[str, str], ...]
 
 
 class Settings(NamedTuple):
-    """Where the API is, whether requests carry a token, and the project that pays for them."""
+    """The API's address, whether requests carry a token, and the project that pays for them."""
 
     origin: Origin
     is_anonymous: bool
@@ -30,7 +30,9 @@ class Settings(NamedTuple):
 
 
 def parse_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix of gs://bucket/prefix. The prefix has no '/' at its ends. Raises `UsageError`."""
+    """Bucket and prefix of gs://bucket/prefix. The prefix has no '/' at its ends. Raises
+    `UsageError`.
+    """
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(f"{url}: {bucket!r} is not the name of a bucket", hint="Write gs://bucket/prefix.")
@@ -40,7 +42,8 @@ def parse_url(url: str) -> tuple[str, str]:
 def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> Settings:
     """Options before STORAGE_EMULATOR_HOST before Google's own address. Raises `UsageError`.
 
-    An emulator gets no token. No other plain http address does either, unless it is on this machine.
+    An emulator gets no token. No other plain http address does either, unless it is on this
+    machine.
     """
     emulator = environment.get("STORAGE_EMULATOR_HOST") or None
     origin, is_anonymous = _GOOGLE, options.anonymous

@@ -54,9 +54,9 @@ class Page(NamedTuple):
 def parse_problem(document: bytes) -> Problem:
     """Never raises: anything but an error document has no reason."""
     try:
-        said = json.loads(document.decode())["error"]
-        reason = str(said["errors"][0]["reason"]) if said.get("errors") else ""
-        return Problem(reason[:MAX_TEXT], _shown(str(said.get("message", ""))))
+        error = json.loads(document.decode())["error"]
+        reason = str(error["errors"][0]["reason"]) if error.get("errors") else ""
+        return Problem(reason[:MAX_TEXT], _shown(str(error.get("message", ""))))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
         return Problem("", _shown(document[: 4 * MAX_TEXT].decode("utf-8", "replace")))
 
@@ -69,8 +69,8 @@ def parse_object(document: bytes, name: str, *, where: str) -> ObjectInfo:
 
 def parse_page(document: bytes, *, where: str) -> Page:
     """A page of a listing. Raises `FormatError`."""
-    said = _parse(document, where)
-    items, token = said.get("items", []), said.get("nextPageToken")
+    page = _parse(document, where)
+    items, token = page.get("items", []), page.get("nextPageToken")
     if type(items) is not list or (token is not None and (type(token) is not str or not token)):
         raise FormatError(f"{where} did not answer with a list of objects", where=where)
     return Page(tuple(_listed(item, where) for item in items), token)
@@ -88,17 +88,17 @@ def explain(
     """The error for an answer of this status."""
     problem = parse_problem(body)
     what = f"{name} in {source}" if name else source
-    said = " ".join(text for text in (str(status), problem.reason, problem.message) if text)
+    detail = " ".join(text for text in (str(status), problem.reason, problem.message) if text)
     if problem.reason in _THROTTLED or status in RETRYABLE:
-        message = f"{what}: the store answers {said}"
+        message = f"{what}: the store answers {detail}"
         return UnavailableError(message, source=source, name=name, retry_after_s=retry_after_s)
     match status:
         case 401 if not is_anonymous:
-            message = f"{what}: the access token is not accepted ({said})"
+            message = f"{what}: the access token is not accepted ({detail})"
             return AccessDeniedError(message, source=source, name=name, hint=WAYS_TO_GIVE)
         case 401 | 403:
             hint = WAYS_TO_GIVE if status == 401 else _RIGHTS
-            message = f"{what}: access is denied ({said})"
+            message = f"{what}: access is denied ({detail})"
             return AccessDeniedError(message, source=source, name=name, hint=hint, may_be_absent=True)
         case 404 if "bucket" in problem.message.lower() and "object" not in problem.message.lower():
             hint = "Check the bucket's name and the project."
@@ -109,7 +109,7 @@ def explain(
             return base.changed(source, name, "it has another version than expected")
         case 416:
             return base.changed(source, name, "it is shorter than expected")
-    return SourceError(f"{what}: the store answers {said}", source=source, name=name)
+    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
 
 
 def lost(source: str, name: str) -> AlreadyExistsError:
@@ -120,12 +120,12 @@ def lost(source: str, name: str) -> AlreadyExistsError:
 
 def _parse(document: bytes, where: str) -> dict[str, Any]:
     try:
-        said = json.loads(document.decode())
+        value = json.loads(document.decode())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} did not answer with JSON: {error}", where=where) from None
-    if type(said) is not dict:
+    if type(value) is not dict:
         raise FormatError(f"{where} did not answer with a JSON object", where=where)
-    return said
+    return value
 
 
 def _listed(item: object, where: str) -> Listed:

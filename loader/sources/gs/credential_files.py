@@ -1,7 +1,7 @@
 """Tokens by a credential file: workload identity federation, or the login of gcloud.
 
-The file and all answers are outside input: bounded, and checked field by field. The formats are those of
-https://google.aip.dev/auth/4117 (external accounts) and /4113 (a user's login).
+The file and all answers are outside input: bounded, and checked field by field. The formats are
+those of https://google.aip.dev/auth/4117 (external accounts) and /4113 (a user's login).
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ Document = dict[str, Any]
 
 
 def ask_with_file(path: str) -> Token:
-    """A new token. Raises `AccessDeniedError`, and `UnavailableError` for what is worth another try."""
-    said = _document(_read(path), f"the credential file {path}")
+    """A new token. Raises `AccessDeniedError`, and `UnavailableError` for what is worth another
+    try.
+    """
+    entries = _document(_read(path), f"the credential file {path}")
     sender = Sender("Google's token service", SourceOptions(max_attempts=3, read_timeout_s=10.0))
     try:
-        match said.get("type"):
+        match entries.get("type"):
             case "external_account":
-                return _federated(sender, said, path)
+                return _federated(sender, entries, path)
             case "authorized_user":
-                return _logged_in(sender, said)
+                return _logged_in(sender, entries)
             case kind:
                 raise _unsupported(kind, path)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -60,26 +62,26 @@ def _unsupported(kind: object, path: str) -> AccessDeniedError:
     return AccessDeniedError(f"{path} holds credentials of the kind {shown!r}, which is not supported")
 
 
-def _logged_in(sender: Sender, said: Document) -> Token:
+def _logged_in(sender: Sender, entries: Document) -> Token:
     form = {
         "grant_type": "refresh_token",
-        **{field: _text(said, field) for field in ("client_id", "client_secret", "refresh_token")},
+        **{field: _text(entries, field) for field in ("client_id", "client_secret", "refresh_token")},
     }
-    answer = _post_form(sender, said.get("token_uri") or _LOGIN_URL, form)
+    answer = _post_form(sender, entries.get("token_uri") or _LOGIN_URL, form)
     return Token(answer["access_token"], answer["expires_in"])
 
 
-def _federated(sender: Sender, said: Document, path: str) -> Token:
-    impersonates = said.get("service_account_impersonation_url")
+def _federated(sender: Sender, entries: Document, path: str) -> Token:
+    impersonates = entries.get("service_account_impersonation_url")
     form = {
         "grant_type": _EXCHANGE,
-        "audience": _text(said, "audience"),
+        "audience": _text(entries, "audience"),
         "scope": _IMPERSONATOR_SCOPE if impersonates else SCOPE,
         "requested_token_type": _ACCESS_TOKEN,
-        "subject_token_type": _text(said, "subject_token_type"),
-        "subject_token": _subject_token(sender, said.get("credential_source"), path),
+        "subject_token_type": _text(entries, "subject_token_type"),
+        "subject_token": _subject_token(sender, entries.get("credential_source"), path),
     }
-    answer = _post_form(sender, _text(said, "token_url"), form)
+    answer = _post_form(sender, _text(entries, "token_url"), form)
     token = Token(answer["access_token"], answer.get("expires_in", LIFETIME_S))
     return _impersonated(sender, impersonates, token) if impersonates else token
 
@@ -111,8 +113,8 @@ def _subject_token(sender: Sender, source: object, path: str) -> str:
         content = _checked(sender.until_answered("", lambda: request))
     form = source.get("format") or {}
     if form.get("type", "text") == "json":
-        said = _document(content, "the credential_source")
-        return _text(said, _text(form, "subject_token_field_name"))
+        entries = _document(content, "the credential_source")
+        return _text(entries, _text(form, "subject_token_field_name"))
     text = content.decode().strip()
     if not text:
         raise ValueError("its credential_source gives no token")
@@ -140,8 +142,8 @@ def _checked(reply: Reply) -> bytes:
         raise UnavailableError(f"the token service answers {status}", retry_after_s=reply.head.retry_after_s)
     reason = ""
     try:
-        said = json.loads(reply.body.decode())
-        reason = str(said.get("error_description") or said.get("error", ""))[:MAX_TEXT]
+        problem = json.loads(reply.body.decode())
+        reason = str(problem.get("error_description") or problem.get("error", ""))[:MAX_TEXT]
     except (ValueError, AttributeError, RecursionError):
         pass
     shown = f" ({reason})" if reason and reason.isprintable() else ""
@@ -172,16 +174,16 @@ def _read(path: str) -> bytes:
 
 def _document(content: bytes, where: str) -> Document:
     try:
-        said = json.loads(content.decode())
+        value = json.loads(content.decode())
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+        value = None
+    if not isinstance(value, dict):
         raise AccessDeniedError(f"{where} is not a JSON object")
-    return said
+    return value
 
 
-def _text(said: Document, field: str) -> str:
-    value = said[field]
+def _text(entries: Document, field: str) -> str:
+    value = entries[field]
     if not isinstance(value, str) or not value:
         raise ValueError(f"{field} is not a text")
     return value

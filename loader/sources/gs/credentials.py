@@ -1,7 +1,7 @@
 """Access tokens for Cloud Storage: from a credential file, else from the metadata server.
 
-The metadata server is asked over `http1`, so that a container on Cloud Run or a pod of GKE imports nothing for its
-token. What a file says is `credential_files.py`'s business.
+The metadata server is asked over `http1`, so that a container on Cloud Run or a pod of GKE imports
+nothing for its token. What a file says is `credential_files.py`'s business.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def _ask(environment: Mapping[str, str]) -> Token:
 
 
 def find_file(environment: Mapping[str, str]) -> str | None:
-    """The credential file: named by GOOGLE_APPLICATION_CREDENTIALS, else gcloud's own where it exists."""
+    """The credential file: named by GOOGLE_APPLICATION_CREDENTIALS, else gcloud's own where it
+    exists.
+    """
     if named := environment.get("GOOGLE_APPLICATION_CREDENTIALS"):
         return named
     folder = environment.get("CLOUDSDK_CONFIG") or os.path.join(
@@ -90,8 +92,8 @@ def _token_from(head: Head, body: bytes) -> Token:
     try:
         if head.headers.get("metadata-flavor") != "Google":
             raise ValueError("the answer is not one of Google's metadata server")
-        said: Any = json.loads(body.decode())
-        return Token(said["access_token"], said["expires_in"])
+        fields: Any = json.loads(body.decode())
+        return Token(fields["access_token"], fields["expires_in"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise AccessDeniedError(
             f"the metadata server gives no token: {error}",

@@ -1,7 +1,8 @@
 """A Cloud Storage bucket's folder as a store.
 
-Reading goes over `http_client` with a bearer token; nothing of Google's packages is needed or imported. An object's
-version is its generation. Writing is in `uploads.py`, imported by the first write.
+Reading goes over `http_client` with a bearer token; nothing of Google's packages is needed or
+imported. An object's version is its generation. Writing is in `uploads.py`, imported by the first
+write.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class GsStore:
         return self._client.read_into(name, start, buffer, version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Source.list`, a page of 1,000 at a time. A folder without objects is empty, not missing."""
+        """As `Source.list`, a page of 1,000 at a time. A folder without objects is empty, not
+        missing.
+        """
         folder = f"{self._prefix}/" if self._prefix else ""
         token: str | None = None
         for _ in range(MAX_PAGES):
@@ -86,7 +89,8 @@ class GsStore:
             page = self._page(tuple(query))
             for found in page.objects:
                 name = found.key.removeprefix(folder)
-                if found.key.startswith(folder + prefix) and base.is_name(name):  # else a folder's marker
+                # Else a folder's marker.
+                if found.key.startswith(folder + prefix) and base.is_name(name):
                     yield ObjectInfo(name, found.size_bytes, found.version)
             token = page.next_token
             if token is None:
@@ -197,10 +201,11 @@ class GsStore:
 
 
 def with_generation(head: Head) -> Head:
-    """The head with the object's generation as its ETag, and with the coding in which the object is stored.
+    """The head with the object's generation as its ETag, and with the coding in which the object is
+    stored.
 
-    An object stored with gzip is decompressed by Cloud Storage for readers that do not take gzip: its ranges would be
-    those of other bytes.
+    An object stored with gzip is decompressed by Cloud Storage for readers that do not take gzip:
+    its ranges would be those of other bytes.
     """
     generation = head.headers.get("x-goog-generation")
     stored = head.headers.get("x-goog-stored-content-encoding", "identity")

@@ -1,4 +1,6 @@
-"""Writing to Cloud Storage: single requests for small objects, resumable sessions for streamed ones."""
+"""Writing to Cloud Storage: single requests for small objects, resumable sessions for streamed
+ones.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,8 @@ class Uploads:
     def put(
         self, name: str, data: bytes, *, if_absent: bool = False, if_version: str | None = None
     ) -> ObjectInfo:
-        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold, which is also so where the
-        answer to an attempt that succeeded was lost on the way.
+        """One request, atomic. Raises `AlreadyExistsError` where a condition does not hold, which
+        is also so where the answer to an attempt that succeeded was lost on the way.
         """
         condition = self._condition(name, if_absent, if_version)
         query = (("uploadType", "media"), ("name", self._key(name)), *condition)
@@ -68,7 +70,8 @@ class Uploads:
         condition = self._condition(name, if_absent, None)
         query = (("uploadType", "resumable"), ("name", self._key(name)), *condition)
         reply = self._send(name, "POST", upload_target(self._bucket, query), b"", bool(condition))
-        # A session's address holds its right to write. Only its path is used: it is sent to the store alone.
+        # A session's address holds its right to write. Only its path is used: it is sent to the
+        # store alone.
         address = parse_address(reply.head.headers.get("location", ""))
         if address is None or not address.query or len(address.target) > MAX_TARGET:
             raise SourceError(f"{self.url} begins no upload of {name}", source=self.url, name=name)
@@ -77,7 +80,9 @@ class Uploads:
     def send_chunk(
         self, name: str, session: str, start: int, data: bytes, *, is_last: bool, is_conditional: bool
     ) -> ObjectInfo | None:
-        """Bytes from `start` on; the object, once the last ones are there. Goes on where a broken attempt got to."""
+        """Bytes from `start` on; the object, once the last ones are there. Goes on where a broken
+        attempt got to.
+        """
         end, done, failed = start + len(data), start, 0
         total = str(end) if is_last else "*"
         while True:
@@ -116,7 +121,9 @@ class Uploads:
     def _attempt(
         self, name: str, session: str, span: str, data: bytes, total: str, failed: int
     ) -> tuple[Reply, int]:
-        """The answer to a chunk, or to how far the session got where that one was lost; the failures so far."""
+        """The answer to a chunk, or to how far the session got where that one was lost; the
+        failures so far.
+        """
         try:
             reply = self._put(name, session, span, data)
             if reply.head.status not in RETRYABLE:

@@ -1,7 +1,7 @@
 """Addresses of the web taken apart, and names put into them.
 
-What is spelt plainly is done here, as most addresses and all of our own names are; anything else by `urllib.parse`,
-whose import alone would take 2 ms of a cold start's first 50. Pure.
+What is spelt plainly is done here, as most addresses and all of our own names are; anything else by
+`urllib.parse`, whose import alone would take 2 ms of a cold start's first 50. Pure.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Origin(NamedTuple):
 
 
 class WebAddress(NamedTuple):
-    """An http(s) address without its fragment. What was encoded in its path and query stays so; all else in them that
-    may not stand in a request line is encoded now.
+    """An http(s) address without its fragment. What was encoded in its path and query stays so; all
+    else in them that may not stand in a request line is encoded now.
     """
 
     origin: Origin
@@ -71,7 +71,9 @@ def parse_address(url: str) -> WebAddress | None:
 
 
 def encode_path(name: str) -> str:
-    """A name as it stands in an address's path, and in S3's signatures, which normalise neither '//' nor '.'."""
+    """A name as it stands in an address's path, and in S3's signatures, which normalise neither
+    '//' nor '.'.
+    """
     return name if _UNRESERVED.fullmatch(name.replace("/", "")) else _quote(name, "/-_.~")
 
 

@@ -1,8 +1,10 @@
-"""Asking a web server for objects and ranges of them, until the answer is right or asking is no use.
+"""Asking a web server for objects and ranges of them, until the answer is right or asking is no
+use.
 
-Answers are checked against what was asked for: status, range, length, version. A range that breaks off is
-resumed at the byte reached; one that is behind the others is asked for a second time (`stragglers.py`). Whom
-to ask, with which signature, and what a refusal means is the business of an `ObjectServer`.
+Answers are checked against what was asked for: status, range, length, version. A range that breaks
+off is resumed at the byte reached; one that is behind the others is asked for a second time
+(`stragglers.py`). Whom to ask, with which signature, and what a refusal means is the business of an
+`ObjectServer`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,16 @@ MAX_EXCERPT_BYTES = 16 * 1024  # of a body that explains an error
 _FIRST_BYTE: Headers = (("Range", "bytes=0-0"),)
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BUSY = (429, 503)
-_NO_CODINGS = ("", "identity", "aws-chunked")  # the last is how an upload came in, which some stores repeat
+# The last is how an upload came in, which some stores repeat.
+_NO_CODINGS = ("", "identity", "aws-chunked")
 
 T = TypeVar("T")
 
 
 class ObjectServer(Protocol):
-    """What tells one kind of web store from another."""
+    """The side of a web store that differs from kind to kind: its addresses, signatures and
+    refusals.
+    """
 
     @property
     def url(self) -> str:
@@ -45,9 +50,11 @@ class ObjectServer(Protocol):
         """A GET request for an object, signed where need be, that carries the `extra` headers too."""
 
     def refusal(self, name: str, request: Request, head: Head, body: bytes) -> TeneralError | None:
-        """What an answer without the object means; `UnavailableError` for what is worth another try.
+        """The error that an answer without the object means; `UnavailableError` where a retry may
+        help.
 
-        None says that the server has put right what was wrong: the request should be made anew, at once.
+        None says that the server has put right what was wrong: the request should be made anew, at
+        once.
         """
 
 
@@ -62,7 +69,8 @@ class HttpClient:
         ca_file: str | None = None,
         read_head: Callable[[Head], Head] | None = None,
     ) -> None:
-        """`read_head` translates a store's own fields, such as an object's version, to those of HTTP.
+        """`read_head` translates a store's own fields, such as an object's version, to those of
+        HTTP.
 
         Raises `UsageError` for time limits, rates and numbers that cannot be meant.
         """
@@ -76,7 +84,9 @@ class HttpClient:
         self._retrying = Retrying(server.url, options, self._throttle, self._tally)
 
     def stat(self, name: str) -> ObjectInfo:
-        """Asks for the first byte: the answer to a HEAD request would carry no explanation of an error."""
+        """Asks for the first byte: the answer to a HEAD request would carry no explanation of an
+        error.
+        """
         check_name(name)
 
         def attempt(fresh: bool) -> PollCoroutine[ObjectInfo]:
@@ -102,7 +112,9 @@ class HttpClient:
         return body, ObjectInfo(name, len(body), head.version(len(body)))
 
     def fetch(self, name: str, build: Callable[[], Request], *, max_bytes: int) -> tuple[bytes, Head]:
-        """The whole body that answers `build()`, which is called for each request; `name` is for messages."""
+        """The whole body that answers `build()`, which is called for each request; `name` is for
+        messages.
+        """
 
         def attempt(fresh: bool) -> PollCoroutine[tuple[bytes, Head]]:
             connection, head = yield from self._answer(name, build(), fresh)
@@ -150,7 +162,7 @@ class HttpClient:
         self._pool.quiesce()
 
     def close(self) -> None:
-        """Whoever waits in here gives up with `SourceClosedError`. Idempotent."""
+        """Waiting readers give up with `SourceClosedError`. Idempotent."""
         self._retrying.close()
         self._pool.close()
 
@@ -178,7 +190,9 @@ class HttpClient:
         return Answer(connection, begin)
 
     def _answer(self, name: str, request: Request, fresh: bool) -> PollCoroutine[tuple[Connection, Head]]:
-        """A successful answer, redirects followed, its body unread. The connection is the caller's then."""
+        """A successful answer, redirects followed, its body unread. The connection is the caller's
+        then.
+        """
         for _ in range(MAX_REDIRECTS + 1):
             asked_s = time.monotonic()
             connection, head = yield from self._exchange(request, fresh)
@@ -208,7 +222,8 @@ class HttpClient:
             try:
                 return connection, (yield from connection.exchange(request))
             except StaleConnectionError:
-                # Each round uses up a kept connection: the last one is new, and a new one is never stale.
+                # Each round uses up a kept connection: the last one is new, and a new one is never
+                # stale.
                 self._pool.give_back(connection)
             except BaseException:
                 self._pool.give_back(connection)

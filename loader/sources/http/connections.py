@@ -1,9 +1,11 @@
-"""HTTP/1.1 over kept connections: a request goes out, the answer's head is parsed, its body lands in place.
+"""HTTP/1.1 over kept connections: a request goes out, the answer's head is parsed, its body lands
+in place.
 
-The body of a known length goes straight into the caller's memory; only what came along with the head is
-copied. Lengths are never guessed. All but the reading of such a body is written as coroutines
-(`poll_coroutines.py`), so that one thread can wait for two connections. A connection knows nothing of retries, ranges
-or objects. The pool keeps connections by origin, bounded in number and in age; closing it makes every reader give up.
+The body of a known length goes straight into the caller's memory; only what came along with the
+head is copied. Lengths are never guessed. All but the reading of such a body is written as
+coroutines (`poll_coroutines.py`), so that one thread can wait for two connections. A connection
+knows nothing of retries, ranges or objects. The pool keeps connections by origin, bounded in number
+and in age; closing it makes every reader give up.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _CHUNK_SIZE = rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;.*)?"
 
 
 class StaleConnectionError(WireError):
-    """The server had closed a kept connection before this request: a new one may do; nothing has failed."""
+    """The server had closed a kept connection before this request: a new one may do; nothing has
+    failed.
+    """
 
 
 class BodyTooLargeError(Exception):
@@ -47,7 +51,8 @@ class Connection:
         self.idle_since_s = 0.0  # the pool's note
         self._wire = Wire(origin, options, tls, addresses)
         self._buffer = bytearray()  # received, not yet used
-        self._remaining: int | None = 0  # bytes of the body still to come; None where only its end will tell
+        # Bytes of the body still to come; None where only its end will tell.
+        self._remaining: int | None = 0
         self._is_chunked = False
         self._chunk_left = 0  # bytes of the chunk that is being read
         self._keeps_alive = False
@@ -59,7 +64,9 @@ class Connection:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the last answer was read to its end, nothing came behind it, and the server keeps on."""
+        """Whether the last answer was read to its end, nothing came behind it, and the server keeps
+        on.
+        """
         return self._keeps_alive and self._remaining == 0 and not self._buffer
 
     @property
@@ -102,7 +109,8 @@ class Connection:
             raise StaleConnectionError(str(error)) from error
 
     def read_some(self, view: memoryview) -> int:
-        """Put more of a body of known length at the start of `view`: what comes within a tick, perhaps nothing.
+        """Put more of a body of known length at the start of `view`: what comes within a tick,
+        perhaps nothing.
 
         The number of bytes; never more than the body has. Blocks. Raises `WireError`.
         """
@@ -137,7 +145,9 @@ class Connection:
         return bytes(body)
 
     def read_excerpt(self, max_bytes: int) -> PollCoroutine[bytes]:
-        """The beginning of a body that explains an error; what there is of it, whatever happens meanwhile."""
+        """The beginning of a body that explains an error; what there is of it, whatever happens
+        meanwhile.
+        """
         body = bytearray()
         try:
             while len(body) < max_bytes and (piece := (yield from self._next_piece())):
@@ -148,11 +158,13 @@ class Connection:
 
     def looks_alive(self) -> bool:
         """Whether an idle connection is still open, as far as this side can tell. Does not block."""
-        # Anything that arrives while nothing was asked for is the end, or an answer to nobody.
+        # Anything that arrives while nothing was asked for is the end, or an answer to no request.
         return self.is_reusable and self._wire.is_connected and not self._wire.has_arrivals()
 
     def interrupt(self) -> None:
-        """Make whoever waits on this connection give up with a `WireError`, now and from now on."""
+        """Make threads that wait on this connection give up with a `WireError`, now and from now
+        on.
+        """
         self._wire.interrupt()
 
     def close(self) -> None:
@@ -167,7 +179,7 @@ class Connection:
         raise HeadError("no answer behind the informational ones")
 
     def _receive_until(self, mark: bytes, max_bytes: int) -> PollCoroutine[bytes]:
-        """What comes before `mark`; both are taken from the buffer."""
+        """The bytes before `mark`; both are taken from the buffer."""
         searched = 0
         while (end := self._buffer.find(mark, searched)) < 0:
             searched = max(0, len(self._buffer) - len(mark) + 1)
@@ -203,9 +215,7 @@ class Connection:
             yield from self._receive_more()
         piece = bytes(self._buffer[: self._remaining])
         del self._buffer[: len(piece)]
-        if (
-            self._remaining is not None
-        ):  # else it ends with the connection: whether it is whole, nobody can tell
+        if self._remaining is not None:  # else it ends with the connection: whether it is whole is unknown
             self._remaining -= len(piece)
         return piece
 
@@ -271,7 +281,8 @@ class ConnectionPool:
         return self._closed
 
     def take(self, origin: Origin, *, fresh: bool = False) -> Connection:
-        """The warmest idle connection, or a new one that is not connected yet: always that if `fresh`.
+        """The warmest idle connection, or a new one that is not connected yet: always that if
+        `fresh`.
 
         Raises `WireError` where the certificates for TLS cannot be read.
         """
@@ -309,7 +320,7 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections; whoever waits on another gives up at once. Idempotent."""
+        """Close the idle connections; readers of the others give up at once. Idempotent."""
         with self._lock:
             self._closed = True
             for connection in self._in_use:

@@ -1,8 +1,9 @@
-"""HTTP/1.1 heads and ranges as values: requests written, responses parsed, ranges read in several attempts.
+"""HTTP/1.1 heads and ranges as values: requests written, responses parsed, ranges read in several
+attempts.
 
-Pure: no sockets, no clocks. Parsing is strict and bounded by its caller; what is ambiguous (two lengths,
-folded lines, a length together with chunks) is refused, because two readers could disagree on where the next
-answer begins.
+Pure: no sockets, no clocks. Parsing is strict and bounded by its caller; what is ambiguous (two
+lengths, folded lines, a length together with chunks) is refused, because two readers could disagree
+on where the next answer begins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .address import Origin, parse_address
 
 Headers = tuple[tuple[str, str], ...]
 
-# Compiled when they are first needed are those that the answers to a cold start's first requests do not need.
+# Compiled when they are first needed are those that the answers to a cold start's first requests do
+# not need.
 _STATUS_LINE = re.compile(r"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
@@ -32,7 +34,9 @@ class HeadError(ValueError):
 
 
 class Request(NamedTuple):
-    """One request without a body. `private_headers` are for this origin alone: a redirect away drops them."""
+    """One request without a body. `private_headers` are for this origin alone: a redirect away
+    drops them.
+    """
 
     method: str
     origin: Origin
@@ -46,7 +50,8 @@ class Request(NamedTuple):
             f"Host: {self.origin.authority}",
             "User-Agent: teneral",
             "Accept: */*",
-            "Accept-Encoding: identity",  # a compressed answer would have other offsets than the object
+            # A compressed answer would have other offsets than the object.
+            "Accept-Encoding: identity",
             *(f"{name}: {value}" for name, value in (*self.headers, *self.private_headers)),
         ]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
@@ -74,7 +79,9 @@ class Head(NamedTuple):
 
     @property
     def retry_after_s(self) -> float | None:
-        """The server's wish. A date is held against the answer's own, so that clocks need not agree."""
+        """The server's wish. A date is held against the answer's own, so that clocks need not
+        agree.
+        """
         value = self.headers.get("retry-after", "")
         if _NUMBER.fullmatch(value):
             return float(value)
@@ -84,7 +91,9 @@ class Head(NamedTuple):
         return float(max(0, until_unix_s - now_unix_s))
 
     def version(self, size_bytes: int | None) -> str:
-        """What tells this object from one that replaces it: a strong ETag, or the best of what is given."""
+        """The version that tells this object from one that replaces it: a strong ETag, or the best
+        of what is given.
+        """
         etag, modified = self.headers.get("etag", ""), self.headers.get("last-modified", "")
         return etag if is_strong_etag(etag) else f"{size_bytes}/{etag or modified}"
 
@@ -131,7 +140,9 @@ def parse_content_range(value: str) -> ContentRange | None:
 
 
 def parse_date(value: str) -> int | None:
-    """Unix seconds of a date as HTTP writes it, such as 'Sun, 06 Nov 1994 08:49:37 GMT'; None for all else."""
+    """Unix seconds of a date as HTTP writes it, such as 'Sun, 06 Nov 1994 08:49:37 GMT'; None for
+    all else.
+    """
     found = re.fullmatch(_DATE, value)
     if not found or found[2] not in _MONTHS:
         return None
@@ -184,21 +195,24 @@ class RangeRead:
 
     @property
     def version(self) -> str | None:
-        """That of all bytes that have arrived; None before the first answer, unless one was asked for."""
+        """That of all bytes that have arrived; None before the first answer, unless one was asked
+        for.
+        """
         return self._version
 
     def headers(self) -> Headers:
-        """What asks for the bytes that are still missing."""
+        """The headers that request the bytes still missing."""
         wanted = [("Range", f"bytes={self._start + self.done}-{self._end - 1}")]
         if self._version is not None and is_strong_etag(self._version):
             wanted.append(("If-Match", self._version))
         return tuple(wanted)
 
     def check(self, head: Head, done: int) -> int:
-        """Where in the range the answer's body begins, for what was asked when so many bytes were `done`.
+        """The offset in the range at which the answer's body begins, for a request made when `done`
+        bytes were there.
 
-        Raises unless it is exactly the bytes then missing, of the version that was begun: `UnavailableError`
-        where another attempt may bring the right answer, else `ChangedError`.
+        Raises unless it is exactly the bytes then missing, of the version that was begun:
+        `UnavailableError` where another attempt may bring the right answer, else `ChangedError`.
         """
         is_whole = head.status == 200
         total_bytes = self._check_whole(head) if is_whole else self._check_range(head, self._start + done)
@@ -211,7 +225,9 @@ class RangeRead:
         return 0 if is_whole else done
 
     def _check_whole(self, head: Head) -> int:
-        """A server that ignores ranges gives the whole object: usable only if that is what was wanted."""
+        """A server that ignores ranges gives the whole object: usable only if that is what was
+        wanted.
+        """
         if self._start != 0 or head.content_length != self._end:
             raise WrongAnswerError(
                 f"{self._source} answers with the whole of {self.name} where a range was asked for",

@@ -1,8 +1,9 @@
 """The outage clock and the counters of one web source, shared by all of its readers.
 
-An outage begins with a failure after which nothing succeeds, and ends with the next success of any reader. Connections
-that are refused or break and answers such as 503 belong to one; answers that make no sense, or say for good that
-something is missing or denied, do not. The clock decides nothing: `retry.py` does.
+An outage begins with a failure after which nothing succeeds, and ends with the next success of any
+reader. Connections that are refused or break and answers such as 503 belong to one; answers that
+make no sense, or say for good that something is missing or denied, do not. The clock decides
+nothing: `retry.py` does.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ class Outage:
         self._note: Note = lambda began_s, ended_s, reason: None
 
     def watch(self, note: Note) -> None:
-        """Call `note(began_s, ended_s, reason)` for outages that last: with None for the end once it is clear that one
-        does, and again when it has ended. Times are on the clock; calls come from the reader's thread.
+        """Call `note(began_s, ended_s, reason)` for outages that last: with None for the end once
+        it is clear that one does, and again when it has ended. Times are on the clock; calls come
+        from the reader's thread.
         """
         self._note = note
 
     def failed(self, reason: str) -> tuple[int, float]:
-        """A reader failed. The number of the outage, which stays the same until something succeeds, and how many
-        seconds it has lasted.
+        """A reader failed. The number of the outage, which stays the same until something succeeds,
+        and how many seconds it has lasted.
         """
         now_s = self._clock()
         with self._lock:
@@ -71,7 +73,7 @@ class Outage:
         self.end()
 
     def end(self) -> None:
-        """It is over: the store answers again, or nobody waits any longer."""
+        """End the outage: the store answers again, or no reader waits any longer."""
         now_s = self._clock()
         with self._lock:
             began_s, self._began_s = self._began_s, None
@@ -82,7 +84,9 @@ class Outage:
 
 
 def show_outages(source: Source, timeline: Timeline) -> None:
-    """Have the timeline show when the source waited for its store: a mark when that begins, and a span when it ends."""
+    """Have the timeline show when the source waited for its store: a mark when that begins, and a
+    span when it ends.
+    """
 
     def note(began_s: float, ended_s: float | None, reason: str) -> None:
         if ended_s is None:
@@ -96,7 +100,9 @@ def show_outages(source: Source, timeline: Timeline) -> None:
 
 
 class HttpStatistics(NamedTuple):
-    """Of one source, since it was opened. `wasted_bytes / received_bytes` tells what its care has cost."""
+    """Of one source, since it was opened. `wasted_bytes / received_bytes` tells what its care has
+    cost.
+    """
 
     requests: int = 0  # sent, those included that were retries, hedges or redirects
     retries: int = 0  # attempts after a failed one
@@ -105,7 +111,7 @@ class HttpStatistics(NamedTuple):
     hedges: int = 0  # requests made because another one was behind
     hedges_won: int = 0  # … that were sooner
     resumed: int = 0  # answers that began in the middle of a range
-    throttled: int = 0  # answers that said the store is busy
+    throttled: int = 0  # answers by a busy store
     wasted_bytes: int = 0  # of those received, which had come already
 
 
@@ -117,7 +123,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, **counts: int) -> None:
-        """Count so many more, by the names of `HttpStatistics`."""
+        """Add to the counters, by the names of `HttpStatistics`."""
         with self._lock:
             for name, count in counts.items():
                 self._counts[name] += count

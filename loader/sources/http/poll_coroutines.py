@@ -1,9 +1,10 @@
-"""Waiting for several sockets in one thread: code that says what it waits for, and a race between such codes.
+"""Waiting for several sockets in one thread: code that says what it waits for, and a race between
+such codes.
 
-`PollCoroutine[T]` is a generator that does what it can without blocking, yields a `Wait` where it would block, and
-returns a T in the end. It is resumed when its socket may be ready, and at every tick too, so that it looks at
-its own time limits: being resumed promises nothing. Closing it gives up what it was doing. Knows no sockets,
-only their numbers.
+`PollCoroutine[T]` is a generator that does what it can without blocking, yields a `Wait` where it
+would block, and returns a T in the end. It is resumed when its socket may be ready, and at every
+tick too, so that it looks at its own time limits: being resumed promises nothing. Closing it gives
+up what it was doing. Knows no sockets, only their numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ T = TypeVar("T")
 
 
 class Wait(NamedTuple):
-    """What would let steps go on: these events (`select.POLLIN`, `POLLOUT`) on this file descriptor."""
+    """The condition for a coroutine to go on: these events (`select.POLLIN`, `POLLOUT`) on this
+    file descriptor.
+    """
 
     fd: int
     events: int
@@ -30,14 +33,15 @@ PollCoroutine: TypeAlias = Generator[Wait, None, T]
 class Race(Generic[T]):
     """Several ways to one result, two at most as a rule; the first one there wins. For one thread.
 
-    A racer that fails with one of the `passing` errors drops out, unless it is the last one. Any other error
-    ends the race.
+    A racer that fails with one of the `passing` errors drops out, unless it is the last one. Any
+    other error ends the race.
     """
 
     def __init__(self, passing: tuple[type[Exception], ...] = ()) -> None:
         self._passing = passing
         self._waits: dict[int, Wait] = {}
-        self._racers: dict[int, PollCoroutine[T]] = {}  # by number, in the order in which they entered
+        # By number, in the order in which they entered.
+        self._racers: dict[int, PollCoroutine[T]] = {}
         self._entered = 0
         self._winner: tuple[int, T] | None = None
 
@@ -51,7 +55,9 @@ class Race(Generic[T]):
         self._advance(number)
 
     def wait(self) -> tuple[int, T] | None:
-        """The winner's number (from 0, in order of entry) and result, or None after a tick without one."""
+        """The winner's number (from 0, in order of entry) and result, or None after a tick without
+        one.
+        """
         if self._winner is None:
             poll = select.poll()
             for wait in self._waits.values():
@@ -67,7 +73,7 @@ class Race(Generic[T]):
         self._forget(next(iter(self._racers))).close()
 
     def close(self) -> None:
-        """Give up whoever is still on the way."""
+        """Close the racers that are still on the way."""
         while self._racers:
             self.drop_oldest()
 

@@ -1,15 +1,18 @@
-"""Retries and throttling: how often a failed request is repeated, after which pause, and how many run at a time.
+"""Retries and throttling: how often a failed request is repeated, after which pause, and how many
+run at a time.
 
-An attempt that got on a good deal starts the count anew, so that a range on a poor line gets through in
-pieces. Across all reads of a source, retries are paid from a token bucket that successes fill: where a tenth of all
-attempts fails for long, the source is refused soon, with an error that says so.
+An attempt that got on a good deal starts the count anew, so that a range on a poor line gets
+through in pieces. Across all reads of a source, retries are paid from a token bucket that successes
+fill: where a tenth of all attempts fails for long, the source is refused soon, with an error that
+says so.
 
-One refusal among many good answers halves the requests that may be under way at a time (once for all that
-were sent before it), and the number grows again with every round of successes. A second refusal before
-anything succeeded, or a delay that the store asks for, makes all readers wait, longer after each such round.
+One refusal among many good answers halves the requests that may be under way at a time (once for
+all that were sent before it), and the number grows again with every round of successes. A second
+refusal before anything succeeded, or a delay that the store asks for, makes all readers wait,
+longer after each such round.
 
-A store that gives nothing to any reader is away: then neither attempts nor the bucket count, but the time since the
-first failure (`outage.py`), which is one clock for all readers.
+A store that gives nothing to any reader is away: then neither attempts nor the bucket count, but
+the time since the first failure (`outage.py`), which is one clock for all readers.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class Throttle:
         return time.monotonic() < self._not_before_s
 
     def enter(self) -> bool:
-        """Wait for one's turn, without the GIL; False when closed. Whoever was let in must `leave`."""
+        """Wait for one's turn, without the GIL; False when closed. An admitted caller must `leave`."""
         with self._changed:
             while not self._closed:
                 pause_s = self._not_before_s - time.monotonic()
@@ -105,7 +108,9 @@ class Throttle:
                 self._changed.notify_all()
 
     def refused(self, *, asked_s: float, wish_s: float | None) -> None:
-        """The store was too busy for what was asked at `asked_s`, and wishes to be left alone for `wish_s`."""
+        """The store was too busy for what was asked at `asked_s`, and wishes to be left alone for
+        `wish_s`.
+        """
         with self._changed:
             now_s = time.monotonic()
             self._refusals += 1
@@ -125,10 +130,11 @@ class Throttle:
 
 
 def pause_s(failed: int, retry_after_s: float | None, chance: float | None = None) -> float:
-    """How long to wait before the next attempt, after `failed` of them; `chance` in [0, 1) is for tests.
+    """How long to wait before the next attempt, after `failed` of them; `chance` in [0, 1) is for
+    tests.
 
-    Full jitter: many containers that started together must not come back together. The server's own wish is
-    honoured within a bound, and not undercut.
+    Full jitter: many containers that started together must not come back together. The server's own
+    wish is honoured within a bound, and not undercut.
     """
     if chance is None:
         import random  # only after a failure
@@ -140,7 +146,8 @@ def pause_s(failed: int, retry_after_s: float | None, chance: float | None = Non
 
 MAX_MENDS = 3  # times that a server may put right what one request was refused for
 PROGRESS_BYTES = 256 * 1024  # an attempt that brought so much has not failed for nothing
-RETRY_SHARE = 0.1  # of a retry that each success allows, beside those that each connection has for free
+# Of a retry that each success allows, on top of those that each connection has for free.
+RETRY_SHARE = 0.1
 MAX_RETRIES = 100.0  # that may be saved up
 MAX_DOUBLINGS = 10  # of a pause, which is bounded anyway
 
@@ -161,17 +168,20 @@ class Retrying:
         self.outage = Outage()
         self._throttle = throttle
         self._tally = tally
-        free = options.max_attempts * options.max_connections  # so that all may fail at once, as at a restart
+        # So that all may fail at once, as at a restart.
+        free = options.max_attempts * options.max_connections
         self._bucket = TokenBucket(at_first=free, share=RETRY_SHARE, most=max(free, MAX_RETRIES))
         self._closed = threading.Event()
 
     def until_done(
         self, name: str, attempt: Callable[[bool], T], done_bytes: Callable[[], int] = lambda: 0
     ) -> T:
-        """Repeat `attempt(fresh)` while that is worth it, with longer and longer pauses; its result.
+        """Repeat `attempt(fresh)` while that is worth it, with longer and longer pauses; its
+        result.
 
-        `fresh` asks for a new connection: it is set for every attempt after a failure. `done_bytes()` tells
-        how far the attempts got. Raises what the last one failed with, or `SourceClosedError`.
+        `fresh` asks for a new connection: it is set for every attempt after a failure.
+        `done_bytes()` tells how far the attempts got. Raises what the last one failed with, or
+        `SourceClosedError`.
         """
         mends = reached_bytes = 0
         tries = _Tries(self._options, self.outage, self._bucket)
@@ -210,7 +220,7 @@ class Retrying:
             self._closed.wait(pause_s(min(tries.num_failed, MAX_DOUBLINGS), failure.retry_after_s))
 
     def close(self) -> None:
-        """Whoever waits here, or comes here, gives up. Idempotent."""
+        """Callers that wait here, now or later, give up. Idempotent."""
         self._closed.set()
         self._throttle.close()
 
@@ -243,7 +253,8 @@ class _Tries:
         """Note a failure. Returns why it was the last one, '' for another try."""
         self.num_failed += 1
         number, lasted_s = self._outage.failed(reason) if is_outage else (None, 0.0)
-        # The first failure of a read counts, and so does each one since which any other read has succeeded.
+        # The first failure of a read counts, and so does each one since which any other read has
+        # succeeded.
         goes_on = number is not None and number == self._outage_number
         self._outage_number = number
         if goes_on and lasted_s < self._options.outage_s:

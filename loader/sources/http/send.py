@@ -1,7 +1,8 @@
 """Requests with a body: uploads to a web store, and the exchange of credentials for a token.
 
-Reading goes over `http_client`. Writing is never in a hurry: each request has a connection of its own, made by the
-standard library, and its body is in memory. Imported where something is sent, not on the way of a cold start.
+Reading goes over `http_client`. Writing is never in a hurry: each request has a connection of its
+own, made by the standard library, and its body is in memory. Imported where something is sent, not
+on the way of a cold start.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Sender:
         self._closing.set()
 
     def until_answered(self, name: str, build: Callable[[], Request], body: bytes = b"") -> Reply:
-        """The answer to `build()`, repeated while the store is busy. The request must bear repetition.
+        """The answer to `build()`, repeated while the store is busy. The request must bear
+        repetition.
 
         Raises `UnavailableError` after the last attempt, and `SourceClosedError`.
         """
@@ -67,7 +69,9 @@ class Sender:
         self._closing.wait(pause_s(min(failed, 10), wish_s))
 
     def send(self, name: str, request: Request, body: bytes = b"") -> Reply:
-        """One attempt. Raises `UnavailableError` where no whole answer came, and `SourceClosedError`."""
+        """One attempt. Raises `UnavailableError` where no whole answer came, and
+        `SourceClosedError`.
+        """
         if self._closing.is_set():
             raise base.closed(self._source, name)
         connection = self._connection(request)
@@ -80,7 +84,7 @@ class Sender:
         try:
             connection.request(request.method, request.target, body=body, headers=headers)
             answer = connection.getresponse()
-            told = answer.read(MAX_ANSWER_BYTES + 1)
+            content = answer.read(MAX_ANSWER_BYTES + 1)
         except ssl.SSLCertVerificationError as error:
             message = f"{request.origin} has no valid certificate: {error}"
             hint = "Set SSL_CERT_FILE to the certificates to trust, or correct the address."
@@ -91,11 +95,11 @@ class Sender:
             raise UnavailableError(message, source=self._source, name=name, hint=hint) from error
         finally:
             connection.close()
-        if len(told) > MAX_ANSWER_BYTES:
+        if len(content) > MAX_ANSWER_BYTES:
             message = f"{self._source} answers with more than {MAX_ANSWER_BYTES:,} bytes"
             raise SourceError(message, source=self._source, name=name)
         fields = {field.lower(): value for field, value in answer.getheaders()}
-        return Reply(Head(answer.status, fields, keeps_alive=False), told)
+        return Reply(Head(answer.status, fields, keeps_alive=False), content)
 
     def _connection(self, request: Request) -> http.client.HTTPConnection:
         origin = request.origin

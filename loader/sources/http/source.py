@@ -1,6 +1,6 @@
 """A folder of a web server as a source: read only, and it cannot be listed.
 
-Any server will do that answers byte ranges. What stands behind '?' in the address is sent with each request
+Any server will do that answers byte ranges. The query of the address is sent with each request
 (it may be an access signature), and never shown.
 """
 
@@ -95,7 +95,7 @@ class HttpSource:
 
 
 def status_error(source: str, name: str, head: Head) -> SourceError:
-    """What a status other than success says about an object."""
+    """The error that a status other than success means for an object."""
     answer = f"{source} answers {head.status} for {name}"
     match head.status:
         case 401 | 403:

@@ -1,13 +1,15 @@
-"""Slow reads: readers of a source compared, and a second request for one that has fallen behind the others.
+"""Slow reads: readers of a source compared, and a second request for one that has fallen behind the
+others.
 
-A reader is *behind* when, for a while, it got less than an eighth of what the others got on the average, and
-those got enough for that to mean something. So on a slow link, on which all get little, no reader is behind.
-Where the others got nothing either, or where there are none, time must do: then one reader at a time, for all,
-may try whether asking again helps.
+A reader is *behind* when, for a while, it got less than an eighth of what the others got on the
+average, and those got enough for that to mean something. So on a slow link, on which all get
+little, no reader is behind. Where the others got nothing either, or where there are none, time must
+do: then one reader at a time, for all, may try whether asking again helps.
 
-The second request goes out on a new connection, for the bytes that are still missing. Whichever brings
-the next bytes goes on; the other connection is closed. There is no second buffer: both answers are of one
-version of one object, so where they overlap they write the same bytes to the same place.
+The second request goes out on a new connection, for the bytes that are still missing. Whichever
+brings the next bytes goes on; the other connection is closed. There is no second buffer: both
+answers are of one version of one object, so where they overlap they write the same bytes to the
+same place.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from .poll_coroutines import PollCoroutine, Race
 from .retry import Throttle, TokenBucket
 from .wire import MAX_SLICE_BYTES, WireError
 
-SLOW_SHARE = 8  # a reader that gets less than one part in so many of what others get is behind
-TELLING_BYTES = 256 * 1024  # what each of the others must have got before a comparison means anything
+SLOW_SHARE = 8  # a reader that gets less than this fraction (1/8) of what others get is behind
+# What each of the others must have got before a comparison means anything.
+TELLING_BYTES = 256 * 1024
 NUM_FIRST_BYTES = 128  # times to the first byte that are remembered
 PATIENCE_FACTOR = 3.0  # how far beyond the usual time to the first byte a silence may go
 FREE_HEDGES = 12.0  # a load of few requests may ask again so often …
@@ -37,12 +40,12 @@ MAX_HEDGES = 32.0  # that may be saved up
 
 
 class Stragglers:
-    """What the reads of one source have in common. Thread-safe; never blocks."""
+    """The comparison of one source's reads. Thread-safe; never blocks."""
 
     def __init__(
         self, hedge_after_s: float, throttle: Throttle, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`hedge_after_s`: nobody is behind sooner than this; 0: nobody ever is."""
+        """`hedge_after_s`: no reader is behind sooner than this; 0: none ever is."""
         self.hedge_after_s = hedge_after_s
         self.clock = clock
         self._throttle = throttle
@@ -52,7 +55,7 @@ class Stragglers:
         self.received_bytes = 0  # by all readers
         self.num_readers = 0
         self.usual_bytes_s = 0.0  # what one reader gets, by the ranges that are done
-        self.prober: Watch | None = None  # who tries for all while nobody gets anything
+        self.prober: Watch | None = None  # the reader that tries for all while none gets anything
 
     @contextmanager
     def watching(self) -> Iterator[Watch]:
@@ -114,7 +117,7 @@ class Watch:
         self._total_bytes = self._own_bytes = self._others_bytes = 0
 
     def received(self, count: int, *, wanted: int) -> None:
-        """Bytes have come where so many were `wanted` at most."""
+        """Bytes have come, of `wanted` at most."""
         if not count:
             return
         self._stragglers.received(count)
@@ -124,7 +127,9 @@ class Watch:
             self._restart(self._stragglers.clock())  # all that could come: nothing to compare
 
     def wants_hedge(self) -> bool:
-        """Whether the reader is behind the others, and may do something about it. Cheap when it is not."""
+        """Whether the reader is behind the others, and may do something about it. Cheap when it is
+        not.
+        """
         now_s = self._stragglers.clock()
         elapsed_s = now_s - self._since_s
         others_bytes = self._stragglers.received_bytes - self._since_bytes - self._own_bytes
@@ -162,7 +167,8 @@ class Watch:
         self._others_bytes = 0
 
 
-RECOVERED_BYTES = 64 * 1024  # what an answer that was behind must bring to win against a new one's first byte
+# What an answer that was behind must bring to win against a new one's first byte.
+RECOVERED_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -187,8 +193,8 @@ def first_to_answer(
 ) -> T:
     """The result of `first`, or of another request made by `again` each time the reader is behind.
 
-    Two are on their way at a time: a third takes the place of the oldest. Blocks, without the GIL. Raises
-    the last one's `WireError` or `UnavailableError`; any other error at once.
+    Two are on their way at a time: a third takes the place of the oldest. Blocks, without the GIL.
+    Raises the last one's `WireError` or `UnavailableError`; any other error at once.
     """
     race = Race[T](passing=(WireError, UnavailableError))
     try:
@@ -250,7 +256,9 @@ class HedgedRead:
                 )
 
     def _read_on(self, answer: Answer, watch: Watch) -> bool:
-        """Read until the range is full (then the connection is given back), or until it is behind: True."""
+        """Read until the range is full (then the connection is given back), or until it is behind:
+        True.
+        """
         while answer.done < len(self._view):
             rest = self._view[answer.done :]
             count = answer.connection.read_some(rest)

@@ -1,4 +1,6 @@
-"""Bearer tokens: kept until shortly before they end, renewed when a store refuses them, and never shown."""
+"""Bearer tokens: kept until shortly before they end, renewed when a store refuses them, and never
+shown.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ class TokenCache:
     def get(self) -> str:
         """A token that is good now. May ask a server, other threads wait for it meanwhile.
 
-        Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is worth another try.
+        Raises `AccessDeniedError`, `UsageError`, and `UnavailableError` for what is worth another
+        try.
         """
         with self._lock:
             return self._get().text
@@ -100,7 +103,8 @@ def bearer(token: str) -> Headers:
 
 
 def exchange(request: Request) -> tuple[Head, bytes]:
-    """The answer of a platform's token service on the local network, over a plain connection of its own.
+    """The answer of a platform's token service on the local network, over a plain connection of its
+    own.
 
     Raises `WireError`, `OSError` and `BodyTooLargeError`.
     """

@@ -1,13 +1,13 @@
 """One TCP or TLS connection, and the addresses of its host.
 
-A connection is made within a time limit, read without the GIL, and given up as soon as its source closes. There are two
-ways to read. Bodies: a blocking call for up to a megabyte (`MSG_WAITALL`) that lasts a tick at most, so that bytes go
-on flowing while another thread imports torch, and the reader can look at its clock. All else: coroutines
-(`poll_coroutines.py`), so that one thread can wait for two wires. A wire knows nothing of HTTP. Proxies are not
-supported.
+A connection is made within a time limit, read without the GIL, and given up as soon as its source
+closes. There are two ways to read. Bodies: a blocking call for up to a megabyte (`MSG_WAITALL`)
+that lasts a tick at most, so that bytes go on flowing while another thread imports torch, and the
+reader can look at its clock. All else: coroutines (`poll_coroutines.py`), so that one thread can
+wait for two wires. A wire knows nothing of HTTP. Proxies are not supported.
 
-Connections are spread over a host's addresses, and one that did not answer is tried last: a front-end of a store that
-is down costs one connection its time, not all of them.
+Connections are spread over a host's addresses, and one that did not answer is tried last: a
+front-end of a store that is down costs one connection its time, not all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 MAX_AGE_S = 30.0  # stores change their addresses by the minute
 
-Address: TypeAlias = tuple[socket.AddressFamily, int, tuple[Any, ...]]  # family, protocol, what to connect to
+# Family, protocol, what to connect to.
+Address: TypeAlias = tuple[socket.AddressFamily, int, tuple[Any, ...]]
 
 
 class _Entry:
@@ -46,18 +47,23 @@ class _Entry:
 
 
 class AddressBook:
-    """Thread-safe. Asking for a host that is not known yet blocks everybody for as long as a look-up takes."""
+    """Thread-safe. Asking for a host that is not known yet blocks everybody for as long as a
+    look-up takes.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Origin, _Entry] = {}
         self._lock = threading.Lock()
 
     def addresses(self, origin: Origin) -> list[Address]:
-        """All of them, the one to try first in front. Raises `OSError` or `UnicodeError` for an unknown host."""
+        """All of them, the one to try first in front. Raises `OSError` or `UnicodeError` for an
+        unknown host.
+        """
         with self._lock:
             entry = self._entries.get(origin)
             if entry is None or time.monotonic() - entry.resolved_s > MAX_AGE_S:
-                # As bytes: of a text the letters of all languages would be looked through, in a module of a megabyte.
+                # As bytes: of a text the letters of all languages would be looked through, in a
+                # module of a megabyte.
                 host = origin.host.encode() if origin.host.isascii() else origin.host
                 found = socket.getaddrinfo(host, origin.port, type=socket.SOCK_STREAM)
                 addresses: list[Address] = [
@@ -65,7 +71,8 @@ class AddressBook:
                 ]
                 entry = self._entries[origin] = _Entry(addresses, time.monotonic())
             given = sorted(entry.addresses, key=entry.failed.__contains__)
-            # The next connection tries another one first, of the kind (IPv6, IPv4) that the system prefers.
+            # The next connection tries another one first, of the kind (IPv6, IPv4) that the system
+            # prefers.
             same = [address for address in entry.addresses if address[0] == given[0][0]]
             others = [address for address in entry.addresses if address[0] != given[0][0]]
             entry.addresses = [*same[1:], same[0], *others]
@@ -88,14 +95,15 @@ MAX_SLICE_BYTES = 1024 * 1024  # the most that is awaited in one system call
 WAKE_BYTES = (
     512 * 1024
 )  # a reader that waits for more than that is woken by that much, and not by each packet
-# What TLS waits for, by the names of its errors: their classes would cost a plain store the import of `ssl`.
+# What TLS waits for, by the names of its errors: their classes would cost a plain store the import
+# of `ssl`.
 _TLS_WAITS = {"SSLWantReadError": select.POLLIN, "SSLWantWriteError": select.POLLOUT}
 _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK, errno.EINTR)
 
 
 class WireError(Exception):
-    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry helps; `is_outage`:
-    the store may be away for a while.
+    """The connection could not be made, broke, fell silent or made no sense. `is_final`: no retry
+    helps; `is_outage`: the store may be away for a while.
     """
 
     def __init__(self, message: str, *, is_final: bool = False, is_outage: bool = True) -> None:
@@ -145,7 +153,8 @@ class Wire:
         failure: OSError = TimeoutError()
         for number, address in enumerate(addresses):
             left_s = ends_s - time.monotonic()
-            # Each gets its share of the time: one that swallows packets must not use up that of the others.
+            # Each gets its share of the time: one that swallows packets must not use up that of the
+            # others.
             deadline_s = time.monotonic() + left_s / (len(addresses) - number)
             try:
                 yield from self._connect_to(address, deadline_s)
@@ -169,7 +178,9 @@ class Wire:
         raise WireError(f"no connection to {self.origin} could be made: {reason}") from failure
 
     def send(self, data: bytes) -> None:
-        """Send a request: a few kilobytes at most, so that this never waits long. Raises `WireError`."""
+        """Send a request: a few kilobytes at most, so that this never waits long. Raises
+        `WireError`.
+        """
         connected = self._held()
         self._heard_s = self._window_s = time.monotonic()
         self._window_bytes = 0
@@ -182,10 +193,11 @@ class Wire:
             raise self._broken(error) from error
 
     def receive(self, view: memoryview) -> int:
-        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks. All of `view` is
-        expected to come.
+        """As much of `view` as comes within a tick, up to a megabyte; 0 where nothing does. Blocks.
+        All of `view` is expected to come.
 
-        Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be dead.
+        Raises `WireError`, also where so little came for `read_timeout_s` that the wire must be
+        dead.
         """
         connected = self._held()
         # Whatever is missing of this slice, so much is to come behind it.
@@ -235,13 +247,13 @@ class Wire:
         return bool(poll.poll(0))
 
     def interrupt(self) -> None:
-        """Make whoever waits on this wire give up with a `WireError`, now and from now on."""
+        """Make threads that wait on this wire give up with a `WireError`, now and from now on."""
         self._interrupted = True
         connected = self._socket
         if connected is not None:
             with suppress(OSError):
-                # Not `connected.shutdown`: an SSLSocket's forgets its session first, and a read that is under
-                # way would then hand out ciphertext.
+                # Not `connected.shutdown`: an SSLSocket's forgets its session first, and a read
+                # that is under way would then hand out ciphertext.
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -260,7 +272,8 @@ class Wire:
         if code not in (0, errno.EISCONN):
             raise OSError(code, errno.errorcode.get(code, "connect failed"))
         if self._tls is None:
-            # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use the kernel's.
+            # Python's timeouts make a socket non-blocking, and then MSG_WAITALL does not wait: use
+            # the kernel's.
             plain.setblocking(True)
             timeval = struct.pack("@ll", 0, int(min(TICK_S, self._read_timeout_s) * 1e6) or 1)
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -300,7 +313,9 @@ class Wire:
             self._wakes_at = num_bytes
 
     def _receive_secure(self, connected: socket.socket, view: memoryview) -> int:
-        """What MSG_WAITALL does on a plain socket. TLS hands out a record, 16 KiB, at a time."""
+        """The equivalent of MSG_WAITALL on a plain socket. TLS hands out a record, 16 KiB, at a
+        time.
+        """
         connected.settimeout(TICK_S)
         filled = 0
         ends_s = time.monotonic() + TICK_S
@@ -357,7 +372,7 @@ def _would_block(error: OSError) -> bool:
 
 
 def _events(error: OSError, usual: int) -> int:
-    """What to wait for after an error that says that an operation would block."""
+    """The event to wait for after an error by which an operation would block."""
     return _TLS_WAITS.get(type(error).__name__, usual)
 
 

@@ -1,7 +1,7 @@
 """Just enough XML for S3's answers: errors, and pages of a listing.
 
-S3's documents are flat, and are scanned, not parsed: there are no entities to expand, no DTD and no nesting
-that a hostile server could make expensive. The caller bounds their size.
+S3's documents are flat, and are scanned, not parsed: there are no entities to expand, no DTD and no
+nesting that a hostile server could make expensive. The caller bounds their size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMED = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 
 
 class S3Problem(NamedTuple):
-    """What an error document says; '' where it says nothing."""
+    """The code and message of an error document; '' where it has none."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""Which host and path an S3 bucket has, and the settings that decide it.
+"""The host and path of an S3 bucket, and the settings that decide them.
 
 `settings_from` is the one place that reads S3's environment variables; all else here is pure.
 """
@@ -39,7 +39,9 @@ class BucketAddress(NamedTuple):
 
 
 def parse_url(url: str) -> tuple[str, str]:
-    """Bucket and prefix of s3://bucket/prefix. The prefix has no '/' at its ends. Raises `UsageError`."""
+    """Bucket and prefix of s3://bucket/prefix. The prefix has no '/' at its ends. Raises
+    `UsageError`.
+    """
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise UsageError(f"{url}: {bucket!r} is not the name of a bucket", hint="Write s3://bucket/prefix.")
@@ -47,7 +49,9 @@ def parse_url(url: str) -> tuple[str, str]:
 
 
 def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> S3Settings:
-    """Raises `UsageError` for what cannot be meant, and `AccessDeniedError` for a profile that is unknown."""
+    """Raises `UsageError` for what cannot be meant, and `AccessDeniedError` for a profile that is
+    unknown.
+    """
     profile = options.profile or environment.get("AWS_PROFILE")
     endpoint_url = (
         options.endpoint_url or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
@@ -77,7 +81,9 @@ def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> S3S
 
 
 def address_of(bucket: str, region: str, settings: S3Settings) -> BucketAddress:
-    """Amazon's own hosts carry the bucket in their name where that works; others get it in the path."""
+    """Amazon's own hosts carry the bucket in their name where that works; others get it in the
+    path.
+    """
     if settings.endpoint_url is None:
         domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
         endpoint, path = Origin("https", f"s3.{region}.{domain}", 443), ""
@@ -102,7 +108,9 @@ def _has_configuration(environment: Mapping[str, str]) -> bool:
 
 
 def _profile_configuration(profile: str | None) -> dict[str, str]:
-    """The profile's region, endpoint_url and addressing_style, as far as the configuration file has them."""
+    """The profile's region, endpoint_url and addressing_style, as far as the configuration file has
+    them.
+    """
     # 0.1 s and more of importing, so only where there is a configuration file.
     import botocore.session
     from botocore.exceptions import BotoCoreError

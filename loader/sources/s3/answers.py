@@ -1,4 +1,4 @@
-"""What S3's refusals mean to a user: from an error code to one of the loader's errors, with what to do."""
+"""S3's refusals as the loader's errors: from an error code to a message with what to do."""
 
 from __future__ import annotations
 
@@ -74,9 +74,11 @@ def explain(
     region: str = "",
     retry_after_s: float | None = None,
 ) -> SourceError:
-    """The error for an answer of this status and code ('' for none); `region` is the right one, if known."""
+    """The error for an answer of this status and code ('' for none); `region` is the right one, if
+    known.
+    """
     what = f"{name} in {source}" if name else source
-    said = " ".join(text for text in (str(status), code, message) if text)
+    detail = " ".join(text for text in (str(status), code, message) if text)
     if code in _DENIALS:
         problem, hint = _DENIALS[code]
         detail = f" ({message})" if message else ""
@@ -91,7 +93,7 @@ def explain(
         return _wrong_region(source, name, region)
     if code in _FULL or status == 507:
         hint = "Free some space or choose another place; what was being written has been removed."
-        return NoSpaceError(f"{what} could not be written: {said}", source=source, name=name, hint=hint)
+        return NoSpaceError(f"{what} could not be written: {detail}", source=source, name=name, hint=hint)
     if code == "NoSuchBucket":
         hint = "Check the bucket's name, the endpoint and the account."
         return NotFoundError(f"the bucket of {source} does not exist", source=source, hint=hint)
@@ -105,18 +107,18 @@ def explain(
     if status == 416:
         return base.changed(source, name, "it is shorter than expected")
     if code in _BUSY or status in RETRYABLE:
-        answer = f"{what}: the store answers {said}"
+        answer = f"{what}: the store answers {detail}"
         return UnavailableError(answer, source=source, name=name, retry_after_s=retry_after_s)
     if status in (401, 403):
         hint = _DENIALS["AccessDenied"][1]
         return AccessDeniedError(
-            f"{what}: access is denied ({said})",
+            f"{what}: access is denied ({detail})",
             source=source,
             name=name,
             hint=hint,
             may_be_absent=status == 403 and not code,
         )
-    return SourceError(f"{what}: the store answers {said}", source=source, name=name)
+    return SourceError(f"{what}: the store answers {detail}", source=source, name=name)
 
 
 def lost(source: str, name: str, detail: str) -> AlreadyExistsError:

@@ -1,9 +1,11 @@
-"""Credentials that a container's platform hands out: the answer to one GET, at an address that the environment names.
+"""Credentials that a container's platform hands out: the answer to one GET, at an address that the
+environment names.
 
-That is how tasks of ECS, Fargate and AWS Batch, SageMaker's containers and pods of EKS with Pod Identity get those of
-their role. boto3 gets them, too, once it is imported, for which a cold start would wait 0.3 s. The rules are those of
-AWS's "container credential provider" (https://docs.aws.amazon.com/sdkref/latest/guide/feature-container-credentials.html)
-and, for what comes before it, of boto3's chain. Where one of them says something else there is no answer here.
+That is how tasks of ECS, Fargate and AWS Batch, SageMaker's containers and pods of EKS with Pod
+Identity get those of their role. boto3 gets them, too, once it is imported, for which a cold start
+would wait 0.3 s. The rules are those of AWS's "container credential provider"
+(https://docs.aws.amazon.com/sdkref/latest/guide/feature-container-credentials.html) and, for what
+comes before it, of boto3's chain. Where one of them says something else there is no answer here.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _FILES = (
 
 
 class Endpoint(NamedTuple):
-    """Where to ask."""
+    """An endpoint that hands out credentials."""
 
     origin: Origin
     target: str
@@ -58,15 +60,17 @@ class ContainerCredentials:
     """For one thread at a time."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Looks at the environment and for files, and asks nobody yet."""
+        """Looks at the environment and for files; sends no request yet."""
         self._environment = environment
         self._endpoint = find_endpoint(environment)
         self._found: Credentials | None = None
-        self._expires = ""  # as it was said, in UTC; "" for never
+        self._expires = ""  # as the endpoint gave it, in UTC; "" for never
         self._asked_s = -AGAIN_S
 
     def get(self) -> Credentials | None:
-        """Credentials that are valid now; None where boto3 is to be asked. Blocks for up to some seconds."""
+        """Credentials that are valid now; None where boto3 is to be asked. Blocks for up to some
+        seconds.
+        """
         if self._endpoint is None:
             return None
         if self._found is None or (self._ends_within(RENEW_S) and self._asked_s + AGAIN_S < time.monotonic()):
@@ -88,7 +92,9 @@ class ContainerCredentials:
 
 
 def find_endpoint(environment: Mapping[str, str]) -> Endpoint | None:
-    """The platform's, where it names one that may be asked without TLS, and nothing comes before it."""
+    """The platform's, where it names one that may be asked without TLS, and nothing comes before
+    it.
+    """
     if any(environment.get(name) for name in _COMES_FIRST):
         return None
     if any(os.path.exists(os.path.expanduser(environment.get(name) or path)) for name, path in _FILES):
@@ -105,8 +111,9 @@ def find_endpoint(environment: Mapping[str, str]) -> Endpoint | None:
 
 
 def ask(endpoint: Endpoint, headers: Headers) -> tuple[Credentials, str]:
-    """The credentials, and until when they are good: ISO 8601 in UTC, "" for ever. Raises `WireError`, `OSError`,
-    `BodyTooLargeError`, and `ValueError`, `KeyError` or `TypeError` for an answer that is none.
+    """The credentials, and until when they are good: ISO 8601 in UTC, "" for ever. Raises
+    `WireError`, `OSError`, `BodyTooLargeError`, and `ValueError`, `KeyError` or `TypeError` for an
+    answer that is none.
     """
     options = SourceOptions(connect_timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
     connection = Connection(endpoint.origin, options, None, AddressBook())
@@ -119,9 +126,9 @@ def ask(endpoint: Endpoint, headers: Headers) -> tuple[Credentials, str]:
         raise ValueError(f"it answers with status {head.status}")
     import json  # not before the first request is on its way
 
-    said = json.loads(body.decode())
-    key_id, secret = said["AccessKeyId"], said["SecretAccessKey"]
-    token, expires = said.get("Token") or None, said.get("Expiration") or ""
+    fields = json.loads(body.decode())
+    key_id, secret = fields["AccessKeyId"], fields["SecretAccessKey"]
+    token, expires = fields.get("Token") or None, fields.get("Expiration") or ""
     if (
         not all(type(text) is str for text in (key_id, secret, token or "", expires))
         or not key_id
@@ -134,7 +141,7 @@ def ask(endpoint: Endpoint, headers: Headers) -> tuple[Credentials, str]:
 
 
 def _authorization(environment: Mapping[str, str]) -> Headers:
-    """What the platform wants to see. Raises `OSError` and `ValueError`."""
+    """The token that the platform wants to see. Raises `OSError` and `ValueError`."""
     token = environment.get("AWS_CONTAINER_AUTHORIZATION_TOKEN") or ""
     if path := environment.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
         with open(path, "rb") as file:

@@ -1,8 +1,8 @@
-"""Where S3 credentials come from: the environment at once, or a container's platform; else boto3's whole chain, which
-takes its time.
+"""The chain of S3 credentials: the environment at once, or a container's platform; else boto3's
+whole chain, which takes its time.
 
-The chain covers profiles, SSO, assumed roles, web identities, container and instance roles; it renews what
-expires.
+The chain covers profiles, SSO, assumed roles, web identities, container and instance roles; it
+renews what expires.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ class CredentialChain:
     """Thread-safe. Looks for credentials when they are first needed."""
 
     def __init__(self, environment: Mapping[str, str], *, profile: str | None) -> None:
-        """A `profile` that was asked for by name goes before credentials in the environment, as in boto3."""
+        """A `profile` that was asked for by name goes before credentials in the environment, as in
+        boto3.
+        """
         self._environment = environment
         self._profile = profile
         self._container: ContainerCredentials | None = None
         if not profile and any(environment.get(name) for name in CONTAINER_VARIABLES):
-            from .container_credentials import ContainerCredentials  # 2 ms for those whom it may concern
+            # 2 ms for those whom it may concern.
+            from .container_credentials import ContainerCredentials
 
             self._container = ContainerCredentials(environment)
-        self._found: Credentials | None = None  # from the environment: these are never renewed by themselves
+        # From the environment: these are never renewed by themselves.
+        self._found: Credentials | None = None
         self._provider: Any = None  # botocore.credentials.Credentials, which may renew themselves
         self._lock = threading.Lock()
 

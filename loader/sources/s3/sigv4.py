@@ -1,8 +1,9 @@
-"""AWS Signature Version 4 for S3 requests without a body. Pure: no clock, no environment, no network.
+"""AWS Signature Version 4 for S3 requests without a body. Pure: no clock, no environment, no
+network.
 
-A signing of our own, because importing boto3 takes several times as long as fetching a manifest does.
-Follows "Signature Calculations for the Authorization Header" of the Amazon S3 API reference, and is tested
-against botocore's signer.
+A signing of our own, because importing boto3 takes several times as long as fetching a manifest
+does. Follows "Signature Calculations for the Authorization Header" of the Amazon S3 API reference,
+and is tested against botocore's signer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple, cast
 from ..http.address import encode_value
 from ..http.head import Headers
 
-# Python's own SHA-256: hashlib would bring OpenSSL along, 4 ms of a cold start's first 60, for some hundred bytes.
+# Python's own SHA-256: hashlib would bring OpenSSL along, 4 ms of a cold start's first 60, for some
+# hundred bytes.
 try:
     from _sha2 import sha256
 except ImportError:
@@ -61,9 +63,10 @@ def sign(
     region: str,
     unix_s: float,
 ) -> Headers:
-    """The headers to send: `headers` (names in lower case, all of them signed) and those of the signature.
+    """The headers to send: `headers` (names in lower case, all of them signed) and those of the
+    signature.
 
-    `path` and `query` are encoded, `host` is the Host field. Others may be sent unsigned beside them.
+    `path` and `query` are encoded, `host` is the Host field. Others may be sent unsigned.
     """
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(unix_s))
     sent = [*headers, ("x-amz-content-sha256", EMPTY_SHA256), ("x-amz-date", stamp)]

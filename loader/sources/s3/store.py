@@ -1,8 +1,9 @@
 """An S3 bucket's folder as a store.
 
-Reading signs its own requests and goes over `http/client.py`: neither boto3 nor its import stands between a
-cold process and its first byte. A bucket that turns out to be in another region is asked there; credentials
-that expired are renewed once. Writing, which is never in a hurry, goes through boto3 (`uploads.py`).
+Reading signs its own requests and goes over `http/client.py`: neither boto3 nor its import stands
+between a cold process and its first byte. A bucket that turns out to be in another region is asked
+there; credentials that expired are renewed once. Writing, which is never in a hurry, goes through
+boto3 (`uploads.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def uses_tls() -> bool:
-    """Whether a bucket is reached over TLS, as far as the environment shows it; an endpoint of one's own may be not."""
+    """Whether a bucket is reached over TLS, as far as the environment shows it; an endpoint of
+    one's own may be not.
+    """
     return not any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
 
 
@@ -43,7 +46,9 @@ class S3Store:
     """A `Store` on s3://bucket/prefix."""
 
     def __init__(self, url: str, options: SourceOptions | None = None) -> None:
-        """Raises `UsageError` for an address or option that cannot be meant. Does not touch the network."""
+        """Raises `UsageError` for an address or option that cannot be meant. Does not touch the
+        network.
+        """
         options = options or SourceOptions()
         self._bucket, self._prefix = parse_url(url)
         self._settings = settings_from(options, os.environ)
@@ -76,7 +81,9 @@ class S3Store:
         return self._client.read_into(name, start, buffer, version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """As `Source.list`, a page of 1,000 at a time. A folder without objects is empty, not missing."""
+        """As `Source.list`, a page of 1,000 at a time. A folder without objects is empty, not
+        missing.
+        """
         folder = f"{self._prefix}/" if self._prefix else ""
         token: str | None = None
         for _ in range(MAX_PAGES):
@@ -98,8 +105,8 @@ class S3Store:
         self._client.on_outage(note)
 
     def quiesce(self) -> None:
-        """As `Remote.quiesce`. What boto3 keeps for writing sees to itself: it retries dead connections and renews
-        credentials.
+        """As `Remote.quiesce`. What boto3 keeps for writing sees to itself: it retries dead
+        connections and renews credentials.
         """
         self._client.quiesce()
         self._credentials.forget()
@@ -167,7 +174,9 @@ class S3Store:
         return parse_page(body, where=self.url)
 
     def _signed(self, key_path: str, query: Query, extra: Headers) -> Request:
-        """A GET request as of now: with valid credentials, for the region where the bucket was last found."""
+        """A GET request as of now: with valid credentials, for the region where the bucket was last
+        found.
+        """
         with self._lock:
             address, region = self._address, self._region
         path = (address.path + encode_path(key_path)) or "/"

@@ -1,7 +1,7 @@
 """Writes to S3 through boto3: puts, multipart uploads and deletions, with errors translated.
 
-An object of unknown length is a multipart upload, or a single put while it is small. Importing this module does not
-import boto3; making an `S3Uploads` does.
+An object of unknown length is a multipart upload, or a single put while it is small. Importing this
+module does not import boto3; making an `S3Uploads` does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .answers import CONFLICTS, explain, lost
 from .credentials import WAYS_TO_GIVE
 
 MAX_THREADS = 8  # that send parts, over all objects being written
-MIN_READ_TIMEOUT_S = 60.0  # a store may be silent for long while it puts the parts of an upload together
+# A store may be silent for long while it puts the parts of an upload together.
+MIN_READ_TIMEOUT_S = 60.0
 MAX_CONFLICTS = 8  # of one put with others to the same object: some ten seconds
 
 T = TypeVar("T")
@@ -80,8 +81,9 @@ class S3Uploads:
         return self._threads.submit(send)
 
     def finish(self, name: str, upload_id: str, etags: list[str], *, if_absent: bool = False) -> str:
-        """Make the object of the parts with these ETags, in order; its ETag. Raises `AlreadyExistsError` where there is
-        one and `if_absent`, and `UnavailableError` for a conflict with another write: the parts must be sent anew then.
+        """Make the object of the parts with these ETags, in order; its ETag. Raises
+        `AlreadyExistsError` where there is one and `if_absent`, and `UnavailableError` for a
+        conflict with another write: the parts must be sent anew then.
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
         condition = {"IfNoneMatch": "*"} if if_absent else {}
@@ -102,7 +104,9 @@ class S3Uploads:
         self._client.close()
 
     def _after_conflicts(self, send: Callable[[], T]) -> T:
-        """What `send` gives, which is repeated where another request to the same object was under way."""
+        """The result of `send`, which is repeated where another request to the same object was
+        under way.
+        """
         from botocore.exceptions import ClientError
 
         for failed in range(1, MAX_CONFLICTS):
@@ -131,12 +135,12 @@ class S3Uploads:
         try:
             yield
         except ClientError as error:
-            said: Any = error.response
-            status = int(said["ResponseMetadata"].get("HTTPStatusCode", 0))
-            code, message = said["Error"].get("Code", ""), said["Error"].get("Message", "")
+            response: Any = error.response
+            status = int(response["ResponseMetadata"].get("HTTPStatusCode", 0))
+            code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
             if is_conditional and (status == 412 or code == "NoSuchKey"):
                 raise lost(self.url, name, "it exists already, or is another version by now") from error
-            region = said["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
+            region = response["ResponseMetadata"].get("HTTPHeaders", {}).get("x-amz-bucket-region", "")
             raise explain(code, status, message, source=self.url, name=name, region=region) from error
         except (NoCredentialsError, PartialCredentialsError) as error:
             raise AccessDeniedError(
@@ -164,7 +168,8 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
         read_timeout=max(MIN_READ_TIMEOUT_S, options.read_timeout_s),
         retries={"mode": "standard", "total_max_attempts": max(1, options.max_attempts)},
         max_pool_connections=MAX_THREADS + 2,
-        # Not every store that speaks S3 knows the checksums that boto3 adds by default; Amazon's does.
+        # Not every store that speaks S3 knows the checksums that boto3 adds by default; Amazon's
+        # does.
         request_checksum_calculation="when_required" if settings.endpoint_url else "when_supported",
         response_checksum_validation="when_required",
         signature_version=UNSIGNED if options.anonymous else "s3v4",
@@ -177,11 +182,14 @@ def _make_client(region: str, settings: S3Settings, options: SourceOptions) -> A
 
 
 PART_BYTES = 8 * 1024 * 1024  # S3 takes 10,000 parts, so this reaches to 80 GB
-MAX_IN_FLIGHT = 4  # parts of one object being sent: with the pending one, the memory that a writer takes
+# Parts of one object being sent: with the pending one, the memory that a writer takes.
+MAX_IN_FLIGHT = 4
 
 
 class S3Writer(Writer):
-    """An `ObjectWriter`. Holds at most `MAX_IN_FLIGHT + 1` parts in memory; `write` waits for them to go."""
+    """An `ObjectWriter`. Holds at most `MAX_IN_FLIGHT + 1` parts in memory; `write` waits for them
+    to go.
+    """
 
     def __init__(self, uploads: S3Uploads, name: str, *, if_absent: bool = False) -> None:
         super().__init__()

@@ -1,12 +1,14 @@
-"""Pack a model directory into an artifact: read, encode and write in a bounded pipeline, the manifest last.
+"""Pack a model directory into an artifact: read, encode and write in a bounded pipeline, the
+manifest last.
 
-Any directory with safetensors files packs, whether or not it has a `config.json`. The artifact exists whole
-or not at all: everything is written under names of its own, the manifest is put last and only if nobody else
-put one meanwhile, and on any failure, Ctrl-C included, what was written is removed.
+Any directory with safetensors files packs, whether or not it has a `config.json`. The artifact
+exists whole or not at all: everything is written under names of its own, the manifest is put last
+and only if no other process put one meanwhile, and on any failure, Ctrl-C included, what was
+written is removed.
 
-Memory: `threads` + 1 parts are in work. Each takes its tensors' bytes (at most 64 MiB; 32 MiB of bf16), what
-they become (not more), and while it is encoded up to three times its largest tensor's stretch. For bf16 on
-two cores: under 400 MiB.
+Memory: `threads` + 1 parts are in work. Each takes its tensors' bytes (at most 64 MiB; 32 MiB of
+bf16), what they become (not more), and while it is encoded up to three times its largest tensor's
+stretch. For bf16 on two cores: under 400 MiB.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced
 if TYPE_CHECKING:
     from .write import Bytes
 
-_MAX_THREADS = 16  # beyond it reading and writing are the limit, and each thread holds parts in memory
+# Beyond it reading and writing are the limit, and each thread holds parts in memory.
+_MAX_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """`conversions` says what became of the numbers of a GGUF file. `leftover` names objects of the replaced artifact
-    that could not be removed; they only cost space.
+    """`conversions` says what became of the numbers of a GGUF file. `leftover` names objects of the
+    replaced artifact that could not be removed; they only cost space.
     """
 
     pin: str  # the artifact's address with its digest
@@ -76,15 +79,17 @@ def pack(
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
 ) -> PackResult:
-    """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from this thread.
+    """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from
+    this thread.
 
-    `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become integers, which
-    have none (docs/quantize.md). `source` and `store` may be the same folder: the artifact then stands beside the
-    safetensors files. An artifact that is there already is replaced only with `force`, in one step; its old objects
-    are then removed, which interrupts a reader that is still loading it. Raises `UsageError` when the source is itself
-    an artifact, or has nothing that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
-    meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both stores; nothing is
-    left behind.
+    `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
+    integers, which have none (docs/quantize.md). `source` and `store` may be the same folder: the
+    artifact then lies next to the safetensors files. An artifact that is there already is replaced
+    only with `force`, in one step; its old objects are then removed, which interrupts a reader that
+    is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
+    that can be quantised, `AlreadyExistsError` when the destination holds one or gets one
+    meanwhile, `CheckpointError` for a damaged checkpoint, `NoSpaceError`, and the errors of both
+    stores; nothing is left behind.
     """
     if threads is not None and threads < 1:
         raise UsageError(f"{threads} threads cannot pack anything", key="threads", hint="Give at least 1.")
@@ -167,7 +172,9 @@ def _store_content(
 
 
 def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:
-    """Add the job's stretches, as they were read, to their tensors' hashes. Jobs come in the tensors' order."""
+    """Add the job's stretches, as they were read, to their tensors' hashes. Jobs come in the
+    tensors' order.
+    """
     position = 0
     for stretch in job:
         hashes[stretch.tensor.index].update(content[position : position + stretch.size_bytes].data)
@@ -177,10 +184,11 @@ def _hash_tensors(job: Job, content: Bytes, hashes: list[blake3]) -> None:
 def _encode_in_order(
     encoder: Encoder, jobs: tuple[Job, ...], threads: int
 ) -> Generator[tuple[Job, Bytes, list[EncodedPart]], None, None]:
-    """Encode jobs in threads; yields each with the bytes that were read for it (each stretch starts aligned) and its
-    parts, which are valid until the next is asked for.
+    """Encode jobs in threads; yields each with the bytes that were read for it (each stretch starts
+    aligned) and its parts, which are valid until the next is asked for.
 
-    At most `threads` + 1 jobs are in work, the one yielded included. Closing the iterator stops the threads.
+    At most `threads` + 1 jobs are in work, the one yielded included. Closing the iterator stops the
+    threads.
     """
     size_bytes = max(map(buffer_bytes, jobs), default=0)
     buffers = [np.empty(0, np.uint8) for _ in range(threads + 1)]  # made at first use, then reused

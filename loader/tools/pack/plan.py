@@ -1,7 +1,7 @@
 """The plan of a packing, made before anything is written: tiers, tied tensors, and parts as values.
 
-Tied tensors, which a checkpoint stores under both of their names, are one where dtype, shape and every byte agree; no
-model architecture is known. The rest is pure: no stores and no content.
+Tied tensors, which a checkpoint stores under both of their names, are one where dtype, shape and
+every byte agree; no model architecture is known. The rest is pure: no stores and no content.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ MAX_DRAFT_BITS = 7  # all that bf16 has
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """Mantissa bits. None in `draft_bits` is what suits a tensor's dtype, in `embed_bits` and `head_bits` the same as
-    for all others, in `sketch_bits` that there is no sketch. Raises `UsageError` for what cannot be meant.
+    """Mantissa bits. None in `draft_bits` is what suits a tensor's dtype, in `embed_bits` and
+    `head_bits` the same as for all others, in `sketch_bits` that there is no sketch. Raises
+    `UsageError` for what cannot be meant.
     """
 
     draft_bits: int | None = None
@@ -75,7 +76,9 @@ class TierOptions:
             self._check_sketch(self.sketch_bits)
 
     def encoding(self, groups: Collection[str], dtype: str, shape: tuple[int, ...]) -> Encoding:
-        """Of a tensor that a forward pass uses in these groups: where it is tied, the one that asks for more counts."""
+        """Of a tensor that a forward pass uses in these groups: where it is tied, the one that asks
+        for more counts.
+        """
         own = {EMBED: self.embed_bits, HEAD: self.head_bits}
         default = self.draft_bits if self.draft_bits is not None else DEFAULT_DRAFT_BITS.get(dtype, 0)
         bits = [own.get(group) for group in groups]
@@ -110,8 +113,9 @@ def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-# A shape that many tensors share is that of a layer's weights, which are not tied: reading those would be in
-# vain. Encoder-decoder models tie four: a shared embedding, the two stacks' own, and the head.
+# A shape that many tensors share is that of a layer's weights, which are not tied: reading those
+# would be in vain. Encoder-decoder models tie four: a shared embedding, the two stacks' own, and
+# the head.
 _MAX_SHARING = 4
 _FIRST_PIECE_BYTES = 64 * 1024  # tensors that differ do so almost always at once
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -168,7 +172,9 @@ Job = tuple[Stretch, ...]  # what becomes one part of each tier that it has
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """A manifest that lacks blobs, parts and files yet, and the jobs whose results they will be, in order."""
+    """A manifest that lacks blobs, parts and files yet, and the jobs whose results they will be, in
+    order.
+    """
 
     manifest: Manifest
     jobs: tuple[Job, ...]
@@ -184,10 +190,11 @@ def plan_pack(
     options: TierOptions | None = None,
     quantize: QuantizePlan | None = None,
 ) -> PackPlan:
-    """The plan for all tensors but the aliases, which share the storage of others. Where some are quantised, it has
-    what stands in their places, and everything is exact from the beginning.
+    """The plan for all tensors but the aliases, which share the storage of others. Where some are
+    quantised, it has their replacements, and everything is exact from the beginning.
 
-    Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a model.
+    Raises `ManifestError` now, and not after hours of packing, when the format cannot hold such a
+    model.
     """
     options = options or TierOptions()
     groups, tensors = arrange_tensors(
@@ -234,14 +241,16 @@ def _stored_tensors(
 
 
 def _scales_of_tables(quantize: QuantizePlan | None) -> frozenset[str]:
-    """What is needed whole, with whichever rows of a table: it had better not share a part with some of them."""
+    """Groups that are needed whole, with any rows of a table: it had better not share a part with
+    some of them.
+    """
     pieces = quantize.pieces if quantize is not None else {}
     return frozenset(name for name, (_, piece) in pieces.items() if piece is not Piece.WEIGHT)
 
 
 def _cut_group(tensors: list[Tensor], *, is_end: bool, alone: frozenset[str]) -> Iterator[Job]:
-    """The jobs of one group: small ones at both ends of the model, as large as a part may be between. Those that are
-    called in `alone` share none with the ones before them.
+    """The jobs of one group: small ones at both ends of the model, as large as a part may be
+    between. Those that are called in `alone` share none with the ones before them.
     """
     max_elements = fine_part_elements(tensors) if is_end else MAX_PART_ELEMENTS
     begins = [index for index, tensor in enumerate(tensors) if index == 0 or tensor.name in alone]
@@ -262,9 +271,11 @@ def _groups(checkpoint: Checkpoint) -> list[tuple[str, list[str]]]:
 def _encodings(
     checkpoint: Checkpoint, aliases: Mapping[str, str], options: TierOptions
 ) -> Callable[[str, str, tuple[int, ...]], Encoding]:
-    """The encoding of each tensor, by its name, dtype and shape, according to the groups in which it is used.
+    """The encoding of each tensor, by its name, dtype and shape, according to the groups in which
+    it is used.
 
-    Embeddings may be used as the head without a name there: a model without a matrix in the head uses them so.
+    Embeddings may be used as the head without a name there: a model without a matrix in the head
+    uses them so.
     """
     used_in: dict[str, set[str]] = defaultdict(set)
     has_head = False

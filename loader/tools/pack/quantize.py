@@ -1,12 +1,14 @@
-"""Weights → integers of 8 or 4 bits and their scales, without looking at any data but the weights: pure functions.
+"""Weights → integers of 8 or 4 bits and their scales, without looking at any data but the weights:
+pure functions.
 
-`docs/quantize.md` is the norm of what comes out. A row's columns are cut into groups that share a scale. Scales are
-rounded to bf16 first, and the integers are chosen against the rounded ones, so nothing else is lost by storing them so.
-With 8 bits the largest number of a group decides its scale. With 4 bits that wastes levels: there a few scales are
-tried, each is fitted to the integers that it leads to by least squares, and the one that leaves the smallest error
-is kept.
+`docs/quantize.md` is the norm of what comes out. A row's columns are cut into groups that share a
+scale. Scales are rounded to bf16 first, and the integers are chosen against the rounded ones, so
+nothing else is lost by storing them so. With 8 bits the largest number of a group decides its
+scale. With 4 bits that wastes levels: there a few scales are tried, each is fitted to the integers
+that it leads to by least squares, and the one that leaves the smallest error is kept.
 
-Everything is worked out for a few rows at a time, by whoever calls; it does not know files, tensors or names.
+Everything is worked out for a few rows at a time, on the caller's thread; it does not know files,
+tensors or names.
 """
 
 from __future__ import annotations
@@ -31,16 +33,19 @@ CHUNK_ELEMENTS = 1 << 16  # to work on at a time: with what comes of them they f
 _MAX_LEVEL_8 = 127
 _LEVELS_4 = 15
 _MIDDLE_4 = 8
-# Scales to try, as the level (of -8 to 7) that the number farthest from 0 gets: beyond -8 it is cut off, and with -7
-# the others are what plain rounding makes of them.
+# Scales to try, as the level (of -8 to 7) that the number farthest from 0 gets: beyond -8 it is cut
+# off, and with -7 the others are what plain rounding makes of them.
 _EXTREME_LEVELS = (7.0, 7.4, 7.8, 8.1, 8.6, 9.3)
-# The same, as shares of the range between the least and the largest number that keep levels of their own.
+# The same, as shares of the range between the least and the largest number that keep levels of
+# their own.
 _RANGES = (1.05, 1.0, 0.94, 0.88, 0.8)
 _LEAST_SCALE = 2.0**-120  # below it the scale is 0, for its inverse may be infinite
 
 
 class Quantized(NamedTuple):
-    """Some rows of a matrix (R, K), with G groups a row. `zero` is None where it is the middle of all levels."""
+    """Some rows of a matrix (R, K), with G groups a row. `zero` is None where it is the middle of
+    all levels.
+    """
 
     weight: NDArray[Any]  # (R, K) int8, or (R, K / 2) uint8
     scale: Bits  # (R, G)
@@ -67,14 +72,18 @@ def from_bf16(bits: Bits) -> Floats:
 
 
 def first_unusable(weights: Floats) -> int | None:
-    """The index of the first row (R, K) with a NaN, an infinity, or a number beyond `MAX_WEIGHT`; None without."""
+    """The index of the first row (R, K) with a NaN, an infinity, or a number beyond `MAX_WEIGHT`;
+    None without.
+    """
     largest = np.abs(weights).max(axis=1)
     rows = np.flatnonzero(~(largest <= MAX_WEIGHT))  # NaN compares as false
     return int(rows[0]) if rows.size else None
 
 
 def quantize_int8(weights: Floats, group_size: int) -> Quantized:
-    """(R, K) with w ≈ q · scale, q from -127 to 127. `group_size` divides K. Memory besides: twice the weights."""
+    """(R, K) with w ≈ q · scale, q from -127 to 127. `group_size` divides K. Memory besides: twice
+    the weights.
+    """
     grouped = weights.reshape(len(weights), -1, group_size)
     scale = _storable(np.abs(grouped).max(axis=2) / np.float32(_MAX_LEVEL_8))
     levels = grouped * _inverse(scale)[:, :, None]
@@ -84,10 +93,11 @@ def quantize_int8(weights: Floats, group_size: int) -> Quantized:
 
 
 def quantize_int4(weights: Floats, group_size: int, *, asymmetric: bool = False) -> Quantized:
-    """(R, K) with w ≈ (q - 8) · scale, or (q - zero) · scale when `asymmetric`; q and zero from 0 to 15.
+    """(R, K) with w ≈ (q - 8) · scale, or (q - zero) · scale when `asymmetric`; q and zero from 0
+    to 15.
 
-    `group_size` divides K, and 64 does. A scale may be below 0: of the 16 levels one more lies on the side of 0 on
-    which they are needed. Memory besides: three times the weights.
+    `group_size` divides K, and 64 does. A scale may be below 0: of the 16 levels one more lies on
+    the side of 0 on which they are needed. Memory besides: three times the weights.
     """
     grouped = weights.reshape(len(weights), -1, group_size)
     zero, inverses = _asymmetric(grouped) if asymmetric else _symmetric(grouped)
@@ -102,7 +112,9 @@ def quantize_int4(weights: Floats, group_size: int, *, asymmetric: bool = False)
 
 
 def _symmetric(grouped: Floats) -> tuple[Floats, list[Floats]]:
-    """The level that means 0, (R, G), and the inverses of scales to try: some put the farthest number at -8."""
+    """The level that means 0, (R, G), and the inverses of scales to try: some put the farthest
+    number at -8.
+    """
     least, largest = grouped.min(axis=2), grouped.max(axis=2)
     farthest = np.where(-least > largest, least, largest)
     per_level = _inverse(np.negative(farthest))
@@ -119,7 +131,8 @@ def _asymmetric(grouped: Floats) -> tuple[Floats, list[Floats]]:
 
 
 def _fit(grouped: Floats, zero: Floats, inverses: list[Floats]) -> Floats:
-    """The scale (R, G) that leaves the least squared error, of those that least squares finds for each try.
+    """The scale (R, G) that leaves the least squared error, of those that least squares finds for
+    each try.
 
     With integers l the best scale is Σwl / Σl², and it takes (Σwl)² / Σl² off the error of Σw².
     """
@@ -129,7 +142,8 @@ def _fit(grouped: Floats, zero: Floats, inverses: list[Floats]) -> Floats:
     for inverse in inverses:
         levels = _levels(grouped, inverse, zero, room)
         products = np.einsum("rgk,rgk->rg", grouped, levels)
-        squares = np.maximum(np.einsum("rgk,rgk->rg", levels, levels), 1)  # all 0: so are the products
+        # All 0: so are the products.
+        squares = np.maximum(np.einsum("rgk,rgk->rg", levels, levels), 1)
         gain = np.square(products.astype(np.float64)) / squares
         is_better = gain > best_gain
         np.copyto(best, products / squares, where=is_better)
@@ -146,7 +160,7 @@ def _levels(grouped: Floats, inverse: Floats, zero: Floats, out: Floats) -> Floa
 
 
 def _storable(scale: Floats) -> Floats:
-    """What remains of it as bf16; 0 where it is too small to divide by."""
+    """The value rounded to bf16; 0 where it is too small to divide by."""
     return np.where(np.abs(scale) < _LEAST_SCALE, np.float32(0), from_bf16(to_bf16(scale)))
 
 

@@ -1,13 +1,15 @@
-"""The matrices of a checkpoint that become integers, and a reader that quantizes them as they are packed.
+"""The matrices of a checkpoint that become integers, and a reader that quantizes them as they are
+packed.
 
-`X.weight` becomes `X.weight` of integers, `X.weight_scale` and, with zeros of their own, `X.weight_zero`
-(docs/quantize.md). Names and shapes decide; only config.json is read for it, in which the artifact states its
-quantization.
+`X.weight` becomes `X.weight` of integers, `X.weight_scale` and, with zeros of their own,
+`X.weight_zero` (docs/quantize.md). Names and shapes decide; only config.json is read for it, in
+which the artifact states its quantization.
 
-The reader is asked for the pieces of a matrix in any stretches, by several threads, each stretch once. Rows are
-quantized when their integers are read, and their scales and zeros kept until they are read, which waits for that.
-Invariant: no job waits for a later one, for the integers lie before their scales. Memory: the scales of matrices in
-work, and for each thread `READ_ELEMENTS` of the source and a few MiB.
+The reader is asked for the pieces of a matrix in any stretches, by several threads, each stretch
+once. Rows are quantized when their integers are read, and their scales and zeros kept until they
+are read, which waits for that. Invariant: no job waits for a later one, for the integers lie before
+their scales. Memory: the scales of matrices in work, and for each thread `READ_ELEMENTS` of the
+source and a few MiB.
 """
 
 from __future__ import annotations
@@ -59,10 +61,11 @@ _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """What `pack --quantize` was asked for. Raises `UsageError` for what cannot be meant."""
+    """The options of `pack --quantize`. Raises `UsageError` for invalid ones."""
 
     bits: int  # 8 or 4
-    group_size: int | None = None  # columns that share a scale; None: a row's with 8 bits, 64 with 4
+    # Columns that share a scale; None: a row's with 8 bits, 64 with 4.
+    group_size: int | None = None
     asymmetric: bool = False  # every group has a zero of its own
 
     def __post_init__(self) -> None:
@@ -83,7 +86,7 @@ class QuantizeOptions:
 
 
 class Piece(enum.Enum):
-    """What stands in a matrix's place, in the order in which it lies in memory."""
+    """The tensors that replace a matrix, in the order in which it lies in memory."""
 
     WEIGHT = "weight"
     SCALE = "weight_scale"
@@ -122,7 +125,9 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """`matrices` by their names in the checkpoint; `config` is what the artifact has as config.json."""
+    """`matrices` by their names in the checkpoint; `config` is what the artifact has as
+    config.json.
+    """
 
     matrices: Mapping[str, QuantizedMatrix]
     pieces: Mapping[str, tuple[QuantizedMatrix, Piece]]  # by their names in the artifact
@@ -141,8 +146,8 @@ class QuantizePlan:
 
 
 def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptions) -> QuantizePlan:
-    """Raises `UsageError` for a model whose matrices cannot be told by their names (all but decoders of the Llama
-    family), or are integers already, and `CheckpointError` for a damaged config.json.
+    """Raises `UsageError` for a model whose matrices are not known by their names (all but decoders
+    of the Llama family), or are integers already, and `CheckpointError` for a damaged config.json.
     """
     names = [name for name in checkpoint.tensors if _find_options(name, options) is not None]
     if not any(map(_PROJECTION.fullmatch, names)) or not any(map(_EMBEDDINGS.fullmatch, names)):
@@ -170,7 +175,9 @@ def piece_name(name: str, piece: Piece) -> str:
 
 
 def is_scale(name: str, checkpoint: Checkpoint) -> bool:
-    """Whether these are the scales of integers: they must be exact as soon as they are there, as those are."""
+    """Whether these are the scales of integers: they must be exact as soon as they are there, as
+    those are.
+    """
     if name.endswith(".scales"):  # GPTQ and AWQ
         return f"{name.removesuffix('.scales')}.qweight" in checkpoint.tensors
     weight = checkpoint.tensors.get(name.removesuffix("_scale")) if name.endswith(".weight_scale") else None
@@ -180,7 +187,8 @@ def is_scale(name: str, checkpoint: Checkpoint) -> bool:
 def _find_options(name: str, options: QuantizeOptions) -> QuantizeOptions | None:
     """How a tensor is to be quantised, by its name; None for what stays as it is.
 
-    Rows of embeddings are read one by one, and as the head they decide the answer: they have 8 bits either way.
+    Rows of embeddings are read one by one, and as the head they decide the answer: they have 8 bits
+    either way.
     """
     if _PROJECTION.fullmatch(name):
         return options
@@ -209,7 +217,9 @@ def _plan_matrix(checkpoint: Checkpoint, name: str, options: QuantizeOptions) ->
 
 
 def _quantized_config(source: Source, checkpoint: Checkpoint, options: QuantizeOptions, dtype: str) -> bytes:
-    """config.json with a note of what was done, and the dtype to compute in: the embeddings do not tell it any more."""
+    """config.json with a note of what was done, and the dtype to compute in: the embeddings do not
+    tell it any more.
+    """
     info = next((info for info in checkpoint.files if info.name == CONFIG_NAME), None)
     if info is None:
         raise UsageError(
@@ -240,7 +250,7 @@ READ_ELEMENTS = 4 << 20  # of the source, at a time
 
 @dataclass(slots=True)
 class _Kept:
-    """What is known of a matrix in work."""
+    """The state of a matrix in work."""
 
     scale: Bits  # (rows, groups)
     zero: Bytes | None
@@ -269,8 +279,8 @@ class QuantizingReader:
             self._changed.notify_all()
 
     def read(self, stretch: Stretch, data: Bytes) -> None:
-        """Fill `data` with a stretch of a piece. Raises `CheckpointError` naming a row with a number that is none, and
-        the source's errors.
+        """Fill `data` with a stretch of a piece. Raises `CheckpointError` naming a row with a
+        number that is none, and the source's errors.
         """
         matrix, piece = self._pieces[stretch.tensor.name]
         kept = self._keep(matrix)
@@ -327,7 +337,7 @@ class QuantizingReader:
             return self._kept[matrix.name]
 
     def _learn(self, kept: _Kept, row: int, quantized: Quantized) -> None:
-        """What stands in a row does not depend on who reads it, so two threads may say it of the same."""
+        """A row's values do not depend on the reader, so two threads may note the same."""
         rows = slice(row, row + len(quantized.weight))
         with self._changed:
             kept.scale[rows] = quantized.scale
@@ -363,8 +373,8 @@ def _quantize(matrix: QuantizedMatrix, weights: Floats, row: int) -> Quantized:
 
 
 def _copy_overlap(rows: NDArray[np.generic], at: int, out: Bytes, out_at: int) -> None:
-    """Copy the bytes of `rows`, which begin at byte `at` of their tensor, to where `out`, which begins at `out_at`,
-    overlaps them.
+    """Copy the bytes of `rows`, which begin at byte `at` of their tensor, to where `out`, which
+    begins at `out_at`, overlaps them.
     """
     data = rows.reshape(-1).view(np.uint8)
     begin, end = max(at, out_at), min(at + data.size, out_at + out.size)

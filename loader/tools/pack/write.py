@@ -1,11 +1,11 @@
 """Encoded parts, the blobs that they are written to, and the publication of a finished artifact.
 
-An encoding job is the stretches of one part. It becomes one part of each tier that any of them has. Jobs run in worker
-threads; nearly all of their time is spent without the GIL.
+An encoding job is the stretches of one part. It becomes one part of each tier that any of them has.
+Jobs run in worker threads; nearly all of their time is spent without the GIL.
 
-Everything lies under `blobs/<generation>/`, a name that no other packing uses, so that nothing of an artifact that is
-there already is touched and everything can be removed again. The manifest makes it visible in one step: it is put on
-the condition that the destination is as it was found.
+Everything lies under `blobs/<generation>/`, a name that no other packing uses, so that nothing of
+an artifact that is there already is touched and everything can be removed again. The manifest makes
+it visible in one step: it is put on the condition that the destination is as it was found.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Encoder:
     def encode(self, stretches: Sequence[Stretch], buffer: Bytes) -> list[EncodedPart]:
         """The job's parts, one a tier, in the tiers' order.
 
-        `buffer` takes the tensors' bytes (`buffer_bytes(stretches)`) and must stay untouched while the
-        result is used. Memory besides: three times the largest tensor's stretch, and the parts themselves.
+        `buffer` takes the tensors' bytes (`buffer_bytes(stretches)`) and must stay untouched while
+        the result is used. Memory besides: three times the largest tensor's stretch, and the parts
+        themselves.
         """
         builders = [_PartBuilder(tier) for tier in Tier]
         position = 0
@@ -161,10 +162,13 @@ class BlobWriter:
         self.stored_bytes = 0
         self._open: dict[Tier, _OpenBlob] = {}
         self._names: list[str] = []  # of all objects that were begun
-        self._blobs: list[tuple[str, int]] = []  # name and size; the sizes of open ones are not known yet
+        # Name and size; the sizes of open ones are not known yet.
+        self._blobs: list[tuple[str, int]] = []
 
     def append(self, tier: Tier, pieces: Iterable[bytes | memoryview], size_bytes: int) -> tuple[int, int]:
-        """Store a part. Returns its blob's number and its offset. The pieces may be reused afterwards."""
+        """Store a part. Returns its blob's number and its offset. The pieces may be reused
+        afterwards.
+        """
         blob = self._open.get(tier)
         if blob is not None and blob.size_bytes + size_bytes > self._max_blob_bytes:
             self._finish(tier)
@@ -209,7 +213,7 @@ class BlobWriter:
         return tuple(Blob(name, size_bytes) for name, size_bytes in self._blobs)
 
     def discard(self, reason: BaseException) -> None:
-        """Remove all that was written. What cannot be removed is said in a note on `reason`."""
+        """Remove all that was written. A note on `reason` names what could not be removed."""
         for blob in self._open.values():
             try:
                 blob.writer.abort()
@@ -254,7 +258,9 @@ class Replaced:
 
 
 def find_replaced(store: Store, *, force: bool) -> Replaced | None:
-    """What stands in the destination, None when it is free. Raises `AlreadyExistsError` without `force`."""
+    """The artifact in the destination, None when it is free. Raises `AlreadyExistsError` without
+    `force`.
+    """
     try:
         info = store.stat(MANIFEST_NAME)
         if not force:
@@ -269,7 +275,7 @@ def find_replaced(store: Store, *, force: bool) -> Replaced | None:
     except NotFoundError:
         return None
     except FormatError:
-        return Replaced(info, ())  # it can be replaced, but nobody knows which objects it used
+        return Replaced(info, ())  # it can be replaced, but its objects are not known
     names = (*(blob.name for blob in old.blobs), *(file.path for file in old.files))
     # A manifest of unknown origin must not make us remove anything but blobs.
     return Replaced(info, tuple(name for name in names if name.startswith(BLOB_FOLDER)))
@@ -283,8 +289,8 @@ def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | 
         else:
             store.put(MANIFEST_NAME, data, if_version=replaced.info.version)
     except BaseException as error:
-        # The store may have taken it although its answer was lost: then a retry finds our own manifest in
-        # the way, and removing the blobs would leave an artifact without content.
+        # The store may have taken it although its answer was lost: then a retry finds our own
+        # manifest in the way, and removing the blobs would leave an artifact without content.
         if _is_published(store, data, error):
             if isinstance(error, SourceError):
                 return
@@ -301,7 +307,9 @@ def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | 
 
 
 def _is_published(store: Store, data: bytes, error: BaseException) -> bool:
-    """Whether our manifest is there. Where nobody can tell, raises `error` and leaves the blobs alone."""
+    """Whether our manifest is there. Where that is unknown, raises `error` and leaves the blobs
+    alone.
+    """
     try:
         return store.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)[0] == data
     except (NotFoundError, FormatError):

@@ -162,8 +162,7 @@ def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
 
 
 def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterable[int]:
-    """The parts that hold some of the segment's elements; the stretches cover the tensor, in order.
-    """
+    """The parts that hold some of the segment's elements; the stretches cover the tensor, in order."""
     first = bisect_right(stretches, (segment.start, sys.maxsize)) - 1
     last = bisect_left(stretches, (segment.start + segment.count, -1))
     return [index for _, index in stretches[max(first, 0) : last]]
@@ -217,8 +216,7 @@ class RowParts:
         return frozenset(number for _, numbers in self._tiers for number in numbers)
 
     def holding(self, rows: Iterable[int]) -> set[int]:
-        """The numbers of the parts that hold these rows; each row must be one that the tensor has.
-        """
+        """The numbers of the parts that hold these rows; each row must be one that the tensor has."""
         found: set[int] = set()
         width = self._row_elements
         for row in set(rows):

@@ -81,7 +81,10 @@ class ChatFormat:
         check_extras(body)
         _refuse_unsupported(body)
         self.body = body
-        self._grammar = grammar_of(body)
+        self.grammar = grammar_of(body)
+        self.max_tokens = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
         self.first_token = wanted_first_token(body, default=first_token)
         self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
         self.num_prompt_tokens = 0
@@ -106,10 +109,10 @@ class ChatFormat:
             [prompt],
             request_id=self._id,
             n=self.num_sequences,
-            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            max_tokens=self.max_tokens,
             num_top_logprobs=self._num_top_logprobs,
             first_token=self.first_token,
-            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
+            grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
         )
 
     @property

@@ -73,7 +73,8 @@ class CompletionFormat:
         check_extras(body)
         _refuse_unsupported(body)
         self.body = body
-        self._grammar = grammar_of(body)
+        self.grammar = grammar_of(body)
+        self.max_tokens: int | None = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self.first_token = wanted_first_token(body, default=first_token)
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
@@ -99,10 +100,10 @@ class CompletionFormat:
             prompts,
             request_id=self._id,
             n=self._n,
-            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens=self.max_tokens,
             num_top_logprobs=body.logprobs,
             first_token=self.first_token,
-            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
+            grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
         )
 
     @property

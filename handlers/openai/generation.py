@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -19,6 +19,8 @@ from msgspec import UNSET, UnsetType
 
 from ...loader.errors import TeneralError
 from ...runtime.errors import CancelledError, ModelError
+from ...runtime.grammar.compiler import forced_text
+from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import (
     FinishReason,
     FirstToken,
@@ -214,6 +216,9 @@ class Asked(Protocol):
     num_sequences: int
     first_token: FirstToken  # what its sequences ask for
 
+    grammar: GrammarSpec | None  # the form that its answers must have
+    max_tokens: int | None  # of an answer; None: until the context is full
+
     @property
     def body(self) -> GenerationBody: ...
 
@@ -294,8 +299,13 @@ async def _send_steps(
 ) -> None:
     bound = service.limits.max_pending_events
     with Sequences(service, call, max_pending_events=bound, on_overflow=stream.abort) as sequences:
+        beginning = await _beginning(service, fmt, body_bytes)
+        if beginning is not None:
+            await stream.send(*_chunks(fmt, beginning.steps(fmt.num_sequences)))
         await _submit(service, call, fmt, sequences, body_bytes)
         while steps := await sequences.next_steps():
+            if beginning is not None:
+                steps = [beginning.without(step) for step in steps]
             if fmt.looks_up_tokens:
                 items = await service.text_threads.run(body_bytes, _chunks, fmt, steps)
             else:
@@ -304,6 +314,40 @@ async def _send_steps(
                 await stream.send(*items)
     if fmt.body.includes_usage:
         await stream.send(fmt.usage_chunk(sequences.tally.usage(fmt.num_prompt_tokens, fmt.first_token)))
+
+
+class Beginning:
+    """The text that a grammar forces at the beginning, sent before the engine has the request; taken out of what the
+    engine says then, which is the same.
+    """
+
+    def __init__(self, text: str, num_sequences: int) -> None:
+        self._text = text
+        self._num_owed = [len(text)] * num_sequences  # characters that were sent before the engine said them
+
+    def steps(self, num_sequences: int) -> list[Step]:
+        return [(index, GenerationEvent(self._text, ())) for index in range(num_sequences)]
+
+    def without(self, step: Step) -> Step:
+        """The step without what was sent of it."""
+        index, event = step
+        num_sent = min(len(event.text), self._num_owed[index])
+        self._num_owed[index] -= num_sent
+        return (index, replace(event, text=event.text[num_sent:])) if num_sent else step
+
+
+async def _beginning(service: Service, fmt: Format, body_bytes: int) -> Beginning | None:
+    """What can be sent while the engine is not there yet. None where it is, where nothing is forced, and where stop
+    strings, logprobs or a limit might take some of it back. Raises `GrammarError`.
+    """
+    body = fmt.body
+    if fmt.grammar is None or service.instance.engine.done() or body.stop or fmt.looks_up_tokens:
+        return None
+    text = await service.text_threads.run(body_bytes, forced_text, fmt.grammar)
+    if not text or (fmt.max_tokens is not None and fmt.max_tokens < len(text.encode())):
+        return None
+    service.instance.timeline.mark("request", "forced text", characters=len(text))
+    return Beginning(text, fmt.num_sequences)
 
 
 def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:

@@ -37,6 +37,16 @@ LIMITS: dict[str, Any] = {
 }
 
 
+def forced_text(spec: GrammarSpec) -> str:
+    """The text with which every answer begins, whatever the tokenizer: it needs no vocabulary, and takes some
+    milliseconds. Raises `GrammarError`.
+    """
+    import llguidance  # as below
+
+    data = bytes(_compiled(spec, llguidance.LLTokenizer("byte")).compute_ff_bytes())
+    return data.decode("utf-8", errors="ignore")  # without the first half of a character
+
+
 class GrammarCompiler:
     """One tokenizer's. Thread-safe."""
 
@@ -74,28 +84,13 @@ class GrammarCompiler:
                 return known
         self.prepare()
         assert self._tokenizer is not None
-        compiled = CompiledGrammar(self._matcher(spec), num_mask_words=-(-self._tokenizer.vocab_size // 32))
+        matcher = _compiled(spec, self._tokenizer)
+        compiled = CompiledGrammar(matcher, num_mask_words=-(-self._tokenizer.vocab_size // 32))
         with self._lock:
             self._compiled[spec] = compiled
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         return compiled
-
-    def _matcher(self, spec: GrammarSpec) -> llguidance.LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        assert self._tokenizer is not None
-        try:
-            source = _source(spec)
-        except (ValueError, RecursionError) as error:
-            raise _refused(spec, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
-        if matcher.is_error():
-            raise _refused(spec, matcher.get_error())
-        matcher.compute_ff_bytes()  # a grammar that nothing fulfils shows it here
-        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise _refused(spec, matcher.get_error() or "no text fulfils it")
-        return matcher
 
 
 class CompiledGrammar:
@@ -147,6 +142,22 @@ class LibraryMatcher:
                 f"the grammar became too complex to follow: {_first_line(self._matcher.get_error())}",
                 hint="Simplify the schema, the expression or the grammar.",
             )
+
+
+def _compiled(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        source = _source(spec)
+    except (ValueError, RecursionError) as error:
+        raise _refused(spec, str(error)) from None
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise _refused(spec, matcher.get_error())
+    matcher.compute_ff_bytes()  # a grammar that nothing fulfils shows it here
+    if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+        raise _refused(spec, matcher.get_error() or "no text fulfils it")
+    return matcher
 
 
 def _source(spec: GrammarSpec) -> str:

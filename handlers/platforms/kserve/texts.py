@@ -43,7 +43,8 @@ class TextRequest:
     ) -> None:
         check_extras(body)
         self.body = body
-        self._grammar = grammar_of(body)
+        self.grammar = grammar_of(body)
+        self.max_tokens: int | None = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self.first_token = wanted_first_token(body, default=first_token)
         self.num_sequences = len(prompts)
         self.num_prompt_tokens = 0
@@ -60,10 +61,10 @@ class TextRequest:
             prompts,
             request_id=self._request_id,
             n=1,
-            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            max_tokens=self.max_tokens,
             num_top_logprobs=None,
             first_token=self.first_token,
-            grammar=None if self._grammar is None else tokenizer.compile_grammar(self._grammar),
+            grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
         )
 
 

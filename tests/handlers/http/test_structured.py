@@ -125,3 +125,34 @@ async def test_an_answer_begins_before_the_model_computes(server: Any) -> None:
                 text = json.loads(line[6:])["choices"][0]["delta"].get("content", "")
     assert '{"kind":"'.startswith(text)
     server.instance.model.release()
+
+
+async def test_the_forced_text_comes_before_there_is_an_engine(start: Any) -> None:
+    body = {**CHAT, "response_format": FORMAT, "temperature": 0, "n": 2}
+    async with start(loaded=False) as server:
+        texts, is_early = ["", ""], False
+        async with server.stream("/v1/chat/completions", body) as response:
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        texts[choice["index"]] += choice["delta"].get("content", "")
+                if texts == ['{"kind":"'] * 2 and not server.instance.engine.done():
+                    is_early = True
+                    server.instance.let_in()
+        assert is_early
+        whole = (await server.post("/v1/chat/completions", body)).json
+        assert texts == [choice["message"]["content"] for choice in whole["choices"]]
+
+
+@pytest.mark.parametrize("fields", [{"stop": "kind"}, {"max_tokens": 3}, {"logprobs": True}])
+async def test_nothing_is_sent_ahead_that_might_be_taken_back(start: Any, fields: dict[str, Any]) -> None:
+    body = {**CHAT, "response_format": FORMAT, "temperature": 0, **fields}
+    async with start(loaded=False) as server:
+        text = ""
+        async with server.stream("/v1/chat/completions", body) as response:
+            server.instance.let_in()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    text += json.loads(line[6:])["choices"][0]["delta"].get("content", "")
+        whole = (await server.post("/v1/chat/completions", body)).json
+        assert text == content_of(whole)

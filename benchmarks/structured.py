@@ -6,7 +6,7 @@ MODEL is an artifact, a model directory or a GGUF file of a real model with a ch
 
 *cold*: exec and request → first text, of a schema request and of a free one, over links of several rates, and whether
 the whole schema answer is the one of the same server when it is warm. *hot*: the time between tokens of 8 answers at
-once, free and under a grammar that allows everything; and tokens/s of schema answers beside free ones. *judge*: answers
+once, free and under a grammar that allows everything; and tokens/s of schema answers and free ones. *judge*: answers
 to random seeds for several schemas, each that ends by itself judged by jsonschema-rs.
 """
 
@@ -167,7 +167,7 @@ def _cold_start(store: StoreProcess, kind: str) -> tuple[float, float, float, bo
 
 
 def together(server: Server, num: int, make: Callable[[int], dict[str, Any]]) -> tuple[list[Streamed], float]:
-    """So many answers at once, and how long all of them took."""
+    """`num_answers` answers at once, and how long all of them took."""
     results: list[Streamed] = []
     threads = [
         threading.Thread(target=lambda n=n: results.append(chat(server, **make(n)))) for n in range(num)

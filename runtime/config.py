@@ -206,8 +206,8 @@ class ServeConfig:
     loader: str = _setting(
         "auto",
         _choice("auto", "process", "thread"),
-        "where weights are read and decoded: in a process beside the server, or in its own threads; auto: in threads, "
-        "but for a GPU and beside torch; thread: the tokenizer, too, is parsed in one",
+        "where weights are read and decoded: in a process of its own, or in the server's threads; auto: in threads, "
+        "but for a GPU and where torch is imported; thread: the tokenizer, too, is parsed in one",
         metavar="WHERE",
     )
     mmap: bool = _setting(

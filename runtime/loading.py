@@ -73,7 +73,7 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
 
 
 class _Prefetcher:
-    """What is read of a remote artifact while its manifest is still being parsed."""
+    """Reads of a remote artifact that go on while its manifest is still being parsed."""
 
     def __init__(self, source: Source, options: LoadOptions, timeline: Timeline, device: str) -> None:
         self._source = source

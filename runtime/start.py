@@ -84,7 +84,7 @@ def launch_helpers(
     context: ProcessContext | None = None,
     fork: bool = False,
 ) -> LaunchedHelpers | None:
-    """The processes beside an instance, at work; None with `loader = thread`, which has none.
+    """An instance's helper processes, at work; None with `loader = thread`, which has none.
 
     Takes over what is prepared, and has it take the `context`, if they are not its own. `fork` is for a process
     that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an invalid address, or a
@@ -116,7 +116,7 @@ def launch_helpers(
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:
-    """Whether weights are better read in a process beside this one: where the import of torch would hold up threads."""
+    """Whether weights are better read in another process: where the import of torch would hold up threads."""
     if config.loader == "process":
         return is_possible()
     return is_possible() and (device != CPU or config.backend == "torch")

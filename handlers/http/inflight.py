@@ -173,7 +173,7 @@ class Deadline:
         return self.moment_s - time.monotonic()
 
     def error(self) -> ApiError:
-        """What a caller is told that may be gone already."""
+        """An answer to a caller that may be gone already."""
         return ApiError(
             504,
             f"the deadline of {self.given_ms} ms that the request's {HEADER} gives has passed",

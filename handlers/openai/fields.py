@@ -1,4 +1,4 @@
-"""What each field of each route comes to: honoured, refused, or accepted without effect.
+"""Each field of each route, and its effect: honoured, refused, or accepted without effect.
 
 The table in docs/openai.md is this one, and tests compare it with the bodies of `schemas.py` and with the types of the
 public `openai` package, so that no field of either is ignored unnoticed.
@@ -51,7 +51,7 @@ _GENERATION: Fields = {
     "json_schema": (_YES, "SGLang's and llama.cpp's"),
     "regex": (_YES, "SGLang's"),
     "ebnf": (_YES, "SGLang's; GBNF or Lark's notation"),
-    "user": (_IDLE, "no users are told apart by it: `teneral.tenant` does"),
+    "user": (_IDLE, "no users are distinguished by it: `teneral.tenant` does"),
     "teneral": (_YES, "`first_token`, `cache_salt`, `session`, `tenant`, `priority`"),
 }
 
@@ -95,8 +95,8 @@ EMBEDDINGS: Fields = {
     "input": (_YES, "a text, tokens, or several of either"),
     "model": (_YES, "the served model's name, or nothing"),
     "encoding_format": (_YES, "`float` or `base64`"),
-    "dimensions": (_YES, "where the model has so many; else refused"),
-    "user": (_IDLE, "no users are told apart by it"),
+    "dimensions": (_YES, "where the model has that number; else refused"),
+    "user": (_IDLE, "no users are distinguished by it"),
     "teneral": (_YES, "there are no fields of ours here: any is refused"),
 }
 

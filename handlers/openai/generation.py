@@ -63,20 +63,20 @@ class Tally:
         """With the details where the request allowed drafts, so that a 0 says that there were none, and where there is
         something to tell; else as OpenAI's servers have it.
         """
-        told = first_token.sends_drafts or self.num_drafted or self.num_accepted or self.num_rejected
+        details_known = first_token.sends_drafts or self.num_drafted or self.num_accepted or self.num_rejected
         details = CompletionTokensDetails(self.num_drafted, self.num_accepted, self.num_rejected)
         return Usage(
             num_prompt_tokens,
             self.num_tokens,
             num_prompt_tokens + self.num_tokens,
             prompt_tokens_details=PromptTokensDetails(self.num_cached),
-            completion_tokens_details=details if told else UNSET,
+            completion_tokens_details=details if details_known else UNSET,
         )
 
 
 @dataclass(slots=True)
 class Untold:
-    """Drafted tokens, by choice, that no chunk has told of yet."""
+    """Drafted tokens, by choice, that no chunk has reported yet."""
 
     _num_drafted: dict[int, int] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Untold:
             self._num_drafted[index] = self._num_drafted.get(index, 0) + event.num_drafted
 
     def take(self, index: int) -> ChunkExtras | UnsetType:
-        """What the next chunk of this choice says."""
+        """The fields of this choice's next chunk."""
         num_drafted = self._num_drafted.pop(index, 0)
         return ChunkExtras(num_drafted) if num_drafted else UNSET
 
@@ -122,7 +122,7 @@ class Sequences:
         max_pending_events: int | None = None,
         on_overflow: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_overflow` is called once when the reader is so many events behind; the sequences are cancelled
+        """`on_overflow` is called once when the reader is that many events behind; the sequences are cancelled
         then.
         """
         self.tally = Tally()  # of what `next_steps` has given
@@ -149,7 +149,7 @@ class Sequences:
         self._num_open = len(requests)
 
     async def next_steps(self) -> list[Step]:
-        """What came since the last time, in order, at least one; [] once all sequences have ended. Raises the
+        """All that came since the last time, in order, at least one; [] once all sequences have ended. Raises the
         first failure of any, after what came before it.
         """
         if self._failure is None and not self._num_open:
@@ -211,7 +211,7 @@ LOGPROB_BYTES = 128  # of one token's, while it is held and as JSON
 
 
 class Asked(Protocol):
-    """What a request wants to have generated. Does no I/O."""
+    """A request's generation. Does no I/O."""
 
     num_sequences: int
     first_token: FirstToken  # what its sequences ask for
@@ -239,7 +239,7 @@ class Format(Asked, Protocol):
         """Whether `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
 
     def chunks(self, step: Step) -> list[bytes]:
-        """What a stream says of a step: any number of JSON items."""
+        """A stream's report of a step: any number of JSON items."""
 
     def usage_chunk(self, usage: Usage) -> bytes: ...
 
@@ -323,7 +323,7 @@ class Beginning:
 
     def __init__(self, text: str, num_sequences: int) -> None:
         self._text = text
-        self._num_owed = [len(text)] * num_sequences  # characters that were sent before the engine said them
+        self._num_owed = [len(text)] * num_sequences  # characters sent before the engine produced them
 
     def steps(self, num_sequences: int) -> list[Step]:
         return [(index, GenerationEvent(self._text, ())) for index in range(num_sequences)]
@@ -337,7 +337,7 @@ class Beginning:
 
 
 async def _beginning(service: Service, fmt: Format, body_bytes: int) -> Beginning | None:
-    """What can be sent while the engine is not there yet. None where it is, where nothing is forced, and where stop
+    """Text that can be sent while there is no engine yet. None where it is, where nothing is forced, and where stop
     strings, logprobs or a limit might take some of it back. Raises `GrammarError`.
     """
     body = fmt.body

@@ -44,7 +44,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenAI's `text`, `json_object` and `json_schema`; a schema may also stand beside `json_object`."""
+    """OpenAI's `text`, `json_object` and `json_schema`; a schema may also come with `json_object`."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None

@@ -281,7 +281,7 @@ class EarlyPhase:
         return chosen
 
     def _make_room(self, sequence: TokenSequence, lane: Lane, num_tokens: int) -> bool:
-        """Blocks for so many tokens in the lane, and for these and one more in the exact one, if the pool has them."""
+        """Blocks for `num_tokens` tokens in the lane, and for one more in the exact lane, if the pool has them."""
         roster = self._roster
         missing = [(lane, num_tokens), (sequence.exact, num_tokens + 1)]
         needed = [(each, max(0, roster.lending.num_missing(each, num))) for each, num in missing]

@@ -175,7 +175,7 @@ class Engine:
         sequence = TokenSequence(
             generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
         )
-        # What the grammar forces from the beginning is said at once, whatever the weights are.
+        # What the grammar forces from the beginning is sent at once, whatever the weights are.
         first = sequence.begin() if max_new_tokens > 0 else _no_tokens()
         last = first if first is not None and first.finish_reason is not None else None
         if first is not None and last is None:

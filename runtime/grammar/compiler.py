@@ -1,7 +1,7 @@
 """From a `GrammarSpec` to a grammar over a model's vocabulary. The only module that imports `llguidance`.
 
 The library is imported, and the vocabulary prepared, by the first request that asks for a grammar: 0.3 to 0.9 s of CPU
-for 49,000 to 152,000 tokens, beside the load and without the GIL. Compiling takes about a millisecond after that.
+for 49,000 to 152,000 tokens, during the load and without the GIL. Compiling takes about a millisecond after that.
 
 What a grammar may cost is bounded three times: its text (`spec.py`), what the library may build of it (`LIMITS`), and
 each step of a matcher. Beyond them it is `GrammarError`, which concerns its own request alone.

@@ -1,4 +1,4 @@
-"""What an engine needs of a grammar: one protocol, whatever library is behind it."""
+"""The protocol through which an engine follows a grammar, whatever library is behind it."""
 
 from __future__ import annotations
 

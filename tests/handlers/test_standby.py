@@ -58,7 +58,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
     pool: Pool, model: Path, tmp_path: Path
 ) -> None:
-    assert "2 standby processes" in pool.said
+    assert "2 standby processes" in pool.stderr_text
     before = pool.wait_full()
     taken, alone = Server(model, pool.path), Server(model, tmp_path / "nobody.sock")
     assert taken.complete() == alone.complete()

@@ -107,7 +107,7 @@ def test_openmps_threads_sleep_in_a_standby_unless_the_user_says_otherwise(
     """torch is imported by the process that has been given a model which it is to compute."""
     handler, environment = _handler(tmp_path, POLICY), {"OMP_WAIT_POLICY": users} | SHOWN
     with Pool(tmp_path, environment=environment) as pool:
-        assert _policies_read(pool.said) == []
+        assert _policies_read(pool.stderr_text) == []
         pool.wait_full()
         with Server(model, pool.path, handler, "--backend", "torch", environment=environment) as server:
             assert server.get("/invoke", {}) == (200, expected)

@@ -86,16 +86,16 @@ class Pool:
     """`teneral standby` with two processes. Ends with its context."""
 
     def __init__(self, folder: Path, *flags: str, environment: Environment | None = None) -> None:
-        """Returns once they are forked, or it has ended; `said` is what it wrote until then."""
+        """Returns once they are forked, or it has ended; `stderr_text` is what it wrote until then."""
         self.path = folder / "standby.sock"
         command = [sys.executable, "-m", "teneral", "standby", str(self.path), "--processes", "2", *flags]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=_changed(environment or {})
         )
         assert self.process.stderr is not None
-        self.said = ""
-        while "standby processes at" not in self.said and (line := self.process.stderr.readline()):
-            self.said += line
+        self.stderr_text = ""
+        while "standby processes at" not in self.stderr_text and (line := self.process.stderr.readline()):
+            self.stderr_text += line
 
     def __enter__(self) -> Self:
         return self
@@ -119,10 +119,10 @@ class Pool:
         self.process.wait(WAIT_S)
         assert self.process.stderr is not None
         if not self.process.stderr.closed:
-            self.said += self.process.stderr.read()
+            self.stderr_text += self.process.stderr.read()
             self.process.stderr.close()
-        assert "Exception ignored" not in self.said
-        assert "Traceback" not in self.said
+        assert "Exception ignored" not in self.stderr_text
+        assert "Traceback" not in self.stderr_text
 
 
 class Server:

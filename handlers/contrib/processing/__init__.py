@@ -1,4 +1,4 @@
-"""What stands around a model in a handler: `from teneral.handlers.contrib import processing`.
+"""Preprocessing and postprocessing for handlers: `from teneral.handlers.contrib import processing`.
 
 All of it are plain functions and small values over the public API of `context.model`; nothing has to be used.
 What is named here is public (docs/processing.md), and is imported when it is first asked for.

@@ -157,9 +157,9 @@ def test_hostile_grammars_neither_end_the_process_nor_take_its_memory(
         check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["tried"] == 11
-    assert told["grown_mb"] < 400
+    report = json.loads(done.stdout)
+    assert report["tried"] == 11
+    assert report["grown_mb"] < 400
 
 
 HOSTILE = r"""

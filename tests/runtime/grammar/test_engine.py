@@ -67,7 +67,7 @@ def rig(parts: TinyParts) -> Iterator[Rig]:
     rig.engine.check_integrity()
 
 
-def test_every_answer_is_of_the_schema_beside_free_ones(rig: Rig) -> None:
+def test_every_answer_is_of_the_schema_while_others_are_free(rig: Rig) -> None:
     judge = jsonschema_rs.validator_for(SCHEMA)
     spec = GrammarSpec.json_schema(SCHEMA)
     free = [rig.submit(seed=seed, ignore_eos=True, max_tokens=40) for seed in range(4)]

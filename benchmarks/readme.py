@@ -1,9 +1,11 @@
-"""Writes the figures of the README from the latest results: what stands between its two `benchmark` marks.
+"""The figures of the README (between its `figures` marks) and of `docs/benchmarks.md` (`benchmark`), from the latest
+results.
 
     python -m benchmarks.readme [--check]
 
-Figures come from `cold_start`, and from `draft`, `standby`, `throughput`, `hot` and `prefix` where there are results of
-them. With `--check` nothing is written, and the exit code is 1 when the README says something else than the results.
+Figures come from `cold_start`, `starts`, `standby` and `hot`; the page has those of `draft`, `throughput` and `prefix`,
+too, where there are results of them. With `--check` nothing is written, and the exit code is 1 when a page and the
+results differ.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from benchmarks.report import RESULTS, newest, table
 from benchmarks.throughput import BASE as RUNAI
 from benchmarks.throughput import import_beside
 
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- benchmark -->\n", "<!-- /benchmark -->"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RATE_MB_S = 200.0
 _OVER = {"http": "HTTP", "tls": "TLS", "file": "local files"}
 DRAFT_RATE_MB_S = 100.0  # where there is time to draft ahead before importing torch has decided everything
@@ -33,18 +36,77 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="say whether the README agrees; write nothing")
     options = parser.parse_args()
-    before = README.read_text(encoding="utf-8")
-    after = filled(before, section())
-    if options.check:
-        if before != after:
-            print("the README's figures are not those of the latest results", file=sys.stderr)
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
-    return 0
+    stale = False
+    for page, mark, text in ((README, "figures", figures()), (PAGE, "benchmark", section())):
+        before = page.read_text(encoding="utf-8")
+        after = filled(before, mark, text)
+        if options.check and before != after:
+            print(
+                f"the figures of {page.relative_to(ROOT)} are not those of the latest results",
+                file=sys.stderr,
+            )
+            stale = True
+        elif before != after:
+            page.write_text(after, encoding="utf-8")
+    return int(stale)
+
+
+def figures() -> str:
+    """The README's table: one row a promise, each with its peer of the same run."""
+    cold = newest("cold_start")
+    link = nearest(cold["results"], RATE_MB_S)
+    packed, base = link["systems"][PACKED]["first_token_s"], link["systems"][BASE]["first_token_s"]
+    wire_s = link["wire_s"]["packed"]
+    rows = [
+        [
+            f"cold container, {_params(cold)} model, S3 at {link['rate_mb_s']:g} MB/s: first token",
+            f"{packed:.2f} s, {packed / wire_s:.2f}x its bytes' time on the wire",
+            f"{base:.2f} s: {BASE}",
+            _day(cold),
+        ]
+    ]
+    start = newest("starts")
+    local, imports_s = start["results"], start["results"]["import torch"]["first_token_s"]
+    rows.append(
+        [
+            "the same model in a local folder, plain: first token over HTTP",
+            f"{local['teneral, plain']['first_token_s']:.2f} s",
+            f"{imports_s:.2f} s: `import torch` alone",
+            _day(start),
+        ]
+    )
+    waiting = newest("standby")
+    taken, transformers = waiting["results"]["standby with memory, plain"], waiting["results"]["transformers"]
+    rows.append(
+        [
+            "the same, taken over by a standby process",
+            f"{taken['first_token_s']:.2f} s",
+            f"{transformers['first_token_s']:.2f} s: transformers",
+            _day(waiting),
+        ]
+    )
+    warm = newest("hot")
+    ours, theirs = (warm["results"][name] for name in ("teneral bf16", "llama.cpp BF16"))
+    size = str(max(map(int, ours["decode"])))
+    rows.append(
+        [
+            f"warm, bf16: tokens/s of one answer, of {size} at once",
+            f"{ours['decode']['1']:.0f}, {ours['decode'][size]:.0f}",
+            f"{theirs['decode']['1']:.0f}, {theirs['decode'][size]:.0f}: llama.cpp",
+            _day(warm),
+        ]
+    )
+    columns = [
+        f"{start['machine']['cores']} shared cores, no GPU",
+        "Teneral",
+        "peer in the same run",
+        "measured",
+    ]
+    return table(columns, rows) + "\n"
 
 
 def section() -> str:
-    """All that stands between the marks."""
+    """The page's tables."""
     parts = [cold_start(newest("cold_start"))]
     if any(RESULTS.glob("starts-*.json")):
         parts.insert(0, starts(newest("starts")))
@@ -61,12 +123,13 @@ def section() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def filled(readme: str, text: str) -> str:
-    """The README with this text between its marks. Raises SystemExit when it has not both."""
-    head, begin, rest = readme.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+def filled(page: str, mark: str, text: str) -> str:
+    """The page with this text between two marks of a name. Raises SystemExit without both marks."""
+    first, last = f"<!-- {mark} -->\n", f"<!-- /{mark} -->"
+    head, begin, rest = page.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise SystemExit(f"{README} has no {BEGIN.strip()} … {END}")
+        raise SystemExit(f"a page has no {first.strip()} … {last}")
     return f"{head}{begin}{text}{end}{tail}"
 
 
@@ -116,7 +179,7 @@ def cold_start(report: dict[str, Any]) -> str:
         f"store behind {link['rate_mb_s']:g} MB/s with {report['latency_ms']:g} ms to the first byte,\n"
         f"{_where(report)}:\n\n"
         f"{table(columns, rows)}\n\n"
-        "![Cold start by the link's rate, one line a system](docs/cold-start.svg)\n\n"
+        "![Cold start by the link's rate, one line a system](cold-start.svg)\n\n"
         "The picture is made by `python -m benchmarks.picture` from the same results."
     )
 
@@ -143,10 +206,10 @@ def draft(report: dict[str, Any]) -> str:
     columns = ["", "first token, s", "beside the wire", nth, "MB sent by the first", "drafted", "accepted"]
     return (
         f"The same over {link['rate_mb_s']:g} MB/s with {report['num_tokens']} tokens, beside what the draft tier gains"
-        f" ([docs/draft.md](docs/draft.md)),\n{_where(report)}.\nWeights: {report['weights']}"
-        f" ([docs/draft-quality.md](docs/draft-quality.md) is about real ones).\n\n"
+        f" ([draft.md](draft.md)),\n{_where(report)}.\nWeights: {report['weights']}"
+        f" ([draft-quality.md](draft-quality.md) is about real ones).\n\n"
         f"{table(columns, rows)}\n\n"
-        "![Tokens received over time, one line a system](docs/draft.svg)"
+        "![Tokens received over time, one line a system](draft.svg)"
     )
 
 
@@ -228,7 +291,7 @@ def prefix(report: dict[str, Any]) -> str:
     ]
     tokens = f"{report['prefix_tokens']:,}"
     lead = (
-        f"The first token behind a beginning of {tokens} tokens ([docs/kv.md](docs/kv.md)), {_where(report)}; "
+        f"The first token behind a beginning of {tokens} tokens ([kv.md](kv.md)), {_where(report)}; "
         "*exec* counts\nfrom starting the process:"
     )
     return f"{lead}\n\n{table(['', 'first token, s', 'beside new', 'tokens found'], rows)}"
@@ -239,6 +302,15 @@ def _where(report: dict[str, Any]) -> str:
     rounds = f"medians of {report['rounds']} rounds in turns" if report["rounds"] > 1 else "one round"
     how = f"`{report['command']}`; {rounds}, {report['date'][:10]}"
     return f"on {machine['cores']} cores ({machine['cpu']}) without a GPU ({how})"
+
+
+def _day(report: dict[str, Any]) -> str:
+    return str(report["date"][:10])
+
+
+def _params(report: dict[str, Any]) -> str:
+    """`0.5B` of `qwen2.5-0.5b`."""
+    return str(report["model"]).rpartition("-")[2].upper()
 
 
 def _shown(name: str) -> str:

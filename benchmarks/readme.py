@@ -170,7 +170,7 @@ def cold_start(report: dict[str, Any]) -> str:
     columns = [
         "",
         "first token, s",
-        "beside its bytes' own time on the wire",
+        "relative to its bytes' time on the wire",
         f"sooner than {BASE}",
         "peak MB",
     ]
@@ -203,9 +203,17 @@ def draft(report: dict[str, Any]) -> str:
             ]
         )
     nth = f"token {report['num_tokens']}, s"
-    columns = ["", "first token, s", "beside the wire", nth, "MB sent by the first", "drafted", "accepted"]
+    columns = [
+        "",
+        "first token, s",
+        "relative to the wire",
+        nth,
+        "MB sent by the first",
+        "drafted",
+        "accepted",
+    ]
     return (
-        f"The same over {link['rate_mb_s']:g} MB/s with {report['num_tokens']} tokens, beside what the draft tier gains"
+        f"The same over {link['rate_mb_s']:g} MB/s with {report['num_tokens']} tokens, and the draft tier's gain"
         f" ([draft.md](draft.md)),\n{_where(report)}.\nWeights: {report['weights']}"
         f" ([draft-quality.md](draft-quality.md) is about real ones).\n\n"
         f"{table(columns, rows)}\n\n"
@@ -221,7 +229,7 @@ def standby(report: dict[str, Any]) -> str:
         for name, row in report["results"].items()
     ]
     lead = f"With the model on the node already, {_where(report)}:"
-    return f"{lead}\n\n{table(['', 'first token, s', 'beside transformers'], rows)}"
+    return f"{lead}\n\n{table(['', 'first token, s', 'relative to transformers'], rows)}"
 
 
 def throughput(report: dict[str, Any]) -> str:
@@ -240,13 +248,13 @@ def throughput(report: dict[str, Any]) -> str:
                 beside = f"{speed:.1f}x, {cpu:.2f}x"
             cells = [f"{row['gb_s']:.2f}", f"{row['cpu_s_a_gb']:.2f}", beside, f"{row['peak_pss_mb']:,.0f}"]
             rows.append([f"{name}, {_OVER[over]}", *cells])
-    columns = ["", "GB/s of weights", "CPU-s a GB", f"both beside {RUNAI}", "peak MB"]
+    columns = ["", "GB/s of weights", "CPU-s a GB", f"both relative to {RUNAI}", "peak MB"]
     lead = (
         f"Loading alone, without a limit on the link, {_where(report)}. All but a standby with memory take\n"
         "theirs from the system while the clock runs; files are in the page cache, where safetensors maps them:"
     )
     text = f"{lead}\n\n{table(columns, rows)}"
-    columns = ["`import torch` while weights are loaded", "s", "beside the import alone", "load, GB/s"]
+    columns = ["`import torch` while weights are loaded", "s", "relative to the import alone", "load, GB/s"]
     beside = [
         cells[: len(columns)]
         for over, results in report["results"].items()
@@ -294,7 +302,7 @@ def prefix(report: dict[str, Any]) -> str:
         f"The first token behind a beginning of {tokens} tokens ([kv.md](kv.md)), {_where(report)}; "
         "*exec* counts\nfrom starting the process:"
     )
-    return f"{lead}\n\n{table(['', 'first token, s', 'beside new', 'tokens found'], rows)}"
+    return f"{lead}\n\n{table(['', 'first token, s', 'relative to new', 'tokens found'], rows)}"
 
 
 def _where(report: dict[str, Any]) -> str:

@@ -21,11 +21,12 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from ...loader.errors import TeneralError, UsageError
 from ...loader.load.launch import Prepared
 from ...loader.memory.limits import available, check_fits
+from ...loader.process.cpu import has_idle_core
 from ...loader.timeline import Timeline
 from ...runtime.config import ServeConfig
 from ...runtime.errors import ModelError, PortInUseError
@@ -41,7 +42,10 @@ MIN_LIFE_S = (
     1.0  # a process that ends sooner, without an order, will not do better when it is forked again at once
 )
 ORDER_TIMEOUT_S = 5.0  # for an order to be complete
-REFILL_DELAY_S = 3.0  # who was just taken needs the cores more
+IDLE_CHECK_S = 0.05  # between looks for an idle core
+MAX_BUSY_S = (
+    3.0  # that a standby waits for one before it starts its interpreter for chat templates all the same
+)
 
 
 def run_pool(
@@ -75,14 +79,15 @@ def run_pool(
             imported_s = time.monotonic() - began_s
             gc.collect()
             gc.freeze()  # what is there already is not looked at, and so not copied, by the forks' collections
-            pool = _Pool(listener, num_processes, reserve_bytes, _Serving(serve_on, report))
-            pool.fill()
-            print(
-                f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-            pool.run()
+            serving = Serving(serve_on, report)
+            with contextlib.closing(StandbyPool(listener, num_processes, reserve_bytes, serving)) as pool:
+                pool.fill()
+                print(
+                    f"teneral: {num_processes} standby processes at {path} (imported in {imported_s:.1f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                pool.run()
         finally:
             remove_socket()
     return 0
@@ -202,33 +207,37 @@ def _make_room(path: str) -> None:
     )
 
 
-class _Serving(NamedTuple):
-    """What a process of the pool does with an order."""
+class Serving(NamedTuple):
+    """The functions that a process of the pool serves an order with."""
 
     serve_on: ServeOn
     report: Callable[[TeneralError], int]
 
 
-class _Pool:
-    """The forking process."""
+class StandbyPool:
+    """The forking process. Not thread-safe: it has one thread."""
 
     def __init__(
         self,
         listener: socket.socket,
         num_processes: int,
         reserve_bytes: int,
-        serving: _Serving,
+        serving: Serving,
     ) -> None:
-        self._listener = listener
         self._serving = serving
         self._num_processes = num_processes
         self._reserve_bytes = reserve_bytes
-        self._fill_at_s = 0.0
         self._waiting: dict[int, float] = {}  # processes without an order, and since when
         # The forks hold the writing end: each says here when it has an order. They read the other pipe's end, at which
         # they see that this process is gone.
-        self._taken, self._say_taken = os.pipe()
-        self._alive, self._keep_alive = os.pipe()
+        self._taken, say_taken = os.pipe()
+        alive, self._keep_alive = os.pipe()
+        self.ends = PoolEnds(listener, say_taken, alive)
+
+    def close(self) -> None:
+        """Close the pipes: the waiting processes see that, and end. The listener stays the caller's."""
+        for fd in (self._taken, self._keep_alive, self.ends.say_taken, self.ends.alive):
+            os.close(fd)
 
     def run(self) -> None:
         wake, woken = socket.socketpair()
@@ -241,7 +250,7 @@ class _Pool:
             signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
             try:
                 while not stopped:
-                    self._turn(wake)
+                    self.turn(wake)
             finally:
                 # Children end after this, and their signals would be written to a closed socket.
                 signal.set_wakeup_fd(-1)
@@ -249,15 +258,10 @@ class _Pool:
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGTERM)
 
-    def _turn(self, wake: socket.socket) -> None:
-        """Refills when it is time, and waits for a signal, an order or that time."""
-        wait_s = self._fill_at_s - time.monotonic()
-        if wait_s <= 0:
-            self.fill()
-        is_full = len(self._waiting) >= self._num_processes
-        ready, _, _ = select.select(
-            [wake.fileno(), self._taken], [], [], None if is_full else max(0.0, wait_s)
-        )
+    def turn(self, wake: socket.socket) -> None:
+        """Refill, and block until a signal has made `wake` readable or a process has taken an order."""
+        self.fill()
+        ready, _, _ = select.select([wake.fileno(), self._taken], [], [])
         if wake.fileno() in ready:
             wake.recv(1024)
         if self._taken in ready:
@@ -271,14 +275,12 @@ class _Pool:
             if process_id == 0:
                 os.close(self._taken)
                 os.close(self._keep_alive)
-                ends = _PoolEnds(self._listener, self._say_taken, self._alive)
-                _wait_and_exit(ends, self._reserve_bytes, self._serving)
+                _wait_and_exit(self.ends, self._reserve_bytes, self._serving)
             self._waiting[process_id] = time.monotonic()
 
     def _forget_taken(self) -> None:
         for number in os.read(self._taken, 4096).split():
             self._waiting.pop(int(number), None)
-        self._fill_at_s = time.monotonic() + REFILL_DELAY_S
 
     def _reap(self) -> None:
         while True:
@@ -293,7 +295,7 @@ class _Pool:
                 time.sleep(MIN_LIFE_S)
 
 
-class _PoolEnds(NamedTuple):
+class PoolEnds(NamedTuple):
     """What a fork holds of its pool."""
 
     listener: socket.socket
@@ -301,25 +303,29 @@ class _PoolEnds(NamedTuple):
     alive: int  # here it sees that the pool is gone
 
 
-class _Ahead(NamedTuple):
-    """A server's helpers before it is known what it will serve."""
+class _Ahead:
+    """A server's helpers before its order. Forks are there at once, since they cost a few milliseconds; an interpreter
+    for chat templates and memory for weights wait for an idle core, since the server that was just taken needs them.
+    """
 
-    load: Prepared
-    tokenizer: PreparedTokenizer
-    chat_worker: ChatWorker | None  # None where the system has no more processes
+    def __init__(self, reserve_bytes: int) -> None:
+        self.load = Prepared(fork=True, reserve_bytes=reserve_bytes)
+        self.tokenizer = PreparedTokenizer(files=self.load.files, fork=True)
+        self.chat_worker: ChatWorker | None = None  # None, too, where the system refuses another process
+        self._began_s = time.monotonic()
+        self.is_complete = False
+        self.load.reserve()
 
-    @classmethod
-    def fork(cls, reserve_bytes: int) -> Self:
-        load = Prepared(fork=True, reserve_bytes=reserve_bytes)
-        tokenizer = PreparedTokenizer(files=load.files, fork=True)
-        chat_worker = None
-        with suppress(ModelError):  # then it is started when it is needed, or not
-            chat_worker = ChatWorker()
-        load.reserve()
-        return cls(load, tokenizer, chat_worker)
+    def complete(self) -> None:
+        """Start the interpreter for chat templates if a core is idle, or none has been for `MAX_BUSY_S`."""
+        if not has_idle_core() and time.monotonic() - self._began_s < MAX_BUSY_S:
+            return
+        self.is_complete = True
+        with suppress(ModelError):  # then it is started at the first chat
+            self.chat_worker = ChatWorker()
 
 
-def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, serving: _Serving) -> None:
+def _wait_and_exit(ends: PoolEnds, reserve_bytes: int, serving: Serving) -> None:
     """A fork's whole life."""
     status = 1
     try:
@@ -329,8 +335,8 @@ def _wait_and_exit(ends: _PoolEnds, reserve_bytes: int, serving: _Serving) -> No
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # Ctrl-C in the pool's terminal: the pool says when to end
-        ahead = _Ahead.fork(reserve_bytes if _has_room(reserve_bytes) else 0)
-        accepted = _accept(ends.listener, ends.alive)
+        ahead = _Ahead(reserve_bytes if _has_room(reserve_bytes) else 0)
+        accepted = _accept(ends.listener, ends.alive, ahead)
         if accepted is not None:
             channel, order = accepted
             os.write(ends.say_taken, b"%d\n" % os.getpid())
@@ -349,13 +355,17 @@ def _has_room(reserve_bytes: int) -> bool:
     return left is None or left.size_bytes >= 2 * reserve_bytes
 
 
-def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None:
-    """The first order that is meant; None when the pool is gone."""
+def _accept(listener: socket.socket, alive: int, ahead: _Ahead) -> tuple[Channel, Order] | None:
+    """The first complete order; None when the pool is gone. Completes `ahead` meanwhile."""
     listener.setblocking(False)
     while True:
-        ready, _, _ = select.select([listener.fileno(), alive], [], [])
+        rest_s = None if ahead.is_complete else IDLE_CHECK_S
+        ready, _, _ = select.select([listener.fileno(), alive], [], [], rest_s)
         if alive in ready:
             return None
+        if not ready:
+            ahead.complete()
+            continue
         try:
             connected, _ = listener.accept()
         except BlockingIOError:
@@ -379,7 +389,7 @@ def _accept(listener: socket.socket, alive: int) -> tuple[Channel, Order] | None
         channel.close()
 
 
-def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: _Serving) -> int:
+def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: Serving) -> int:
     """Become what was ordered. Returns the exit status, having said it."""
     os.setsid()  # the client passes its signals on, and its terminal's
     for place, fd in enumerate(order.streams):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..format.manifest import align
-from ..process.cpu import available_cores
+from ..process.cpu import has_idle_core
 from .limits import refused
 
 if TYPE_CHECKING:
@@ -164,26 +164,15 @@ class Reserve:
         return Reserved(self._memory, self._taken_bytes)
 
     def _take_pages(self) -> None:
-        advise, cores = adviser(self._memory), available_cores()
+        advise = adviser(self._memory)
         for offset in range(0, len(self._memory), RESERVE_STEP_BYTES):
             # A lower priority would not do: pools and servers are sessions of their own, which
             # share cores evenly.
-            if self._wanted.wait(BUSY_REST_S if _num_running() > cores else 0):
+            if self._wanted.wait(0 if has_idle_core() else BUSY_REST_S):
                 return
             if not advise(offset, RESERVE_STEP_BYTES, MADV_POPULATE_WRITE):
                 return
             self._taken_bytes = offset + RESERVE_STEP_BYTES
-
-
-def _num_running() -> int:
-    """Threads on this machine that run or could run, this one too; 0 where the system does not
-    tell.
-    """
-    try:
-        with open("/proc/loadavg", "rb") as file:
-            return int(file.read(100).split()[3].partition(b"/")[0])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def held_bytes(shared_fd: int) -> int:

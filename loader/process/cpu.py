@@ -1,19 +1,9 @@
-"""Processor time: the cores that the container leaves this process, and how often its threads take
-turns.
-
-A thread that comes back from decoding, or from the device, waits up to the switch interval for the
-interpreter's lock: 5 ms by default, in which a link brings several images. The interval belongs to
-the process, so its users are counted.
-"""
+"""Processor time: the cores that the container leaves this process, and whether one is idle."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 CGROUP_ROOT = "/sys/fs/cgroup"
 
@@ -49,26 +39,16 @@ def _read(root: str | os.PathLike[str], *names: str) -> str:
         return file.read().decode("ascii")
 
 
-QUICK_S = 0.0005
+def has_idle_core() -> bool:
+    """Whether fewer threads run or could run on this machine, the calling one included, than there
+    are cores, or the system does not say.
+    """
+    return _num_running() <= available_cores()
 
-_lock = threading.Lock()
-_num_wanted = 0
-_usual_s = 0.005
 
-
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """Threads of this process take turns every 0.5 ms while at least one caller is inside."""
-    global _num_wanted, _usual_s  # noqa: PLW0603 - the interpreter has one interval
-    with _lock:
-        _num_wanted += 1
-        if _num_wanted == 1:
-            _usual_s = sys.getswitchinterval()
-            sys.setswitchinterval(min(QUICK_S, _usual_s))
+def _num_running() -> int:
     try:
-        yield
-    finally:
-        with _lock:
-            _num_wanted -= 1
-            if _num_wanted == 0:
-                sys.setswitchinterval(_usual_s)
+        with open("/proc/loadavg", "rb") as file:
+            return int(file.read(100).split()[3].partition(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -29,7 +29,7 @@ from tests.support.standby_processes import (
 from tests.support.tiny_models import save_tiny
 
 from teneral.handlers.standby.handover import MAX_MESSAGE_BYTES, Channel, HandoverError, Order
-from teneral.handlers.standby.pool import listen_locally
+from teneral.handlers.standby.pool import Serving, StandbyPool, listen_locally
 from teneral.loader.errors import UsageError
 from teneral.loader.load.launch import Task
 from teneral.loader.load.options import LoadOptions
@@ -67,6 +67,31 @@ def test_a_standby_serves_what_was_asked_for_and_another_takes_its_place(
     after = pool.wait_full()
     assert len(set(after) - set(before)) == 1
     assert taken.end()[0] == alone.end()[0] == 0
+
+
+def test_a_taken_process_is_replaced_before_the_pool_waits_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked: list[int] = []
+
+    def fork() -> int:
+        forked.append(100 + len(forked))
+        return forked[-1]
+
+    def no_children(*_: object) -> None:
+        raise ChildProcessError
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(os, "waitpid", no_children)
+    wake, woken = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as listener, wake, woken:
+        pool = StandbyPool(listener, 2, 0, Serving(lambda *_: None, lambda _: 1))
+        pool.fill()
+        assert forked == [100, 101]
+        os.write(pool.ends.say_taken, b"100\n")
+        pool.turn(wake)
+        woken.send(b"x")  # the next wait ends at once, too
+        pool.turn(wake)
+        assert forked == [100, 101, 102]
+        pool.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

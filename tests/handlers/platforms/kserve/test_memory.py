@@ -23,10 +23,10 @@ ONCE = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["Once 
 
 
 def resident_bytes() -> int:
-    """Of this process: its own memory, and the shared one that weights lie in."""
+    """Of this process: its own memory, the shared one that weights lie in, and the files that it maps."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem", "RssFile"))
 
 
 def config_of(model: Path, **settings: Any) -> ServeConfig:
@@ -63,10 +63,13 @@ async def test_nothing_of_an_unloaded_model_is_left(
         assert server.service.instance.timeline.snapshot()["spans"][0]["start_s"] < 1
 
 
-async def test_the_memory_of_weights_goes_back_to_the_system(tmp_path: Path, one_thread: None) -> None:
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_the_memory_of_weights_goes_back_to_the_system(
+    tmp_path: Path, one_thread: None, mapped: bool
+) -> None:
     weights_bytes = synthesize("minilm", tmp_path / "model").size_bytes
     assert weights_bytes > 80 << 20
-    config = config_of(tmp_path / "model")
+    config = config_of(tmp_path / "model", mmap=mapped)
     timeline = Timeline()
     launched = launch_helpers(config, timeline)
     assert launched is not None

@@ -185,7 +185,7 @@ def test_the_readme_s_table_is_that_of_the_result() -> None:
     text = readme.draft(result())
     assert "| `teneral serve --first-token draft` | 2.20 | 1.07 x 2.05 s | 3.70 | 412 | 2 | – |" in text
     assert "| 3.50 | 1.05 x 3.32 s | 3.60 | 664 | – | 3 of 3 |" in text
-    assert "docs/draft.svg" in text
+    assert "](draft.svg)" in text
     assert "says nothing about a real one" in text
 
 

@@ -92,11 +92,22 @@ def test_an_unknown_benchmark_is_refused_by_name() -> None:
     assert "cold_start" in done.stderr
 
 
-def test_the_readme_keeps_all_but_its_figures() -> None:
-    text = f"before\n{readme.BEGIN}old\n{readme.END}\nafter\n"
-    assert readme.filled(text, "new\n") == f"before\n{readme.BEGIN}new\n{readme.END}\nafter\n"
-    with pytest.raises(SystemExit, match="has no"):
-        readme.filled("nothing", "new\n")
+def test_a_page_keeps_all_but_its_figures() -> None:
+    text = "before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n"
+    filled = "before\n<!-- figures -->\nnew\n<!-- /figures -->\nafter\n"
+    assert readme.filled(text, "figures", "new\n") == filled
+    for mark in ("figures", "benchmark"):
+        with pytest.raises(SystemExit, match=f"has no <!-- {mark} -->"):
+            readme.filled("nothing", mark, "new\n")
+
+
+def test_the_readme_s_table_names_a_peer_and_a_day_in_each_row() -> None:
+    rows = readme.figures().splitlines()[2:]
+    assert len(rows) == 4
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert all(cells)
+        assert cells[3].startswith("20")
 
 
 def test_the_readme_s_figures_are_those_of_the_result() -> None:

@@ -17,26 +17,26 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any
 
-from ..errors import LoadCancelledError, LoadError, TeneralError
-from ..format.manifest import Manifest, Tier
+from ..errors import LoadCancelledError
+from ..format.manifest import Manifest
 from ..memory.arena import Arena, Reserved, as_array, held_bytes
-from ..memory.limits import MIB, Available, available, check_fits, taken_bytes
+from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
 from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
 from ..process.cpu import available_cores
 from ..sources.base import Source
 from ..timeline import Timeline
-from .accounting import LoadProgress, LoadState, LoadStatistics, Meter, Phase, mark_ready
+from .accounting import LoadStatistics, Phase
 from .decode import Decoder
 from .fetch import BlobVersions, Fetcher
-from .gates import Gate, Readiness
+from .gates import Gate
 from .link import MIN_RANGE_BYTES, MIN_READS, LinkTuner, ReadLimits
 from .options import LoadOptions, Order
 from .plan import Sizes, Step, plan_load, predict
 from .queue import WorkQueue
+from .threaded import ThreadedLoad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,7 +55,7 @@ NUMPY_DTYPES: dict[str, str] = {
 }  # fmt: skip
 
 
-class WeightLoad:
+class WeightLoad(ThreadedLoad):
     """Loads a manifest's weights. All methods may be called from any thread.
 
     The slabs live as long as their views: neither `close` nor dropping the load frees memory that a
@@ -63,9 +63,6 @@ class WeightLoad:
     that is cancelled while reads are on their way closes it itself, since nothing else makes them
     return.
     """
-
-    place: Literal["host"] = "host"  # of the weights
-    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
         self,
@@ -88,17 +85,13 @@ class WeightLoad:
         again. Loads that share `versions` read the same version of each blob. Raises
         `InsufficientMemoryError` when it would not fit.
         """
-        self.manifest = manifest
+        options = options or LoadOptions()
+        plan = plan_load(manifest, options.order, tables_last=options.rows_on_demand, direct=images is None)
+        super().__init__(manifest, plan, options, timeline)
         self._source = source
-        self._options = options or LoadOptions()
-        self._timeline = timeline or Timeline()
         self._images = images
         self._prefetch = prefetch
         self._versions = versions or BlobVersions(manifest, source.url)
-        self._plan = plan_load(
-            manifest, self._options.order, tables_last=self._options.rows_on_demand, direct=images is None
-        )
-        self._stored_bytes = self._plan.stored_bytes
         is_helper = shared_fd is not None or images is not None
         serving = taken_bytes(os.getpid(), os.getppid()) if is_helper else taken_bytes(os.getpid())
         self._serving_bytes = max(0, self._options.serving_bytes - serving)
@@ -119,61 +112,9 @@ class WeightLoad:
         self._cache = _open_cache(self._options, manifest)
         self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=shared_fd)
         self._order = self._options.order
-        self._meter = Meter()
-        self._readiness = Readiness(
-            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
-        )
         self._steps = {step.part.index: step.number for step in self._plan.steps}
-        self._threads: list[threading.Thread] = []
         self._num_fetchers = 0
         self._has_all_pages = False
-        self._lifecycle = threading.Lock()  # guards starting against cancelling
-        self._started_at_s: float | None = None
-        self._ended_at_s: float | None = None
-
-    def start(self) -> None:
-        """Begin to read; return at once. A cancelled load stays so. Raises `RuntimeError` the
-        second time.
-        """
-        with self._lifecycle:
-            if self._started_at_s is not None:
-                raise RuntimeError("a load can be started once")
-            self._started_at_s = time.monotonic()
-            if self._readiness.error is not None:
-                return
-            self._mark_ready(
-                (group.index, tier)
-                for group in self.manifest.groups
-                for tier in (Tier.DRAFT, Tier.REFINE)
-                if self._readiness.is_open(group.index, tier)
-            )
-            if not self._plan.steps:
-                self._end()
-                return
-            self._threads = self._make_threads()
-            for thread in self._threads:
-                thread.start()
-
-    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
-        """Return when the group holds that tier's values (`REFINE`: exact ones), at once if it does
-        already.
-
-        Raises the load's error, `LoadCancelledError`, or `TimeoutError` after `timeout_s`.
-        """
-        self._readiness.wait(group, tier, timeout_s)
-
-    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
-        return self._readiness.is_open(group, tier)
-
-    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
-        """Return when these parts of the manifest are in their slabs, having asked for them before
-        all others.
-
-        Returns at once when they are there already. Raises as `wait` does.
-        """
-        if not self._readiness.are_there(numbers):
-            self.want_parts(numbers)
-            self._readiness.wait_parts(numbers, timeout_s)
 
     def want_parts(self, numbers: Collection[int]) -> None:
         """Have these parts fetched before all others. `wait_for_change` tells when one of them is
@@ -200,11 +141,6 @@ class WeightLoad:
         then.
         """
         return self._has_all_pages
-
-    @property
-    def failure(self) -> TeneralError | None:
-        """Why the load ended early, if it did."""
-        return self._readiness.error
 
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
         """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
@@ -245,32 +181,10 @@ class WeightLoad:
             self._order = order
         self._work.reorder(order)
 
-    def left_s(self) -> float:
-        """How long the load will go on, as the link has been so far, seconds; infinity while that
-        is unknown.
-        """
-        return self.progress().left_s
-
-    def progress(self) -> LoadProgress:
-        """How far the load is, now. Costs microseconds."""
-        return LoadProgress(
-            state=self._state(),
-            stored_bytes_total=self._stored_bytes,
-            fetched_bytes=self._meter.fetched_bytes,
-            parts_decoded=self._meter.parts_decoded,
-            num_parts=len(self._plan.steps),
-            groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
-            groups_exact=self._readiness.num_open(Tier.REFINE),
-            num_groups=len(self.manifest.groups),
-            order=self.order,
-            rate_bytes_per_s=self._work.link_statistics().rate_bytes_per_s,
-        )
-
     def statistics(self) -> LoadStatistics:
         """The cost of the load so far."""
-        started, ended = self._started_at_s, self._ended_at_s
         return LoadStatistics(
-            elapsed_s=0.0 if started is None else (ended or time.monotonic()) - started,
+            elapsed_s=self._elapsed_s(),
             weight_bytes=self.manifest.weight_bytes,
             stored_bytes=self._stored_bytes,
             unverified_bytes=self._meter.unverified_bytes,
@@ -297,16 +211,6 @@ class WeightLoad:
             if self._fail(LoadCancelledError("the load was cancelled")) and self._threads:
                 self._source.close()
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until all threads have ended, however; False when they have not after `timeout_s`."""
-        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while alive := [thread for thread in self._threads if thread.is_alive()]:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            alive[0].join(None if timeout_s is None else left_s)
-        return True
-
     def join_cache(self, timeout_s: float | None = None) -> bool:
         """Wait, once the load has ended, until the node's cache holds what it takes; False after
         `timeout_s`.
@@ -326,22 +230,13 @@ class WeightLoad:
         # Refers to the load, whose memory would wait for the collector.
         vars(self).pop("_fetch", None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _check_memory(self, weights_held_bytes: int) -> int:
         """How much staging there may be, so much memory being held for weights already. Raises
         `InsufficientMemoryError` when not even the smallest would fit.
         """
         options = self._options
-        given_bytes = options.available_bytes
-        left = available() if given_bytes is None else Available(given_bytes, "as the options say")
-        if left is not None and given_bytes is None:
+        left = self._available()
+        if left is not None and options.available_bytes is None:
             left = left._replace(size_bytes=left.size_bytes + weights_held_bytes)
         sizes = [step.part.size_bytes for step in self._plan.steps if step.slab_offset_bytes is None]
         what, weight_bytes, other_bytes = "weights", self.manifest.weight_bytes, options.reserved_bytes
@@ -397,11 +292,6 @@ class WeightLoad:
             ("teneral-prefault", self._prefault),
         ]
         return [self._make_thread(name, body) for name, body in bodies]
-
-    def _make_thread(self, name: str, body: Callable[[], None]) -> threading.Thread:
-        # Daemons: a process that wants to exit must not wait for a model that is not needed any
-        # more.
-        return threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
 
     def _prefault(self) -> None:
         self._has_all_pages = self._arena.prefault(lambda: self._ended_at_s is not None)
@@ -465,16 +355,6 @@ class WeightLoad:
                 thread.start()
             self._threads += added
 
-    def _guard(self, body: Callable[[], None]) -> None:
-        try:
-            body()
-        except TeneralError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - unless the load ends, all who wait for it wait for ever
-            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
-
     def _settle(self, step: Step) -> None:
         """The step's values are in its slab: return its memory, count it, open the gates it
         completes.
@@ -484,49 +364,27 @@ class WeightLoad:
         self._meter.settled(
             part.size_bytes, verified=part.digest is not None, direct=step.slab_offset_bytes is not None
         )
-        gates, all_settled = self._readiness.settle(part.index)
-        self._mark_ready(gates)
-        if all_settled:
-            self._end()
-        self._readiness.open(gates, (part.index,))
+        self._open_gates(part)
 
     def _mark_ready(self, gates: Iterable[Gate]) -> None:
-        if self._images is None:  # else it is for who places them to say
-            mark_ready(self._timeline, self.manifest, gates)
+        if self._images is None:  # else the placement marks them
+            super()._mark_ready(gates)
 
-    def _fail(self, error: TeneralError) -> bool:
-        """End the load with an error; False when it has ended already."""
-        if not self._readiness.fail(error):
-            return False
+    def _rate_bytes_per_s(self) -> float:
+        return self._work.link_statistics().rate_bytes_per_s
+
+    def _stop(self) -> None:
         self._work.stop()
         if self._images is not None:
             self._images.close()
-        if self._started_at_s is not None:
-            self._end()
-        return True
 
     def _end(self) -> None:
-        self._ended_at_s = time.monotonic()
+        super()._end()
         if self._cache is not None:
             self._cache.finish()
-        self._timeline.add(
-            "fetch",
-            "load",
-            (self._started_at_s or self._ended_at_s) - self._timeline.started_at,
-            self._ended_at_s - self._timeline.started_at,
-            state=str(self._state()),
-            stored_bytes=self._stored_bytes,
-            weight_bytes=self.manifest.weight_bytes,
-            link=self._work.link_statistics()._asdict(),
-        )
 
-    def _state(self) -> LoadState:
-        if self._readiness.error is not None:
-            cancelled = isinstance(self._readiness.error, LoadCancelledError)
-            return LoadState.CANCELLED if cancelled else LoadState.FAILED
-        if self._ended_at_s is not None:
-            return LoadState.EXACT
-        return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
+    def _figures(self) -> dict[str, Any]:
+        return {"stored_bytes": self._stored_bytes, "link": self._work.link_statistics()._asdict()}
 
 
 def _open_cache(options: LoadOptions, manifest: Manifest) -> PartCache | None:

@@ -19,28 +19,24 @@ import time
 from collections import deque
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import LoadCancelledError, LoadError, TeneralError, UnavailableError
-from ..format.manifest import Manifest, Part, Tier
+from ..errors import LoadCancelledError, TeneralError, UnavailableError
+from ..format.manifest import Manifest, Part
 from ..memory.arena import MADV_POPULATE_READ, adviser, as_array
-from ..memory.limits import MIB, available, check_fits, taken_bytes
+from ..memory.limits import MIB, check_fits, taken_bytes
 from ..sources.base import Mappable
 from ..timeline import Timeline
 from .accounting import (
-    LoadProgress,
-    LoadState,
     LoadStatistics,
-    Meter,
     Phase,
     add_part_span,
     in_part,
-    mark_ready,
 )
-from .gates import Readiness
 from .link import LinkStatistics
 from .options import LoadOptions, Order
 from .plan import Step, plan_load
+from .threaded import ThreadedLoad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,16 +52,13 @@ class _Stretch(NamedTuple):
     begin_bytes: int
 
 
-class MappedLoad:
+class MappedLoad(ThreadedLoad):
     """Loads a manifest whose slabs are stretches of its files. All methods may be called from any
     thread.
 
     The slabs are views of private mappings, which live as long as any view does. The source stays
     the caller's.
     """
-
-    place: Literal["host"] = "host"  # of the weights
-    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
         self,
@@ -82,14 +75,13 @@ class MappedLoad:
         the manifest's version, and `ValueError` for a manifest of other slabs (`can_map` says of
         which it is).
         """
-        self.manifest = manifest
-        self._source = source
-        self._options = options or LoadOptions()
-        self._timeline = timeline or Timeline()
-        steps = plan_load(manifest, Order.EXACT, tables_last=self._options.rows_on_demand).steps
-        stretches = _stretches(steps)
+        options = options or LoadOptions()
+        plan = plan_load(manifest, Order.EXACT, tables_last=options.rows_on_demand)
+        stretches = _stretches(plan.steps)
         if stretches is None:
             raise ValueError("these slabs are not stretches of the files")
+        super().__init__(manifest, plan, options, timeline)
+        self._source = source
         self._check_memory()
         self._blobs = [source.map(blob.name, version=blob.version) for blob in manifest.blobs]
         self._advisers = [adviser(memory) for memory in self._blobs]
@@ -100,50 +92,11 @@ class MappedLoad:
         self._can_populate = all(
             advise(0, mmap.PAGESIZE, MADV_POPULATE_READ) for advise in self._advisers
         )  # Linux 5.14
-        self._readiness = Readiness(
-            len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
-        )
-        self._by_part = {step.part.index: step for step in steps}
-        self._todo = deque(steps)
-        self._lock = threading.Lock()  # guards what is to do, and starting against cancelling
-        self._meter = Meter()
-        self._threads: list[threading.Thread] = []
-        self._started_at_s: float | None = None
-        self._ended_at_s: float | None = None
-
-    def start(self) -> None:
-        """Begin to read; return at once. Raises `RuntimeError` the second time."""
-        with self._lock:
-            if self._started_at_s is not None:
-                raise RuntimeError("a load can be started once")
-            self._started_at_s = time.monotonic()
-            if self._readiness.error is not None:
-                return
-            if not self._todo:
-                self._end()
-            self._threads = [
-                threading.Thread(target=self._run, name=f"teneral-map-{number}", daemon=True)
-                for number in range(min(NUM_THREADS, len(self._todo)))
-            ]
-            for thread in self._threads:
-                thread.start()
-
-    def wait(self, group: int, tier: Tier = Tier.REFINE, timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait`."""
-        self._readiness.wait(group, tier, timeout_s)
-
-    def is_ready(self, group: int, tier: Tier = Tier.REFINE) -> bool:
-        return self._readiness.is_open(group, tier)
-
-    def wait_parts(self, numbers: Collection[int], timeout_s: float | None = None) -> None:
-        """As `WeightLoad.wait_parts`."""
-        if not self._readiness.are_there(numbers):
-            self.want_parts(numbers)
-            self._readiness.wait_parts(numbers, timeout_s)
+        self._todo = deque(plan.steps)
 
     def want_parts(self, numbers: Collection[int]) -> None:
         """As `WeightLoad.want_parts`."""
-        with self._lock:
+        with self._lifecycle:
             wanted = [step for step in self._todo if step.part.index in numbers]
             for step in reversed(wanted):
                 self._todo.remove(step)
@@ -172,35 +125,12 @@ class MappedLoad:
     def reorder(self, order: Order) -> None:
         """As `WeightLoad.reorder`."""
 
-    @property
-    def failure(self) -> TeneralError | None:
-        """Why the load ended early, if it did."""
-        return self._readiness.error
-
-    def left_s(self) -> float:
-        """As `WeightLoad.left_s`."""
-        return self.progress().left_s
-
-    def progress(self) -> LoadProgress:
-        """As `WeightLoad.progress`."""
-        return LoadProgress(
-            state=self._state(),
-            stored_bytes_total=sum(part.size_bytes for part in self.manifest.parts),
-            fetched_bytes=self._meter.fetched_bytes,
-            parts_decoded=self._meter.parts_decoded,
-            num_parts=len(self.manifest.parts),
-            groups_ready_draft=self._readiness.num_open(Tier.DRAFT),
-            groups_exact=self._readiness.num_open(Tier.REFINE),
-            num_groups=len(self.manifest.groups),
-            rate_bytes_per_s=self._rate_bytes_per_s(),
-        )
-
     def statistics(self) -> LoadStatistics:
         """As `WeightLoad.statistics`. What was mapped counts as read straight into its slab."""
         return LoadStatistics(
             elapsed_s=self._elapsed_s(),
             weight_bytes=self.manifest.weight_bytes,
-            stored_bytes=sum(part.size_bytes for part in self.manifest.parts),
+            stored_bytes=self._stored_bytes,
             unverified_bytes=self._meter.unverified_bytes,
             direct_bytes=self._meter.direct_bytes,
             num_reads=self._meter.num_reads,
@@ -219,47 +149,31 @@ class MappedLoad:
         """Stop: closed gates raise `LoadCancelledError`. Nothing after the end."""
         self._fail(LoadCancelledError("the load was cancelled"))
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until all threads have ended, however; False when they have not after `timeout_s`."""
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def close(self) -> None:
-        """Cancel if it is still under way, and wait for the threads. Idempotent. The weights stay."""
-        self.cancel()
-        self.join()
-
     def _check_memory(self) -> None:
         """Pages of files are given back by a system that is short of memory, and read again for
         each token: that is a model that does not fit.
         """
         options, weight_bytes = self._options, self.manifest.weight_bytes
-        left = available() if options.available_bytes is None else None
         serving_bytes = max(0, options.serving_bytes - taken_bytes(os.getpid()))
         check_fits(
             weight_bytes + options.reserved_bytes + serving_bytes,
-            left,
+            self._available(),
             what=f"loading the model from {self._source.url}",
             made_of=f"weights {weight_bytes / MIB:,.0f}, keys and values at least {options.reserved_bytes / MIB:,.0f}, "
             f"the server's processes another {serving_bytes / MIB:,.0f}",
         )
 
+    def _make_threads(self) -> list[threading.Thread]:
+        num_threads = min(NUM_THREADS, len(self._todo))
+        return [self._make_thread(f"teneral-map-{number}", self._run) for number in range(num_threads)]
+
     def _run(self) -> None:
         """The body of a thread."""
-        try:
-            while (step := self._next()) is not None:
-                self._take(step)
-        except TeneralError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - unless the load ends, everything waits for it for ever
-            failure = LoadError(f"the load stopped on a defect: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._fail(failure)
+        while (step := self._next()) is not None:
+            self._take(step)
 
     def _next(self) -> Step | None:
-        with self._lock:
+        with self._lifecycle:
             return self._todo.popleft() if self._todo and self._readiness.error is None else None
 
     def _take(self, step: Step) -> None:
@@ -279,11 +193,7 @@ class MappedLoad:
             ended_at_s=time.monotonic(),
         )
         self._meter.settled(part.size_bytes, verified=False, direct=True)
-        gates, all_settled = self._readiness.settle(part.index)
-        mark_ready(self._timeline, self.manifest, gates)
-        if all_settled:
-            self._end()
-        self._readiness.open(gates, (part.index,))
+        self._open_gates(part)
 
     def _read(self, part: Part) -> None:
         """Have the part's pages in memory and in this process's tables. Without the GIL."""
@@ -299,34 +209,11 @@ class MappedLoad:
                 raise UnavailableError(f"{blob.name} in {self._source.url} cannot be read")
         self._source.check_version(blob.name, blob.version)
 
-    def _fail(self, error: TeneralError) -> None:
-        if self._readiness.fail(error) and self._started_at_s is not None:
-            self._end()
+    def _stop(self) -> None:
+        """Threads look for an error before each part."""
 
-    def _end(self) -> None:
-        self._ended_at_s = time.monotonic()
-        self._timeline.add(
-            "fetch",
-            "load",
-            (self._started_at_s or self._ended_at_s) - self._timeline.started_at,
-            self._ended_at_s - self._timeline.started_at,
-            state=str(self._state()),
-            weight_bytes=self.manifest.weight_bytes,
-            mapped=True,
-        )
-
-    def _state(self) -> LoadState:
-        if self._readiness.error is not None:
-            cancelled = isinstance(self._readiness.error, LoadCancelledError)
-            return LoadState.CANCELLED if cancelled else LoadState.FAILED
-        if self._ended_at_s is not None:
-            return LoadState.EXACT
-        return LoadState.IDLE if self._started_at_s is None else LoadState.LOADING
-
-    def _elapsed_s(self) -> float:
-        if self._started_at_s is None:
-            return 0.0
-        return (self._ended_at_s or time.monotonic()) - self._started_at_s
+    def _figures(self) -> dict[str, Any]:
+        return {"mapped": True}
 
     def _rate_bytes_per_s(self) -> float:
         elapsed_s = self._elapsed_s()

@@ -193,9 +193,16 @@ def test_weights_that_would_not_stay_in_memory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path, llama_contents())
-    monkeypatch.setattr("teneral.loader.load.mapped_load.available", lambda: Available(1, "a test's limit"))
+    monkeypatch.setattr("teneral.loader.load.threaded.available", lambda: Available(1, "a test's limit"))
     with pytest.raises(InsufficientMemoryError, match="a test's limit"):
         MappedLoad(source, open_artifact(source, in_place=True))
+
+
+def test_a_budget_given_by_the_options_bounds_mapped_weights_too(tmp_path: Path) -> None:
+    source = write(tmp_path, llama_contents())
+    manifest = open_artifact(source, in_place=True)
+    with pytest.raises(InsufficientMemoryError, match="as the options say"):
+        MappedLoad(source, manifest, options=LoadOptions(available_bytes=manifest.weight_bytes - 1))
 
 
 def test_only_folders_of_this_machine_can_be_mapped(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def create_app(
 
 
 def edge_rules(platform: Platform) -> EdgeRules:
-    """What the edge needs to know of all platforms' routes, and of the platform that this server runs on."""
+    """The edge's rules for all platforms' routes, and for the platform that this server runs on."""
     routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
     return EdgeRules(
         open_paths=OPEN_PATHS | {_pattern(route) for route in routes if route.is_open},

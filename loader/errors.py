@@ -1,7 +1,7 @@
 """Every error that Teneral raises on purpose, below the engine.
 
     TeneralError
-    ├── UsageError               a flag, key or value that cannot be meant
+    ├── UsageError               an invalid flag, key or value
     ├── SourceError              the store: says which object, and what to do
     │   ├── NotFoundError
     │   ├── AccessDeniedError
@@ -17,7 +17,7 @@
     ├── NativeLibraryError       the native core's library does not load, or is of another version
     ├── InsufficientMemoryError  something does not fit in what the container has
     └── LoadError                a load ended before all weights were there
-        └── LoadCancelledError   … because somebody asked it to
+        └── LoadCancelledError   … on request
 
 An error says what is wrong, where, and what to do (`hint`). All but the message is optional, so
 that an error can cross processes. It knows no exit codes and no HTTP statuses: those belong to the
@@ -42,7 +42,7 @@ class TeneralError(Exception):
 
 
 class UsageError(TeneralError):
-    """A flag, configuration key or argument whose value cannot be meant. `key` names it as the user
+    """A flag, configuration key or argument with an invalid value. `key` names it as the user
     wrote it.
     """
 

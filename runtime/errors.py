@@ -2,7 +2,7 @@
 
 TeneralError
 ├── ModelError             the artifact is sound, but not a model that this version can run
-├── RequestError           the caller's request cannot be meant; `param` names the field
+├── RequestError           the caller's request is invalid; `param` names the field
 │   ├── ContextLengthError
 │   ├── GrammarError       … because no answer can follow the grammar that it gives, within the bounds
 │   └── RefusedError       … or must not be served, as a filter of the handler's decides; `code` says why
@@ -10,7 +10,7 @@ TeneralError
 │   └── HandlerBusyError   … because calls of the user's handler do not end
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
-├── UnloadedError          the model was unloaded at somebody's request, or is being loaded: try again
+├── UnloadedError          the model was unloaded on request, or is being loaded: try again
 ├── TryAgainError          the work is not complete, and another attempt goes on with it
 ├── SnapshotError          a KV snapshot is damaged or hostile (a FormatError)
 │   └── SnapshotMismatchError  … or was made for something else than it is to be used with
@@ -37,7 +37,7 @@ class DeviceLostError(TeneralError):
 
 
 class RequestError(TeneralError):
-    """A request that cannot be meant. `param` is the field as the caller wrote it, '' for the request as a
+    """An invalid request. `param` is the field as the caller wrote it, '' for the request as a
     whole.
     """
 
@@ -85,7 +85,7 @@ class DrainingError(TeneralError):
 
 
 class UnloadedError(TeneralError):
-    """The server has no model at the moment, because somebody asked so. Nothing was begun."""
+    """The server has no model at the moment, on request. Nothing was begun."""
 
     retry_after_s = 1.0
 
@@ -109,7 +109,7 @@ class HandlerError(TeneralError):
 
 
 class ResultError(HandlerError):
-    """What the user's handler gave is neither JSON nor text nor bytes."""
+    """The value of a user's handler is neither JSON nor text nor bytes."""
 
 
 class PortInUseError(TeneralError):

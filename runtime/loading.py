@@ -1,4 +1,4 @@
-"""What an instance asks of its load: one in its own threads, proof that it was exact, and what is to be told of it.
+"""An instance's part in its load: one in its own threads, proof that it was exact, and what is to be told of it.
 
 It does not know the instance, nor what the weights are for.
 """
@@ -145,7 +145,7 @@ def untaken_bytes(load: AnyLoad) -> int:
 
 
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
-    """What another device did and holds; None where there is none, or while it is being opened."""
+    """Another device's work and contents; None where there is none, or while it is being opened."""
     return load.device_statistics() if load.place == "device" else None
 
 

@@ -123,8 +123,8 @@ def _loads_in_process(config: ServeConfig, device: str) -> bool:
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:
-    """What opens a CUDA device, in the thread and at the time where it is called. Compiled kernels are looked for in
-    the folder, and then where the last server that had none left them.
+    """A function that opens a CUDA device in the thread that calls it. Compiled kernels are taken from the folder, and
+    then from the place where the last server that had none left them.
     """
 
     def open_device() -> Device:

@@ -169,9 +169,7 @@ def test_no_credentials_are_explained(
         ("inspect", "ftp://host/model"),
     ],
 )
-def test_a_flag_that_cannot_be_meant_is_refused(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_flag_is_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(capsys, 2, *arguments)
 
 

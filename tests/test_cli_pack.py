@@ -39,7 +39,7 @@ def test_bits_are_given_by_flags_and_shown_by_inspect(
         (["--sketch-bits", "3"], "--sketch-bits 3 leaves a draft of 3 mantissa bits nothing to add"),
     ],
 )
-def test_bits_that_cannot_be_meant_end_before_anything_is_written(
+def test_invalid_bits_end_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2
@@ -80,7 +80,7 @@ def test_weights_are_quantised_by_flags(
         (["--quantize", "int4", "--draft-bits", "3"], "quantised weights have no tiers"),
     ],
 )
-def test_ways_to_quantise_that_cannot_be_meant_end_before_anything_is_written(
+def test_invalid_ways_to_quantise_end_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     assert cli.run(["pack", str(checkpoint), str(tmp_path / "out"), *flags, "--quiet"]) == 2

@@ -15,7 +15,7 @@ SIZE_VARIABLE = "AWS_BATCH_JOB_ARRAY_SIZE"
 
 
 def share_of(environment: Mapping[str, str]) -> Share | None:
-    """None where this is no array job's child. Raises `UsageError` for variables that cannot be meant."""
+    """None where this is no array job's child. Raises `UsageError` for invalid variables."""
     index, size = environment.get(INDEX_VARIABLE, ""), environment.get(SIZE_VARIABLE, "")
     if not index:
         return None

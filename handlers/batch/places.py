@@ -73,7 +73,7 @@ class Places:
 
 
 def open_places(spec: JobSpec, default: SourceOptions) -> Places:
-    """Does no I/O. Raises `UsageError` for addresses that cannot be meant."""
+    """Does no I/O. Raises `UsageError` for invalid addresses."""
     options = spec.source_options or default
     folder, name = _split(spec.input, "input")
     given = Input(open_source(folder, options), name, _plain(folder, name), spec.input_version)

@@ -48,7 +48,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job, and this worker's place in it. Raises `UsageError` for what cannot be meant.
+    """A job, and this worker's place in it. Raises `UsageError` for invalid values.
 
     The input, the model, and the limits of lines and of their number decide what the job is: they must be the same
     for all of its workers. The other fields are each worker's own.

@@ -37,7 +37,7 @@ class Context:
         on_progress: Callable[[Any], object] | None = None,
     ) -> None:
         """`host` is the instance that serves the model; `timeout_s` counts from now, None is no deadline. RequestError
-        for a `session` that cannot be meant. `platform` is what the place where this runs tells of the invocation.
+        for an invalid `session`. `platform` is what the place where this runs tells of the invocation.
         """
         check_owner(session=session or "")
         self.request_id = request_id

@@ -52,8 +52,8 @@ class ModelHost(Protocol):
 class Model:
     """One invocation's view of the model. Thread-safe.
 
-    All calls raise `CancelledError` when the invocation has ended, `RequestError` for arguments that cannot
-    be meant, `CapacityError` when the instance has too much to do, `ModelError` when this kind of model
+    All calls raise `CancelledError` when the invocation has ended, `RequestError` for invalid
+    arguments, `CapacityError` when the instance has too much to do, `ModelError` when this kind of model
     cannot do it, and the load's own error when loading failed.
     """
 

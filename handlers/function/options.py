@@ -72,7 +72,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def parse_options(options: Mapping[str, Any]) -> ParsedOptions:
     """Raises `HandlerError` for an option that there is not: its name stands in the developer's code. Raises
-    `RequestError` naming the first option whose value cannot be meant: values often come from the caller.
+    `RequestError` naming the first option with an invalid value: values often come from the caller.
     """
     sampling: dict[str, Any] = {}
     others: dict[str, Any] = {}

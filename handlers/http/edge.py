@@ -1,4 +1,4 @@
-"""What every request passes through: its id, its key, its place among the works in flight, its errors, its
+"""The path of every request: its id, its key, its place among the works in flight, its errors, its
 count, and its line in the log.
 """
 
@@ -33,7 +33,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class EdgeRules:
-    """What the edge must know of the routes behind it, which it does not import. Paths are patterns of routes."""
+    """The edge's rules for the routes behind it, which it does not import. Paths are patterns of routes."""
 
     open_paths: frozenset[str] = OPEN_PATHS  # answered without a key
     control_paths: frozenset[str] = frozenset()  # work without a model
@@ -221,7 +221,7 @@ def parse_origins(setting: str | None) -> frozenset[str]:
 
 
 class Origins:
-    """Which pages may send requests."""
+    """The origins of pages that may send requests."""
 
     def __init__(self, named: Collection[str]) -> None:
         self._named = frozenset(named)

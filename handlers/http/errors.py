@@ -82,7 +82,7 @@ class ApiError(TeneralError):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What the client is told of an exception."""
+    """The client's part of an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TeneralError):

@@ -183,7 +183,7 @@ class Deadline:
 
 
 def deadline_of(request: web.BaseRequest, arrived_s: float) -> Deadline | None:
-    """The request's own; None where it gives none. 400 for one that cannot be meant, 504 for one that has passed."""
+    """The request's own; None where it gives none. 400 for an invalid one, 504 for one that has passed."""
     given = request.headers.getall(HEADER, [])
     if not given:
         return None

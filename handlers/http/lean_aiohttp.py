@@ -54,7 +54,7 @@ def _version(path: str) -> str | None:
 
 
 class _Rest:
-    """What the package has beside its submodules, imported when it is first asked for. Thread-safe."""
+    """The package's own attributes, imported at the first access to one. Thread-safe."""
 
     def __init__(self, package: ModuleType, spec: ModuleSpec) -> None:
         self._package = package

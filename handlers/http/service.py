@@ -1,4 +1,4 @@
-"""What all routes share, and each request's own record."""
+"""The parts that all routes share, and each request's own record."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Call:
         return ApiError(504, error.message, kind=SERVER_ERROR, code="request_timeout")
 
     def explain(self, error: Exception) -> ApiError:
-        """What the client is told of an exception; the log is told the rest."""
+        """The client's part of an exception; the log has the rest."""
         told = as_api_error(error)
         self.error_status = told.status
         if not isinstance(error, TeneralError | web.HTTPException | web.RequestPayloadError):
@@ -218,7 +218,7 @@ class TextThreads:
         self._long = ThreadPoolExecutor(MAX_LONG, "teneral-long-text")
 
     async def run(self, body_bytes: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """What `function` returns or raises. `body_bytes` is the length of what it looks at."""
+        """Returns or raises as `function` does. `body_bytes` is the length of what it looks at."""
         threads = self._long if body_bytes > LONG_BYTES else self._short
         call = functools.partial(function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(threads, call)

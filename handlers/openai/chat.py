@@ -72,9 +72,7 @@ class ChatRoute:
 
 
 class ChatFormat:
-    """One chat request's side of the wire. Raises `RequestError` when it is made of a body that cannot be
-    meant.
-    """
+    """One chat request's side of the wire. Raises `RequestError` for an invalid body."""
 
     def __init__(self, body: ChatBody, *, model: str, max_sequences: int, first_token: FirstToken) -> None:
         check_stream(body)
@@ -224,7 +222,7 @@ def _num_top_logprobs(body: ChatBody) -> int | None:
 
 
 def _refuse_unsupported(body: ChatBody) -> None:
-    """What would change the answer but is not there is refused, not ignored."""
+    """Refuses fields that would change the answer and are not implemented."""
     refuse_unsupported(body, CHAT)
     if not body.messages:
         raise RequestError("messages is empty", param="messages")

@@ -62,9 +62,7 @@ class CompletionRoute:
 
 
 class CompletionFormat:
-    """One completion request's side of the wire. Raises `RequestError` when it is made of a body that cannot
-    be meant.
-    """
+    """One completion request's side of the wire. Raises `RequestError` for an invalid body."""
 
     def __init__(
         self, body: CompletionBody, *, model: str, max_sequences: int, first_token: FirstToken
@@ -147,7 +145,7 @@ class CompletionFormat:
         return encode(Completion(self._id, self._created, self._model, choices, usage=usage))
 
     def _echo(self, index: int) -> str:
-        """What stands before a choice's own text. Asked for only after the engine has checked the tokens."""
+        """The text in front of a choice's own. Asked for only after the engine has checked the tokens."""
         if not self.body.echo:
             return ""
         prompt = self._prompts[index // self._n]
@@ -160,7 +158,7 @@ class CompletionFormat:
 
 
 def _refuse_unsupported(body: CompletionBody) -> None:
-    """What would change the answer but is not there is refused, not ignored."""
+    """Refuses fields that would change the answer and are not implemented."""
     refuse_unsupported(body, COMPLETIONS)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError("best_of is supported only where it equals n", param="best_of")

@@ -223,7 +223,7 @@ class Asked(Protocol):
     def body(self) -> GenerationBody: ...
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        """What the engine is asked. Called once, in a thread, before all that follows. A prompt has room for
+        """The request to the engine. Called once, in a thread, before all that follows. A prompt has room for
         `max_tokens`; None: not known yet. Raises `RequestError`.
         """
 

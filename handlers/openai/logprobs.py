@@ -77,7 +77,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte fallback
 
 
 def token_bytes(tokenizer: TextTokenizer, token: int) -> bytes:
-    """What the token adds to a text, UTF-8; of a token that is a part of a character, that part. b'' for none
+    """The bytes that the token adds to a text, UTF-8; of a token that is a part of a character, that part. b'' for none
     such.
     """
     piece = tokenizer.id_to_piece(token)

@@ -51,13 +51,13 @@ def check_stream(body: GenerationBody) -> None:
 
 
 def wanted_first_token(body: GenerationBody, *, default: FirstToken) -> FirstToken:
-    """What the request says, or else the server's own."""
+    """The request's value, or else the server's own."""
     asked = None if body.teneral is None else body.teneral.first_token
     return default if asked is None else asked
 
 
 def check_extras(body: GenerationBody) -> None:
-    """Raises `RequestError` for names that cannot be meant."""
+    """Raises `RequestError` for invalid names."""
     extras = body.teneral or Extras()
     check_owner(session=extras.session or "", tenant=extras.tenant or "", cache_salt=extras.cache_salt or "")
 

@@ -33,7 +33,7 @@ class Extras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoExtras(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where there are none: vectors are always those of the exact weights."""
+    """No fields: vectors are always those of the exact weights."""
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What /v1/completions and /v1/chat/completions have in common."""
+    """The fields that /v1/completions and /v1/chat/completions share."""
 
     model: str | None = None
     n: int | None = None
@@ -77,7 +77,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    # What other servers take as well, beside OpenAI's own
+    # Of other servers' APIs
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None

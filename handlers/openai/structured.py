@@ -13,8 +13,8 @@ Make = Callable[[], GrammarSpec]
 
 
 def grammar_of(body: GenerationBody) -> GrammarSpec | None:
-    """What the body asks for; None: any text. Raises `RequestError` for two forms at once, and for what `GrammarSpec`
-    refuses.
+    """The form that the body asks for; None: any text. Raises `RequestError` for two forms at once, and for those
+    that `GrammarSpec` refuses.
     """
     asked = dict(_asked(body))
     if len(asked) > 1:

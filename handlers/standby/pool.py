@@ -296,7 +296,7 @@ class StandbyPool:
 
 
 class PoolEnds(NamedTuple):
-    """What a fork holds of its pool."""
+    """The ends of pipes and the listener that a fork holds of its pool."""
 
     listener: socket.socket
     say_taken: int  # here it says that it has an order

@@ -228,8 +228,8 @@ class CacheFolder:
                     if is_dead or not stat_modes.S_ISREG(status.st_mode):
                         self._remove_entry(entry.name)
                         continue
-                    # Temporary files are not evicted for room: they are somebody's at work, or soon
-                    # too old.
+                    # Temporary files are not evicted for room: a writer still uses them, or they are
+                    # soon too old.
                     used_at_ns = self._opened_at_ns if is_temporary else status.st_mtime_ns
                     yield _File(used_at_ns, entry.name, _on_disk(status.st_size))
 

@@ -236,7 +236,7 @@ class Placement:
             body()
         except TeneralError as error:
             self._end(error)
-        except Exception as error:  # noqa: BLE001 - unless the load ends, all who wait for it wait for ever
+        except Exception as error:  # noqa: BLE001 - a defect fails the load like any other error
             failure = LoadError(f"placing weights stopped on a defect: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._end(failure)
@@ -307,7 +307,7 @@ class Placement:
             with self._refine_locks.writing(part.group):
                 ticket = device.place(placed, tuple(self._uses[part.group].values()))
                 self._last[part.group] = ticket
-        else:  # the first to write there: no values that somebody could be using
+        else:  # the first to write there: no values are in use yet
             ticket = device.place(placed)
             for sent in together:
                 self._last[model.manifest.parts[sent.part].group] = ticket
@@ -422,7 +422,7 @@ class _Speed:
 
 
 def _refines(manifest: Manifest, part: Part) -> bool:
-    """Whether the part replaces bits that somebody may have used."""
+    """Whether the part replaces bits that may be in use."""
     return any(
         manifest.tensors[segment.tensor].encoding.tiers[0] is not part.tier for segment in part.segments
     )

@@ -91,8 +91,8 @@ class Encoding:
         """The encoding of a float dtype, by the mantissa bits in its draft and, where it has one,
         in its sketch.
 
-        More draft bits than the dtype has mean all of them. Raises `ValueError` for bits that
-        cannot be meant.
+        More draft bits than the dtype has mean all of them. Raises `ValueError` for invalid
+        bits.
         """
         family = next(name for name, known in FLOAT_FORMATS.items() if known.dtype == dtype)
         draft_bits = min(draft_bits, FLOAT_FORMATS[family].mantissa_bits)

@@ -224,7 +224,7 @@ def _report(load: WeightLoad, reporter: Reporter) -> None:
 
 class _Inbox:
     """Messages from the parent after its task: parts that it waits for, the order it wants, images
-    that it has taken. Silence is for ever; the end is ours, too.
+    that it has taken. There may be none for any time; the end of the stream ends this process.
     """
 
     def __init__(self, stream: BufferedRWPair) -> None:

@@ -73,8 +73,7 @@ class Decoder:
         while (task := self._work.next_step()) is not None:
             step, stored = task
             if self._verify(step, stored):
-                # What needs nothing is the first to write there: no values that somebody could be
-                # using.
+                # A step without needs is the first to write there: no values are in use yet.
                 is_first = not step.needs or self._images is not None
                 with nullcontext() if is_first else self._refine_locks.writing(step.part.group):
                     self._decode(step.part, stored, scratch)

@@ -34,7 +34,7 @@ class Readiness:
         self._num_unsettled = len(parts)
         self._open = [[False] * num_groups for _ in Tier]
         self._is_there = [False] * len(parts)
-        self._watched: set[int] = set()  # parts that somebody waits for by their numbers
+        self._watched: set[int] = set()  # parts that are waited for by their numbers
         self._error: TeneralError | None = None
         self._changed = threading.Condition()
         self._num_changes = 0

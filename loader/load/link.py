@@ -67,7 +67,7 @@ MIN_RANGE_S = (
     # … or below what the link gives in this while: a request costs 0.3 to 0.6 ms of a core here.
     2e-3
 )
-USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless somebody waits or the end is near
+USUAL_RANGE_BYTES = 4 * 1024 * 1024  # at least, unless a reader waits or the end is near
 WORTH = 16  # a range takes this many times as long as its first byte
 # Enough for 200 MB/s from anywhere; more only where more turn out to be faster.
 FIRST_CONNECTIONS = 8

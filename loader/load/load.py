@@ -131,7 +131,7 @@ class WeightLoad(ThreadedLoad):
         """Return once more has happened than `seen`, the number that this gave last, or after
         `timeout_s`.
 
-        What counts: gates that open, parts that somebody asked for, and the load's failure.
+        What counts: gates that open, parts that were wanted, and the load's failure.
         """
         return self._readiness.wait_for_change(seen, timeout_s)
 

@@ -42,7 +42,7 @@ class _Values(NamedTuple):
 
 
 class LoadOptions(_Values):
-    """How to load. Raises `UsageError` for values that cannot be meant."""
+    """How to load. Raises `UsageError` for invalid values."""
 
     __slots__ = ()
 

@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Steps in the order in which they are fetched unless somebody asks for one of them sooner.
+    """Steps in the order in which they are fetched unless one of them is wanted sooner.
 
     `late` are the numbers of the parts that come last in their tiers.
     """

@@ -232,7 +232,7 @@ class ProcessLoad:
             status = self._child.wait()
             if self._statistics is None:
                 self._fail(_died(status))
-        except Exception as error:  # noqa: BLE001 - whatever it is, unless the load ends all wait for ever
+        except Exception as error:  # noqa: BLE001 - a defect fails the load like any other error
             self._child.kill()
             self._child.wait()
             if not isinstance(error, TeneralError):  # else our half of the shared memory was refused

@@ -212,7 +212,7 @@ class _PartUnpacker:
         while done < len(view):
             count = os.preadv(place.fd, [view[done:]], place.offset_bytes + offset_bytes + done)
             if count == 0:
-                raise OSError("a file that is being written was cut off by somebody else")
+                raise OSError("another process has cut off a file that is being written")
             done += count
 
 
@@ -321,7 +321,7 @@ def _write_files(source: Source, manifest: Manifest, staging: Path) -> None:
             raise ManifestError(
                 f"the artifact carries {file.name} as a small file, where its weights would be written",
                 where=file.name,
-                hint="It was not written by `teneral pack`: get it from somebody you trust.",
+                hint="It was not written by `teneral pack`: get it from a source you trust.",
             )
         path = staging / file.name
         path.parent.mkdir(parents=True, exist_ok=True)

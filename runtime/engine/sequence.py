@@ -21,7 +21,7 @@ from .generation import Generation
 class Lane:
     """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order.
 
-    While it is lent blocks without having a place (`lending.py`), the last of these tokens may lie in somebody else's
+    While it is lent blocks without having a place (`lending.py`), the last of these tokens may lie in another's
     block, the `source`. They are copied when the lane gets its next block.
     """
 

@@ -27,7 +27,7 @@ class OpenedWeights(NamedTuple):
 def open_weights(address: Address, options: SourceOptions | None = None) -> OpenedWeights:
     """Read the manifest, or the safetensors headers, at an address; no weights.
 
-    Raises `UsageError` for an address that cannot be meant, `NotFoundError`, `FormatError` for what is damaged, and
+    Raises `UsageError` for an invalid address, `NotFoundError`, `FormatError` for what is damaged, and
     the source's own errors.
     """
     url, digest = split_pin(os.fspath(address))

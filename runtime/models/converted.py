@@ -49,7 +49,7 @@ class ConvertedProjection:
         return self._kept is not None
 
     def matrices(self) -> tuple[IntegerMatrix, ...]:
-        """Blocks for the conversion the first time. Raises `ModelError` for content that cannot be meant."""
+        """Blocks for the conversion the first time. Raises `ModelError` for invalid content."""
         if self._kept is not None:
             return self._kept
         with self._converting:

@@ -1,4 +1,4 @@
-"""What an engine computes with: it puts a step's numbers where the model is, computes it, and chooses tokens.
+"""The protocol by which an engine computes: puts a step's numbers where the model is, computes, and chooses tokens.
 
 `backends/host.py` is for models on this machine's CPU; for a CUDA device there is `cuda/backend.py`. One thread at a
 time. Nothing is known here of which sequences take part, or why.
@@ -40,7 +40,7 @@ class DeviceStatistics:
 
 
 class Backend(Protocol):
-    """What an engine, and its early phase, compute with."""
+    """The computing side of an engine and of its early phase."""
 
     @property
     def returns_early(self) -> bool:
@@ -71,7 +71,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendOptions:
-    """What a backend may rely on, and where it finds what."""
+    """The parts that a backend may rely on."""
 
     block_size: int
     max_running: int

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what comes back, as values. No text is tokenised here and no HTTP
+"""Requests to the engine and its answers, as values. No text is tokenised here and no HTTP
 is known.
 """
 
@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 
 class FirstToken(enum.StrEnum):
-    """What the weights must be that choose the first tokens that a client gets, while they are still arriving."""
+    """The weights that may choose the first tokens that a client gets, while they are still arriving."""
 
     EXACT = "exact"  # exact ones: whatever is sent is what the finished model says
     DRAFT = "draft"  # those of the draft tier will do, until the exact ones are there
@@ -41,7 +41,7 @@ class FirstToken(enum.StrEnum):
 
 
 class Priority(enum.StrEnum):
-    """Who goes first, and who makes way."""
+    """The order of requests: which go first, and which make way."""
 
     INTERACTIVE = "interactive"  # somebody waits for each token
     BATCH = "batch"  # gets what the others leave, and gives it back when they need it
@@ -157,7 +157,7 @@ class GenerationEvent:
 
 
 def check_owner(*, session: str = "", tenant: str = "", cache_salt: str = "") -> None:
-    """Raises RequestError for a name that cannot be meant; '' is none. A salt may be any text."""
+    """Raises RequestError for an invalid name; '' is none. A salt may be any text."""
     for param, name in (("session", session), ("tenant", tenant)):
         if name and not _NAME.fullmatch(name):
             raise RequestError(

@@ -13,7 +13,7 @@ from .batch import SequenceSpan, StepBatch
 
 
 class LaneLike(Protocol):
-    """Where a sequence's keys and values of one epoch lie."""
+    """The places of a sequence's keys and values of one epoch."""
 
     epoch: Epoch
     blocks: tuple[int, ...]

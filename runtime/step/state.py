@@ -1,4 +1,4 @@
-"""What the choice of a sequence's next token depends on beside its logits, and the choice."""
+"""The state on which the choice of a sequence's next token depends, and the choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .requests import GenerationRequest, SamplingParams, TokenLogprob
 
 
 class SamplingState:
-    """What the choice of a sequence's next token depends on, beside its logits."""
+    """All that the choice of a sequence's next token depends on but its logits."""
 
     __slots__ = (
         "grammar",

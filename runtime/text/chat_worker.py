@@ -98,7 +98,7 @@ def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class Refused(Exception):
-    """The template itself says that these messages cannot be meant."""
+    """The template itself rejects these messages."""
 
 
 def _refuse(message: Any) -> NoReturn:

@@ -12,7 +12,7 @@ SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://,
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What was asked for; `command` names it. Ends the process, as argparse does, where that cannot be meant."""
+    """What was asked for; `command` names it. Ends the process, as argparse does, where that is invalid."""
     from . import __version__
 
     # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.

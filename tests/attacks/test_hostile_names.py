@@ -162,9 +162,7 @@ def test_a_body_with_a_hostile_name_is_refused_before_its_prompt_is_looked_at(
         ({"sesion": "a"}, "teneral.sesion"),
     ],
 )
-def test_an_extra_field_that_cannot_be_meant_is_refused_with_the_way_to_it(
-    extras: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_extra_field_is_refused_with_the_way_to_it(extras: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         completion(extras)
     assert caught.value.param == param

@@ -188,7 +188,7 @@ def test_an_option_that_there_is_not_is_the_developers_error(context):
         ({"template": {1: 2}}, "template"),
     ],
 )
-def test_an_option_that_cannot_be_meant_is_named(context, options, param):
+def test_an_invalid_option_is_named(context, options, param):
     with pytest.raises(RequestError) as caught:
         context.model.generate("x", **options)
     assert caught.value.param == param

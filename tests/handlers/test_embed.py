@@ -30,7 +30,7 @@ async def test_one_text_may_stand_alone(embed):
 
 
 @pytest.mark.parametrize("event", [None, [], {}, {"input": "a", "more": 1}, {"input": 1}, {"input": []}])
-async def test_an_event_that_cannot_be_meant_is_refused(embed, event):
+async def test_an_invalid_event_is_refused(embed, event):
     with pytest.raises(RequestError):
         await embed(event)
 

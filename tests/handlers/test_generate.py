@@ -64,7 +64,7 @@ async def test_the_usage_says_how_many_tokens_were_drafted(host, generate, strea
         ({"prompt": "x", "first_token": ["draft"]}, "first_token"),
     ],
 )
-async def test_an_event_that_cannot_be_meant_is_refused_by_its_field(generate, event, param):
+async def test_an_invalid_event_is_refused_by_its_field(generate, event, param):
     with pytest.raises(RequestError) as caught:
         await generate(event)
     assert caught.value.param == param

@@ -65,7 +65,7 @@ def test_an_event_may_say_it_too(
         ("cache_salt", b"x"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(
+def test_invalid_values_are_refused_by_name(
     make_context: Callable[..., Context], option: str, value: Any
 ) -> None:
     with pytest.raises(RequestError) as caught:

@@ -194,7 +194,7 @@ def test_memory_that_was_taken_ahead_holds_the_weights_and_the_rest_is_given_bac
 
 
 @pytest.mark.parametrize("size", ["lots", "-1", "9999TB"])
-def test_a_size_that_cannot_be_meant_is_refused(tmp_path: Path, size: str) -> None:
+def test_an_invalid_size_is_refused(tmp_path: Path, size: str) -> None:
     command = [sys.executable, "-m", "teneral", "standby", str(tmp_path / "s"), f"--memory={size}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 2

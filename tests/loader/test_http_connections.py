@@ -575,7 +575,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_at_once(
         "http://h:99999",
     ],
 )
-def test_an_address_that_cannot_be_meant_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(UsageError) as caught:
         HttpSource(url)
     assert "hunter2" not in str(caught.value)

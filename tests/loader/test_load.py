@@ -565,7 +565,7 @@ def test_a_model_that_fits_with_one_part_beside_it_is_loaded() -> None:
         ("decode_threads", 0),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_by_name(field: str, value: int) -> None:
+def test_invalid_options_are_refused_by_name(field: str, value: int) -> None:
     with pytest.raises(UsageError, match=field) as caught:
         LoadOptions(**{field: value})
     assert caught.value.key == field

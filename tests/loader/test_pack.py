@@ -443,7 +443,7 @@ def test_somebody_elses_artifact_that_appears_meanwhile_wins() -> None:
     def overtake(progress: object) -> None:
         store.put("manifest.json", b"theirs")
 
-    with pytest.raises(AlreadyExistsError, match="somebody else wrote an artifact"):
+    with pytest.raises(AlreadyExistsError, match="another writer put an artifact"):
         pack(model_store(llama_contents()), store, progress=overtake)
     assert names_in(store) == ["manifest.json"]
     assert store.read("manifest.json", max_bytes=100)[0] == b"theirs"

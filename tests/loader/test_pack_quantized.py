@@ -250,7 +250,7 @@ def test_scales_of_gptq_are_stored_exact_beside_a_draft_of_the_rest() -> None:
         ((2,), "2 bits"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+def test_invalid_options_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         QuantizeOptions(*arguments)
 

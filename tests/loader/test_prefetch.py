@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.artifacts import BuiltArtifact, build_artifact
-from tests.support.faulty_loads import LAYERS, FaultyStore, faulty_store
+from tests.support.faulty_loads import LAYERS, FaultyStore, check_load, faulty_store
 from tests.support.paced import WAIT_S
 from tests.support.store_faults import Fault
 from tests.support.store_http import Request
@@ -73,13 +73,7 @@ def begun(
 
 def load(store: FaultyStore, source: HttpSource, reader: Prefetch) -> None:
     with WeightLoad(source, store.built.manifest, options=OPTIONS, prefetch=reader) as load:
-        load.start()
-        for group in store.built.manifest.groups:
-            load.wait(group.index, timeout_s=WAIT_S)
-        for name, original in store.built.originals.items():
-            assert load.array(name).tobytes() == original.tobytes(), name
-        assert load.join(WAIT_S)
-        load.check_integrity()
+        check_load(load, store.built)
 
 
 def asked_for(store: FaultyStore) -> list[tuple[str, int, int]]:

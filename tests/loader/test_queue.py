@@ -71,6 +71,17 @@ def take_all_reads(work: WorkQueue, plan: Plan) -> list[tuple[Read, memoryview]]
     return taken
 
 
+def decode_all(work: WorkQueue, plan: Plan) -> list[int]:
+    """Finishes every step, and returns their numbers in the order in which they were handed out."""
+    order: list[int] = []
+    for _ in plan.steps:
+        task = work.next_step()
+        assert task is not None
+        order.append(task[0].number)
+        work.finish_step(task[0])
+    return order
+
+
 def must_wait(waiting: Future[object]) -> None:
     with pytest.raises(NotYet):
         waiting.result(0.05)
@@ -104,13 +115,7 @@ def test_of_the_parts_that_have_arrived_the_earliest_is_decoded_first() -> None:
     work, plan = queue_of(two_layers())
     for read, _ in reversed(take_all_reads(work, plan)):
         work.finish_read(read)
-    order = []
-    for _ in plan.steps:
-        task = work.next_step()
-        assert task is not None
-        order.append(task[0].number)
-        work.finish_step(task[0])
-    assert order == [0, 1, 2, 3]
+    assert decode_all(work, plan) == [0, 1, 2, 3]
     assert work.next_step() is None
     assert work.next_read() is None
 
@@ -237,13 +242,7 @@ def test_a_step_that_is_asked_for_is_read_and_decoded_before_those_that_had_no_t
     assert [read.pieces[0].step for read in taken] == [2, 3, 0, 1]
     for read in reversed(taken):
         work.finish_read(read)
-    order = []
-    for _ in plan.steps:
-        task = work.next_step()
-        assert task is not None
-        order.append(task[0].number)
-        work.finish_step(task[0])
-    assert order == [2, 3, 0, 1]
+    assert decode_all(work, plan) == [2, 3, 0, 1]
 
 
 def test_no_more_threads_read_than_there_should_be_connections() -> None:

@@ -593,7 +593,7 @@ def test_options_go_before_the_environment_and_that_before_the_configuration(tmp
         (SourceOptions(addressing_style="sideways"), "addressing_style"),
     ],
 )
-def test_a_setting_that_cannot_be_meant_is_named(options: SourceOptions, key: str) -> None:
+def test_an_invalid_setting_is_named(options: SourceOptions, key: str) -> None:
     with pytest.raises(UsageError) as caught:
         settings_from(options, {})
     assert caught.value.key == key

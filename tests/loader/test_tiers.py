@@ -335,7 +335,7 @@ def test_without_a_wish_the_bits_suit_the_dtype(dtype: str, expected: str) -> No
         ({"sketch_bits": 2, "head_bits": 2}, "leaves a draft of 2"),
     ],
 )
-def test_bits_are_refused_that_cannot_be_meant(bits: dict[str, int], message: str) -> None:
+def test_invalid_bits_are_refused(bits: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         TierOptions(**bits)
     assert caught.value.hint

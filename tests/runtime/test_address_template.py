@@ -67,7 +67,7 @@ def test_it_is_known_in_which_buckets_an_address_can_be() -> None:
         ("s3://results/a b{key}", "no spaces, braces"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(text: str, said: str) -> None:
+def test_invalid_values_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(text)
     assert said in str(caught.value)

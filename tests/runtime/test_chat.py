@@ -274,7 +274,7 @@ def test_the_default_is_a_transcript(ours):
     assert ours["default"].render(messages, add_generation_prompt=False) == "System: Be kind.\n\nUser: hi\n\n"
 
 
-# Messages that cannot be meant.
+# Invalid messages.
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_the_default_is_a_transcript(ours):
         ([{"role": "user", "content": "x" * (9 << 20)}], "messages"),
     ],
 )
-def test_messages_that_cannot_be_meant_are_refused_where_they_are_wrong(ours, messages, param):
+def test_invalid_messages_are_refused_where_they_are_wrong(ours, messages, param):
     with pytest.raises(RequestError) as caught:
         ours["default"].render(messages)
     assert caught.value.param == param

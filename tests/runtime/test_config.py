@@ -43,7 +43,7 @@ def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
         ({}, {"TENERAL_MAX_QUEUE": "3"}, "TENERAL_MAX_QUEUE"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_by_name(
+def test_an_invalid_value_is_refused_by_name(
     flags: dict[str, object], environment: dict[str, str], named: str
 ) -> None:
     with pytest.raises(UsageError) as caught:

@@ -212,7 +212,7 @@ def test_a_pool_without_room_for_a_block_is_refused():
     [{"kv_bytes": 0}, {"max_running": 0}, {"max_queued": -1}, {"max_step_tokens": 8}, {"max_context": 1}],
     ids=str,
 )
-def test_bounds_that_cannot_be_meant_are_refused_by_name(options):
+def test_invalid_bounds_are_refused_by_name(options):
     with pytest.raises(UsageError) as caught:
         EngineOptions(**{"kv_bytes": 1 << 20, **options})
     assert caught.value.key == next(iter(options))

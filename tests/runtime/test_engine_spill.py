@@ -308,7 +308,7 @@ def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
         ({"kv_disk_bytes": MUCH, "kv_disk_dir": "/does/not/exist"}, "kv_disk_dir"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options, key):
+def test_invalid_options_are_refused(options, key):
     with pytest.raises(UsageError) as caught:
         EngineRig(start=False, **options)
     assert caught.value.key == key

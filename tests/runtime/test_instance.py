@@ -164,7 +164,7 @@ def test_blocks_that_the_pool_gives_up_are_spilled_where_the_configuration_says(
     assert set(spill.blocks) == {"host", "disk"}
 
 
-def test_an_instance_whose_spill_cannot_be_meant_fails_by_name(artifact: MemoryStore) -> None:
+def test_an_instance_with_an_invalid_spill_fails_by_name(artifact: MemoryStore) -> None:
     config = CONFIG.replace(kv_disk_bytes=1 << 20)
     with Instance(config, source=artifact) as instance, pytest.raises(UsageError, match="no folder"):
         instance.engine.result(WAIT_S)

@@ -250,7 +250,7 @@ def test_the_common_beginning_is_as_long_as_it_can_be(lists, common):
         ("a={binary}", "not UTF-8"),
     ],
 )
-def test_a_prefix_that_cannot_be_meant_is_refused(tmp_path, given_text, said):
+def test_an_invalid_prefix_is_refused(tmp_path, given_text, said):
     files = {name: tmp_path / name for name in ("path", "empty", "binary")}
     for name, content in (("path", b"text"), ("empty", b""), ("binary", b"\xff\xfe")):
         files[name].write_bytes(content)

@@ -228,7 +228,7 @@ def test_where_blocks_are_short_and_not_places_nobody_is_refused() -> None:
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def test_a_bound_that_cannot_be_meant_is_refused_by_name() -> None:
+def test_an_invalid_bound_is_refused_by_name() -> None:
     with pytest.raises(UsageError) as caught:
         EngineOptions(kv_bytes=1, max_wait_s=-1.0)
     assert caught.value.key == "max_wait_s"

@@ -84,7 +84,7 @@ def test_it_gives_what_a_tokenizer_in_this_process_gives(remote: TextTokenizer, 
     assert remote.chat(messages) == local.chat(messages)
 
 
-def test_what_cannot_be_meant_is_refused_as_here(remote: TextTokenizer) -> None:
+def test_invalid_values_are_refused_as_here(remote: TextTokenizer) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         remote.encode("\ud83d")
     with pytest.raises(RequestError, match="characters"):

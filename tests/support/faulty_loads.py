@@ -29,6 +29,17 @@ class Loaded:
     load: LoadStatistics
 
 
+def check_load(load: WeightLoad, built: BuiltArtifact) -> None:
+    """Run the load to its end, and compare every tensor, bit for bit. Raises the load's error."""
+    load.start()
+    for group in built.manifest.groups:
+        load.wait(group.index, timeout_s=WAIT_S)
+    for name, original in built.originals.items():
+        assert load.array(name).tobytes() == original.tobytes(), name
+    assert load.join(WAIT_S)
+    load.check_integrity()
+
+
 class FaultyStore:
     """Serves one artifact from `folder`."""
 
@@ -49,13 +60,7 @@ class FaultyStore:
         load_options = LoadOptions(connections=connections, range_bytes=range_bytes)
         try:
             with WeightLoad(source, self.built.manifest, options=load_options) as load:
-                load.start()
-                for group in self.built.manifest.groups:
-                    load.wait(group.index, timeout_s=WAIT_S)
-                for name, original in self.built.originals.items():
-                    assert load.array(name).tobytes() == original.tobytes(), name
-                assert load.join(WAIT_S)
-                load.check_integrity()
+                check_load(load, self.built)
                 assert source._client._pool.statistics().in_use == 0  # losers are closed, winners kept
                 return Loaded(source.statistics(), load.statistics())
         finally:

@@ -2,7 +2,7 @@
 
     JobRetryError    worth another run, which goes on from where this one was
     JobFailedError   another run fails in the same way
-    └── EventError   … because the event cannot be meant
+    └── EventError   … because the event is invalid
 
 On Lambda these are the `errorType`, and so what Step Functions' `ErrorEquals` names.
 """
@@ -27,7 +27,7 @@ class JobFailedError(RequestError):
 
 
 class EventError(JobFailedError):
-    """An event that cannot be meant. `param` names the place. Of what the event says, halves of characters are shown
+    """An invalid event. `param` names the place. Of what the event says, halves of characters are shown
     by their numbers: they cannot be sent.
     """
 

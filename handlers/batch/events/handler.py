@@ -189,7 +189,7 @@ class _Run:
 
 
 def _asked_by(message: Message) -> Sequence[Asked | EventError]:
-    """An error in place of what cannot be meant: it is this message's own."""
+    """An error in place of an invalid event: it is this message's own."""
     try:
         return parse_message(message.body)
     except EventError as error:

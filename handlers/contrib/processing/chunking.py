@@ -54,7 +54,7 @@ class Chunker:
 
     def __init__(self, model: Tokens, *, max_tokens: int, overlap_tokens: int = 0) -> None:
         """`max_tokens` include the special tokens that the model puts around a text. Each chunk repeats up to
-        `overlap_tokens` of the end of the one before. Raises `RequestError` for sizes that cannot be meant.
+        `overlap_tokens` of the end of the one before. Raises `RequestError` for invalid sizes.
         """
         self._offsets = model.token_offsets
         self._budget = content_budget(model, max_tokens)

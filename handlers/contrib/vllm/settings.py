@@ -25,7 +25,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """Raises `UsageError` for values that cannot be meant."""
+    """Raises `UsageError` for invalid values."""
 
     artifact: str | None = None  # where the weights are; None: at the model's own path
     share: bool = True  # the workers of a tensor-parallel group read the weights once between them

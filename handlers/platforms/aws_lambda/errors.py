@@ -33,7 +33,7 @@ Frame = tuple[str, int | None, str, str | None]  # file, line, function, text
 
 
 class InputError(TeneralError):
-    """What Lambda handed over cannot be meant. `error_type` is as AWS's runtime calls it."""
+    """An invalid invocation or environment of Lambda. `error_type` is as AWS's runtime calls it."""
 
     def __init__(self, error_type: str, message: str) -> None:
         super().__init__(message)

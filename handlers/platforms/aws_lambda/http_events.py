@@ -66,7 +66,7 @@ class Head:
 
 
 def request_of(event: dict[str, Any], kind: EventKind) -> Request:
-    """The request that an event of an HTTP kind holds. Raises `RequestError` for one that cannot be meant."""
+    """The request that an event of an HTTP kind holds. Raises `RequestError` for an invalid one."""
     read = {
         EventKind.HTTP_V2: _target_and_headers_v2,
         EventKind.HTTP_V1: _target_and_headers_v1,

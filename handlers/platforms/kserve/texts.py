@@ -36,7 +36,7 @@ _decode_object: Callable[[bytes], dict[str, Any]] = Decoder(dict[str, Any]).deco
 
 
 class TextRequest:
-    """Some prompts and one set of options: `respond.Asked`. Raises `RequestError` when made of what cannot be meant."""
+    """Some prompts and one set of options: `respond.Asked`. Raises `RequestError` for invalid ones."""
 
     def __init__(
         self, prompts: Sequence[str], body: GenerationBody, *, first_token: FirstToken, request_id: str

@@ -72,7 +72,7 @@ class HttpClient:
         """`read_head` translates a store's own fields, such as an object's version, to those of
         HTTP.
 
-        Raises `UsageError` for time limits, rates and numbers that cannot be meant.
+        Raises `UsageError` for invalid time limits, rates and numbers.
         """
         _check_limits(options)
         self._read_head = read_head

@@ -30,7 +30,7 @@ class HttpSource:
     """A `Source` on the folder at `url`."""
 
     def __init__(self, url: str, options: SourceOptions | None = None) -> None:
-        """Raises `UsageError` for an address or a header that cannot be meant."""
+        """Raises `UsageError` for an invalid address or header."""
         options = options or SourceOptions()
         address = parse_address(url)
         if address is None:

@@ -49,7 +49,7 @@ def parse_url(url: str) -> tuple[str, str]:
 
 
 def settings_from(options: SourceOptions, environment: Mapping[str, str]) -> S3Settings:
-    """Raises `UsageError` for what cannot be meant, and `AccessDeniedError` for a profile that is
+    """Raises `UsageError` for invalid values, and `AccessDeniedError` for a profile that is
     unknown.
     """
     profile = options.profile or environment.get("AWS_PROFILE")

@@ -111,7 +111,7 @@ def find_endpoint(environment: Mapping[str, str]) -> Endpoint | None:
 
 
 def ask(endpoint: Endpoint, headers: Headers) -> tuple[Credentials, str]:
-    """The credentials, and until when they are good: ISO 8601 in UTC, "" for ever. Raises
+    """The credentials and their expiry: ISO 8601 in UTC, "" for none. Raises
     `WireError`, `OSError`, `BodyTooLargeError`, and `ValueError`, `KeyError` or `TypeError` for an
     answer that is none.
     """

@@ -46,7 +46,7 @@ class S3Store:
     """A `Store` on s3://bucket/prefix."""
 
     def __init__(self, url: str, options: SourceOptions | None = None) -> None:
-        """Raises `UsageError` for an address or option that cannot be meant. Does not touch the
+        """Raises `UsageError` for an invalid address or option. Does not touch the
         network.
         """
         options = options or SourceOptions()

@@ -50,7 +50,7 @@ MAX_DRAFT_BITS = 7  # all that bf16 has
 class TierOptions:
     """Mantissa bits. None in `draft_bits` is what suits a tensor's dtype, in `embed_bits` and
     `head_bits` the same as for all others, in `sketch_bits` that there is no sketch. Raises
-    `UsageError` for what cannot be meant.
+    `UsageError` for invalid values.
     """
 
     draft_bits: int | None = None

@@ -298,7 +298,7 @@ def publish(store: Store, writer: BlobWriter, data: bytes, replaced: Replaced | 
         writer.discard(error)
         if isinstance(error, AlreadyExistsError):
             raise AlreadyExistsError(
-                f"somebody else wrote an artifact to {store.url} while this one was packed",
+                f"another writer put an artifact at {store.url} while this one was packed",
                 source=store.url,
                 name=MANIFEST_NAME,
                 hint="Nothing of theirs was changed. Look at it, or replace it with --force.",

@@ -65,7 +65,7 @@ class ExportReport:
 
 
 def read_prefix(given: str, *, is_system: bool) -> PrefixText:
-    """From NAME=FILE. Raises `UsageError` for a name, a file or a text that cannot be meant."""
+    """From NAME=FILE. Raises `UsageError` for an invalid name, file or text."""
     name, mark, path = given.partition("=")
     if not mark or not path:
         raise UsageError(f"{given!r} is not NAME=FILE", key="prefix")

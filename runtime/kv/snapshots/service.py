@@ -86,8 +86,8 @@ class SnapshotService:
         timeline: Timeline,
         saves_sessions: bool = False,
     ) -> None:
-        """`limit_bytes` bounds what is fetched, and what is saved. Raises `UsageError` for an address that cannot be
-        meant.
+        """`limit_bytes` bounds what is fetched, and what is saved. Raises `UsageError` for an invalid
+        address.
         """
         self._saves_sessions = saves_sessions
         self.address, self._pin = split_pin(address)

@@ -33,7 +33,7 @@ def test_any_other_process_has_none() -> None:
 @pytest.mark.parametrize(
     "environment", [child(4, 4), child("x", 4), child(-1, 4), child(0, ""), child(0, 20_000)]
 )
-def test_variables_that_cannot_be_meant_are_named(environment: dict[str, str]) -> None:
+def test_invalid_variables_are_named(environment: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="AWS_BATCH_JOB_ARRAY_INDEX") as caught:
         share_of(environment)
     assert "--worker" in caught.value.hint

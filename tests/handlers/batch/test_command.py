@@ -74,7 +74,7 @@ def test_another_model_at_the_same_address_is_refused(
         ["--part-lines", "0"],
     ],
 )
-def test_flags_that_cannot_be_meant_are_refused(
+def test_invalid_flags_are_refused(
     tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = ["batch", str(tmp_path / "model"), str(tmp_path / "in.jsonl"), str(tmp_path / "out"), *flags]

@@ -318,7 +318,7 @@ def test_a_damaged_part_is_named(run: Run, given: Path, tmp_path: Path, damage: 
         run(given, tmp_path / "out")
 
 
-# what cannot be meant
+# invalid requests
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_damaged_part_is_named(run: Run, given: Path, tmp_path: Path, damage: 
         ({"drain_s": -1}, "drain_s"),
     ],
 )
-def test_a_job_that_cannot_be_meant_is_refused(run: Run, fields: dict[str, Any], key: str) -> None:
+def test_an_invalid_job_is_refused(run: Run, fields: dict[str, Any], key: str) -> None:
     whole = {"input": "in.jsonl", "output": "out"} | fields
     with pytest.raises(UsageError) as caught:
         run(whole.pop("input"), whole.pop("output"), **whole)
@@ -351,7 +351,7 @@ def test_a_compressed_input_is_refused_as_a_whole(run: Run, given: Path, tmp_pat
 
 
 @pytest.mark.parametrize("text", ["", "1", "4/4", "a/b", "1/0", "-1/2", "0/99999"])
-def test_a_share_that_cannot_be_meant_is_refused(text: str) -> None:
+def test_an_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         Share.parse(text)
     assert caught.value.key == "worker"

@@ -185,7 +185,7 @@ async def test_a_stream_that_does_not_ask_has_no_usage(server: Any) -> None:
         ("stream_options", {"include_usage": True}),
     ],
 )
-async def test_a_field_that_cannot_be_meant_is_refused_by_name(server: Any, field: str, value: Any) -> None:
+async def test_an_invalid_field_is_refused_by_name(server: Any, field: str, value: Any) -> None:
     answer = await server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, field: value})
     assert answer.status == 400
     assert answer.error["type"] == "invalid_request_error"

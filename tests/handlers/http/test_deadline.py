@@ -22,7 +22,7 @@ def within(milliseconds: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("given", ["", "-1", "1.5", "1e3", "soon", "0x10", "+5", "86400001", "9" * 40, "１"])
-async def test_a_deadline_that_cannot_be_meant_is_refused_by_name(start: Any, given: str) -> None:
+async def test_an_invalid_deadline_is_refused_by_name(start: Any, given: str) -> None:
     async with start() as server:
         answer = await server.post("/v1/completions", LONG, headers={"Deadline-Ms": given})
         assert (answer.status, answer.error["param"]) == (400, "Deadline-Ms")

@@ -73,7 +73,7 @@ async def test_a_request_says_it_or_else_the_server_does(
         ("draft", "teneral"),
     ],
 )
-async def test_an_extra_that_cannot_be_meant_is_refused_by_name(
+async def test_an_invalid_extra_is_refused_by_name(
     start: Any, path: str, body: dict[str, Any], extras: Any, param: str
 ) -> None:
     async with start() as server:

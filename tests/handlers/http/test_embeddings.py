@@ -58,9 +58,7 @@ async def test_every_form_of_input_gives_the_same_vectors(server: Any, encoder_p
         ({"dimensions": "many"}, "dimensions"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_by_name(
-    server: Any, change: dict[str, Any], param: str
-) -> None:
+async def test_invalid_values_are_refused_by_name(server: Any, change: dict[str, Any], param: str) -> None:
     answer = await server.post("/v1/embeddings", {"input": "x", **change})
     assert (answer.status, answer.error["param"]) == (400, param)
 

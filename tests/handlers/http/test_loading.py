@@ -97,7 +97,7 @@ async def test_a_server_whose_instance_fails_ends_with_its_error(start: Any) -> 
         assert server.service.state is State.FAILED
 
 
-async def test_an_early_request_that_cannot_be_meant_is_refused_at_once(start: Any) -> None:
+async def test_an_invalid_early_request_is_refused_at_once(start: Any) -> None:
     async with start(loaded=False) as server:
         answer = await server.post("/v1/completions", {**BODY, "temperature": "hot"})
         assert (answer.status, answer.error["param"]) == (400, "temperature")

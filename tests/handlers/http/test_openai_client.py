@@ -139,7 +139,7 @@ async def test_embeddings_in_the_clients_default_encoding(start: Any, encoder_pa
         assert packed.usage.total_tokens > 0
 
 
-async def test_a_field_that_cannot_be_meant_is_a_bad_request(client: openai.AsyncOpenAI) -> None:
+async def test_an_invalid_field_is_a_bad_request(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model=MODEL, messages=HELLO, temperature=-1)
     assert caught.value.param == "temperature"

@@ -164,7 +164,7 @@ def test_budgets_become_slots(tmp_path):
         ({"disk_bytes": 1 << 20, "disk_dir": "/proc"}, "kv_disk_dir"),
     ],
 )
-def test_a_budget_that_cannot_be_meant_is_refused_by_name(budgets, key):
+def test_an_invalid_budget_is_refused_by_name(budgets, key):
     wanted = {"host_bytes": 0, "disk_bytes": 0, "disk_dir": None} | budgets
     with pytest.raises(UsageError) as caught:
         open_media(BLOCK_BYTES, **wanted)

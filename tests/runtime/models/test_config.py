@@ -300,7 +300,7 @@ def test_each_layer_has_its_window(data, expected):
         {"sliding_window": 0.5},
     ],
 )
-def test_windows_that_cannot_be_meant_are_refused(changes):
+def test_invalid_windows_are_refused(changes):
     with pytest.raises(ModelError, match=next(iter(changes))):
         DecoderConfig.from_json({**QWEN2, **changes})
 

@@ -143,7 +143,7 @@ def test_a_text_may_fill_the_position_table_and_not_more():
 
 
 @pytest.mark.parametrize("tokens", [[], [320], [-1], [5, 10**30]])
-def test_texts_that_cannot_be_meant_are_refused(tokens):
+def test_invalid_texts_are_refused(tokens):
     _, encoder = both("bert")
 
     with pytest.raises(RequestError, match="input 1") as caught:

@@ -160,7 +160,7 @@ def test_a_damaged_part_is_refused_by_name(decoder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", ["15", str((1 << 20) + 1)])
-def test_a_number_of_tokens_that_cannot_be_meant_is_refused(decoder, capsys, number):
+def test_an_invalid_number_of_tokens_is_refused(decoder, capsys, number):
     assert "max_tokens" in fails(capsys, 2, str(decoder), "--max-tokens", number)
 
 

@@ -175,7 +175,7 @@ async def test_an_input_that_is_gone_fails_for_good(cloud: Cloud, invoke: Invoke
         await invoke(s3_event("uploads", "missing.jsonl"))
 
 
-async def test_an_event_that_cannot_be_meant_fails_for_good(invoke: Invoke) -> None:
+async def test_an_invalid_event_fails_for_good(invoke: Invoke) -> None:
     with pytest.raises(EventError, match="no kind"):
         await invoke({"hello": "world"})
     with pytest.raises(JobFailedError, match="nobody would read"):

@@ -258,7 +258,7 @@ def test_only_a_fifo_queue_has_an_order() -> None:
         (eventbridge(sqs_event(JOB)), "queue's messages"),
     ],
 )
-def test_what_cannot_be_meant_is_named(event: Any, said: str) -> None:
+def test_invalid_values_are_named(event: Any, said: str) -> None:
     with pytest.raises(EventError) as caught:
         parse_event(event)
     assert said in str(caught.value)
@@ -275,7 +275,7 @@ def test_what_cannot_be_meant_is_named(event: Any, said: str) -> None:
         (json.dumps(sqs_event(JOB)), "queue's messages"),
     ],
 )
-def test_a_message_that_cannot_be_meant_is_named(body: Any, said: str) -> None:
+def test_an_invalid_message_is_named(body: Any, said: str) -> None:
     with pytest.raises(EventError, match=said):
         parse_message(body)
 

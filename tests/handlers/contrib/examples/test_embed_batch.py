@@ -116,7 +116,7 @@ async def test_of_two_at_the_same_time_one_writes(cloud, embed, monkeypatch):
         ({"input": "/etc/passwd", "output": "s3://bucket/out.jsonl"}, "input"),
     ],
 )
-async def test_an_event_that_cannot_be_meant_is_refused_by_its_field(cloud, embed, event, param):
+async def test_an_invalid_event_is_refused_by_its_field(cloud, embed, event, param):
     with pytest.raises(RequestError) as caught:
         await embed(event)
     assert caught.value.param == param

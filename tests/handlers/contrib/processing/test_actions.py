@@ -187,6 +187,6 @@ async def test_a_receiver_that_does_not_answer_is_given_up(invoke, receiver):
 @pytest.mark.parametrize(
     "make", [lambda: post_json("http://x", timeout_s=0), lambda: act(when=bool, do=print, on_error="no")]
 )
-def test_settings_that_cannot_be_meant_are_refused(make):
+def test_invalid_settings_are_refused(make):
     with pytest.raises(HandlerError):
         make()

@@ -140,7 +140,7 @@ async def test_an_async_handler_chunks_what_comes(context):
 
 
 @pytest.mark.parametrize(("max_tokens", "overlap"), [(1, 0), (0, 0), (-5, 0), (21, 11), (21, -1)])
-def test_sizes_that_cannot_be_meant_are_refused(max_tokens, overlap):
+def test_invalid_sizes_are_refused(max_tokens, overlap):
     with pytest.raises(RequestError):
         list(chunks(TOKENIZERS["byte level"], "text", max_tokens=max_tokens, overlap_tokens=overlap))
 

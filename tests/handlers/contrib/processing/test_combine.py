@@ -18,7 +18,7 @@ def test_the_mean_is_weighted_and_of_unit_length():
 
 
 @pytest.mark.parametrize("weights", [[], [1], [0, 0], [-1, 2], [float("nan"), 1]])
-def test_weights_that_cannot_be_meant_are_refused(weights):
+def test_invalid_weights_are_refused(weights):
     with pytest.raises(RequestError):
         mean_vector(np.ones((2, 3), dtype=np.float32), weights)
 

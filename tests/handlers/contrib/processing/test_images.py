@@ -133,7 +133,7 @@ def test_formats_that_few_need_are_not_taken(kind):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_a_damaged_image_is_a_request_that_cannot_be_meant(kind):
+def test_a_damaged_image_is_an_invalid_request(kind):
     data = encoded(picture(300, 200), kind)
     for end in (0, 3, 20, len(data) // 2):
         with pytest.raises(RequestError):
@@ -147,7 +147,7 @@ def test_arrays_of_several_shapes_cannot_be_stacked():
         stack_images([])
 
 
-def test_sizes_that_cannot_be_meant_are_refused():
+def test_invalid_sizes_are_refused():
     image = picture(1, 3_000)
     for options in ({}, {"size": (1, 1), "shortest_side": 1}):
         with pytest.raises(UsageError):

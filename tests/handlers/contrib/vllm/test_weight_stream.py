@@ -212,7 +212,7 @@ def test_memory_stays_bounded_however_large_the_model_is(tmp_path, pin):
     assert peak_bytes < 96 * MIB
 
 
-def test_settings_that_cannot_be_meant_are_refused_by_name():
+def test_invalid_settings_are_refused_by_name():
     assert parse_settings(None) == LoaderSettings()
     assert parse_settings({"artifact": "s3://bucket/model", "share": False}).artifact == "s3://bucket/model"
     with pytest.raises(UsageError, match="'artefact'") as caught:

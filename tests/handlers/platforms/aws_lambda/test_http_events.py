@@ -156,7 +156,7 @@ def test_a_body_in_base64_is_what_it_encodes() -> None:
         function_url() | {"body": "?", "isBase64Encoded": True},
     ],
 )
-def test_what_cannot_be_meant_is_refused(event: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(event: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         request_of(event, EventKind.HTTP_V2)
 

@@ -98,7 +98,7 @@ async def test_schemathesis_finds_nothing_that_the_document_does_not_say(
             f"--url={server.url}",
             f"--max-examples={MAX_EXAMPLES}",
             "--phases=examples,coverage,fuzzing",
-            # Bodies of the right shape may still not be meant; and the server here asks for no key.
+            # Bodies of the right shape may still be invalid; and the server here asks for no key.
             "--exclude-checks=positive_data_acceptance,ignored_auth",
             "--continue-on-failure",
             "--no-color",

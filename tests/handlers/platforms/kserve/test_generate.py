@@ -70,7 +70,7 @@ async def test_the_prompt_stands_before_the_answer_once_where_it_is_not_excluded
     ],
 )
 @pytest.mark.parametrize("path", [URL, f"{URL}_stream"])
-async def test_what_cannot_be_meant_is_refused_by_name(start: Any, path: str, body: Any, named: str) -> None:
+async def test_invalid_values_are_refused_by_name(start: Any, path: str, body: Any, named: str) -> None:
     async with start() as server:
         answer = await server.post(path, body)
         assert answer.status == 400

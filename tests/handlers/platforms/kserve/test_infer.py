@@ -182,7 +182,7 @@ async def test_a_length_of_the_json_that_cannot_be_is_refused(start: Any, length
         ([{"name": "text_input", "shape": [1], "data": ["a"]}], {}, "datatype"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused_by_name(
+async def test_invalid_values_are_refused_by_name(
     start: Any, inputs: list[Any], body: dict[str, Any], named: str
 ) -> None:
     async with start() as server:

@@ -1,4 +1,4 @@
-"""Tensors from JSON and from bytes, and back: every datatype, every bound, and what cannot be meant."""
+"""Tensors from JSON and from bytes, and back: every datatype, every bound, and invalid ones."""
 
 from __future__ import annotations
 

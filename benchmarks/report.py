@@ -44,7 +44,7 @@ def begin(benchmark: str, **facts: Any) -> dict[str, Any]:
     """The head of a report: how, when and where. `facts` are what the benchmark was told to do."""
     return {
         "benchmark": benchmark,
-        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *_arguments(sys.argv[1:])]),
         "settings": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("TENERAL_")},
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": machine(),
@@ -52,6 +52,15 @@ def begin(benchmark: str, **facts: Any) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         **facts,
     }
+
+
+def _arguments(given: list[str]) -> list[str]:
+    """All but the folder to work in, which is one machine's own and changes no figure."""
+    kept = list(given)
+    while "--work" in kept:
+        place = kept.index("--work")
+        del kept[place : place + 2]
+    return kept
 
 
 def machine() -> dict[str, Any]:

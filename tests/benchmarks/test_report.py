@@ -28,6 +28,11 @@ def test_a_report_says_where_when_and_how() -> None:
     assert said["date"].endswith("UTC")
 
 
+def test_a_kept_command_names_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "--work", "/somewhere", "--rounds", "3"])
+    assert report.begin("starts")["command"] == "python -m benchmarks.starts --rounds 3"
+
+
 def test_a_kept_result_is_found_again_and_the_latest_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

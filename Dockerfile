@@ -41,6 +41,10 @@ RUN locked="lock/${EXTRAS:-base}.txt"; if [ -f "$locked" ]; then \
 # Bytecode is compiled here, once: without it every cold start would compile its imports again.
 RUN { /opt/teneral/bin/python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/teneral/lib || true; } \
  && /opt/teneral/bin/pip check
+# The bill of materials: these packages with their locked hashes, and Debian's.
+COPY infra/image/sbom.py ./
+RUN python sbom.py "lock/${EXTRAS:-base}.txt" --system \
+      --installed "$(echo /opt/teneral/lib/python*/site-packages)" >/opt/teneral/sbom.cdx.json
 
 FROM dependencies AS code
 WORKDIR /src
@@ -69,10 +73,12 @@ STOPSIGNAL SIGTERM
 ENTRYPOINT ["tini", "--", "teneral"]
 CMD ["serve"]
 
-# Lambda asks nothing of a container: it has neither ports nor health checks, and its own process 1.
+# Lambda asks nothing of a container: it has neither ports nor health checks, and its own process 1. A new entry point
+# drops the command that came with the old one.
 FROM serving AS lambda
 HEALTHCHECK NONE
 ENTRYPOINT ["teneral"]
+CMD ["serve"]
 
 # A worker takes jobs from a queue, and has no server.
 FROM serving AS runpod

@@ -193,16 +193,16 @@ class StandbyPool:
         return [child for child in children if os.getsid(child) == os.getsid(self.process_id)]
 
     def _is_ready(self, process_id: int) -> bool:
-        """Whether it and its loader, a child of its own, have mapped all of the memory."""
+        """True once its tokenizer has started and all of its memory is resident."""
         try:
             children = Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()
-            return self._has_memory(process_id) and any(map(self._has_memory, map(int, children)))
+            return bool(children) and self._has_memory(process_id)
         except OSError:  # one of them has just ended
             return False
 
     def _has_memory(self, process_id: int) -> bool:
         status = Path(f"/proc/{process_id}/status").read_text()
-        found = re.search(r"RssShmem:\s*(\d+) kB", status)
+        found = re.search(r"RssAnon:\s*(\d+) kB", status)
         return found is not None and int(found[1]) << 10 >= self._memory_bytes
 
 

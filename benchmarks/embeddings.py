@@ -127,9 +127,9 @@ class CountingModel:
         self.config = self._model.config
         self.padded = 0
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> torch.Tensor:
+    def embed(self, token_lists: Sequence[Sequence[int]], type_lists: Any = None) -> torch.Tensor:
         self.padded += len(token_lists) * max(map(len, token_lists))
-        return self._model.embed(token_lists)
+        return self._model.embed(token_lists, type_lists)
 
 
 def render(report: dict[str, Any]) -> str:

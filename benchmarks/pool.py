@@ -5,8 +5,9 @@
 Everything runs through `teneral pool run` with standby processes and models on the local disk, files in the page cache.
 `swap` is from a request to a sleeping model to its first token, for the demo model and the one of `--like`; `front` a
 warm request through the pool and straight to its instance, in turns, and the front's CPU a piece of a stream; `kv` the
-first token of a 1,000-token conversation when it is new and when the model has slept; `burst` three sleeping models
-that are asked at once, beside one. Where `vllm-router` is installed, it stands in front of the same instance in turns.
+first token of a conversation of 1,000 tokens with the one of `--like`, packed, when it is new and when the model has
+slept; `burst` compares simultaneous requests to three sleeping models with a request to one. If `vllm-router` is on
+the path, it is measured in turns in front of the same instance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -29,12 +31,14 @@ from typing import Any
 
 from benchmarks.report import begin, finish, new_parser, note, table, title
 from benchmarks.store import prepare, warm
+from benchmarks.tasks import random_prompt
 from tests.support.pool_runs import PoolRun
 
 DEMO = Path(__file__).parent.parent / "demo" / "model"
 QUIET_S = 4.0  # until taken standby processes have been replaced
 FRONT_REQUESTS = 300
 STREAM_TOKENS = 200
+CONVERSATION_TOKENS = 1000
 GOALS = {
     "swap_demo_p95_s": 0.5,
     "swap_like_p95_s": 1.2,
@@ -51,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     report = begin("pool", model=options.like, rounds=options.rounds, goals=GOALS)
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="teneral-pool-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="teneral-bench-pool-") as folder:
         demo = _packed_demo(Path(folder))
         parts: dict[str, Callable[[], Any]] = {
             "swap demo": lambda: swap(Path(folder), demo, options.rounds),
@@ -59,7 +63,7 @@ def main() -> None:
                 Path(folder), _like(options), max(5, options.rounds // 4), memory="1100MiB"
             ),
             "front": lambda: front(Path(folder), demo),
-            "kv": lambda: kv(Path(folder), demo, max(3, options.rounds // 4)),
+            "kv": lambda: kv(Path(folder), _like(options, "packed"), max(3, options.rounds // 4)),
             "burst": lambda: burst(Path(folder), demo, max(3, options.rounds // 4)),
         }
         for name, run in parts.items():
@@ -78,11 +82,11 @@ def _packed_demo(folder: Path) -> Path:
     return folder / "demo"
 
 
-def _like(options: Any) -> Path:
+def _like(options: Any, form: str = "plain") -> Path:
     root = options.work / options.like / "store"
     prepare(options.like, root)
     warm(root)
-    return Path(root) / "models" / "plain"
+    return Path(root) / "models" / form
 
 
 @contextlib.contextmanager
@@ -105,9 +109,9 @@ def _node_mib() -> int:
 
 
 def first_token_s(
-    port: int, model: str, prompt: str = "Return a list of the", max_tokens: int = 2, **more: Any
+    port: int, model: str, prompt: str | list[int] = "Return a list of the", max_tokens: int = 2, **more: Any
 ) -> float:
-    """From the request to the first piece of its stream."""
+    """From the request to the first piece of its stream. Raises SystemExit for an answer that is an error."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -121,8 +125,13 @@ def first_token_s(
         began_s = time.monotonic()
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         answer = connection.getresponse()
-        while not answer.readline().startswith(b"data:"):
-            pass
+        if answer.status != 200:
+            raise SystemExit(f"{answer.status} {answer.read()[:500]!r}")
+        line = answer.readline()
+        while not line.startswith(b"data:"):
+            if not line:
+                raise SystemExit("a stream ended before its first piece")
+            line = answer.readline()
         seconds = time.monotonic() - began_s
         answer.read()
     return seconds
@@ -235,17 +244,17 @@ def own_cpu_s(pid: int) -> float:
 
 
 def kv(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
-    """First tokens of conversations of about 1,000 tokens: new, and when the model has slept in between."""
+    """First tokens of conversations of 1,000 tokens: new, and when the model has slept in between."""
     with running(folder, {"m": model}, standby=2) as pool:
         new, kept = [], []
         for number in range(rounds):
-            prompt = f"{number} " + " ".join(f"word{number}" for _ in range(330))
-            session = {"teneral": {"session": f"s{number}"}}
+            prompt = random_prompt(random.Random(number), CONVERSATION_TOKENS)
+            session: dict[str, Any] = {"teneral": {"session": f"s{number}"}}
             new.append(first_token_s(pool.port, "m", prompt, **session))
             sleep(pool, "m")
             pool.ask("POST", "/v1/pool/m/wake")
             time.sleep(1.0)
-            kept.append(first_token_s(pool.port, "m", prompt + " and so on", **session))
+            kept.append(first_token_s(pool.port, "m", [*prompt, *prompt[:8]], **session))
         ratio = statistics.median(kept) / statistics.median(new)
         return {"new": spread(new), "kept": spread(kept), "ratio": ratio}
 

@@ -214,7 +214,9 @@ def _errors(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Medians over the runs: of the cold share's difference, and of the others' relative ones."""
 
     def relative(key: str) -> float:
-        return statistics.median(abs(run["plan"][key] / max(1e-9, run["real"][key]) - 1) for run in runs)
+        return float(
+            statistics.median(abs(run["plan"][key] / max(1e-9, run["real"][key]) - 1) for run in runs)
+        )
 
     return {
         "cold_share": statistics.median(
@@ -244,7 +246,8 @@ def render(report: dict[str, Any]) -> str:
         )
     search = report["search"]
     lines.append(
-        f"search: {search['requests']:,} requests × {search['pools']} pools in {search['seconds']:.1f} CPU-s"
+        f"search: {search['requests']:,} requests × {search['pools']} pools in {search['seconds']:.1f} CPU-s "
+        f"(goal {report['goals']['search_s']:g})"
     )
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -72,6 +73,17 @@ class Turns:
             self.failed[name] = str(error)
             note(f"{name} failed, and is left out: {error}")
             return None
+
+
+def at_once(start: Start, count: int) -> Start:
+    """A start that is made `count` times at once; its result is the slowest one's."""
+
+    def slowest(watch: bool) -> ColdStart:
+        with concurrent.futures.ThreadPoolExecutor(count) as threads:
+            samples = list(threads.map(start, [watch] * count))
+        return max(samples, key=lambda sample: sample.first_token_s)
+
+    return slowest
 
 
 def selected(systems: Mapping[str, Named], pattern: str | None) -> dict[str, Named]:

@@ -6,8 +6,9 @@ From starting a process to its first token, with the model in a local folder who
 `transformers` as everybody starts it, `teneral serve` on the plain and the packed model, and the same from a process
 of a standby pool (`teneral standby`), counted from starting the `teneral serve` that asks for it; the pool is full
 then, and in some rows holds memory for the weights ahead (`--memory`). Rows with a node cache fetch the packed model
-from a store at 200 MB/s through one that an earlier start has filled. Runs take turns. The goal of a standby is 0.15x
-of transformers.
+from a store at 200 MB/s through one that an earlier start has filled. Rows of several starts at once show the slowest
+of them; the pool holds one process then, too. Runs take turns. The goal of a standby is 0.15x of transformers, and of
+the slowest of three starts twice the time of one alone.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 from benchmarks import cold_starts, peer_environment
 from benchmarks.processes import RunError
 from benchmarks.report import begin, finish, new_parser, note, table, title
-from benchmarks.rounds import Start, Turns, failures, selected
+from benchmarks.rounds import Start, Turns, at_once, failures, selected
 from benchmarks.store import StoreProcess, prepare, warm
 
 BASE = "transformers"
 GOAL = 0.15
+AT_ONCE = 3
 
 
 def main() -> None:
@@ -85,6 +87,9 @@ def _systems(
         "standby, plain": serve(plain, pool=pool),
         "standby, packed": serve(packed, pool=pool),
         "standby, packed, node cache": serve(*cached, pool=pool),
+        f"standby, plain, {AT_ONCE} at once": at_once(serve(plain, pool=pool), AT_ONCE),
+        f"standby, packed, {AT_ONCE} at once": at_once(serve(packed, pool=pool), AT_ONCE),
+        f"teneral, plain, {AT_ONCE} at once": at_once(serve(plain), AT_ONCE),
         "standby with memory, plain": serve(plain, pool=ahead),
         "standby with memory, packed": serve(packed, pool=ahead),
         "standby with memory, packed, node cache": serve(*cached, pool=ahead),

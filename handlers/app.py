@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from . import platforms
+from .anthropic.routes import PREFIX, anthropic_routes
 from .http.application import make_application
 from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
 from .http.server import serve
-from .openai.routes import openai_routes
+from .openai.routes import COHERE_RERANK, openai_routes
 from .platforms import HTTP, Platform, Route, imported, routes_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def create_app(
 
     def routes(service: Service) -> Iterator[web.RouteDef]:
         yield from openai_routes(service)
+        yield from anthropic_routes(service)
         for row in platforms.PLATFORMS:
             yield from _platform_routes(row, service, handler)
 
@@ -80,8 +82,10 @@ def _platform_routes(platform: Platform, service: Service, handler: Handler | No
         return handle
 
     for route in routes_of(platform):
-        add = web.get if route.method == "GET" else web.post
-        yield add(route.path, to(route.name))
+        if route.method == "GET":
+            yield web.get(route.path, to(route.name))
+        else:
+            yield web.route(route.method, route.path, to(route.name))
 
 
 def _pattern(route: Route) -> str:
@@ -91,7 +95,11 @@ def _pattern(route: Route) -> str:
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
     """The error in the shape of the protocol whose path was asked for."""
-    for row in platforms.PLATFORMS:
+    if f"{request.path}/".startswith(PREFIX):
+        from .anthropic.errors import error_response  # few servers are asked for it
+
+        return error_response(error)
+    for row in () if request.path == COHERE_RERANK else platforms.PLATFORMS:
         if row.error_prefix and f"{request.path}/".startswith(row.error_prefix):
             response: web.Response = imported(row.error_response)(error)
             return response

@@ -233,6 +233,7 @@ def import_server() -> None:
     """All modules of a server. Starts no thread."""
     from . import app  # noqa: F401
     from .function import handler  # noqa: F401
+    from .openai import chat  # noqa: F401 - else its first request imports it
 
 
 def main(listener: int, owner: int) -> int:

@@ -13,6 +13,7 @@
 #include <stdbool.h>
 
 #include "elements.h"
+#include "functions.h"
 
 enum {
     CHUNK = 256,     /* keys; a multiple of every vector */
@@ -38,7 +39,7 @@ typedef struct {
     int64_t first_position;           /* of the first row */
     int64_t num_keys;
     int64_t window;                   /* 0: all */
-    bool sees_all;                    /* also keys behind its own */
+    bool sees_all;                    /* also keys behind its own; then the window is to each side */
 
     const void *keys, *values;             /* of token 0, or of slot 0 */
     const void *key_scales, *value_scales; /* of I8 */
@@ -47,14 +48,18 @@ typedef struct {
     int64_t key_stride;                    /* elements, of tokens or slots */
     int kv_dtype, scale_dtype;
 
+    tn_distances distances; /* of this head */
+
     int64_t head_dim;
     float scale;
+    float cap; /* 0: none */
     int dtype;
 } sequence_t;
 
 /* A task's rows: what they see, and what is known of them after some chunks. */
 typedef struct {
     int num;
+    int64_t pair;             /* the first one, of the sequence's */
     int64_t stride;           /* of queries, sums and outputs: head_dim in whole vectors */
     int64_t first[TASK_ROWS]; /* keys [first, last) are those that the row sees */
     int64_t last[TASK_ROWS];
@@ -226,6 +231,15 @@ static float exp_of(float x) {
     return lanes[0];
 }
 
+/* Scores [begin, end) → cap * tanh(score * scale / cap). */
+static void cap_scores(float *scores, int begin, int end, float scale, float cap) {
+    for (int t = begin; t < end; t += TN_LANES) {
+        const int count = lanes_left(end - t);
+        const vf scaled = vf_div(vf_mul(vf_load_part(scores + t, count), vf_set(scale)), vf_set(cap));
+        vf_store_part(scores + t, vf_mul(vf_tanh(scaled), vf_set(cap)), count);
+    }
+}
+
 /* Scores [begin, end) → exp(score * scale - largest), and 0 for the rest of the vectors; returns their sum. */
 static float exponentials(float *scores, int begin, int end, float scale, float *largest) {
     const int first = begin / TN_LANES * TN_LANES, last = (end + TN_LANES - 1) / TN_LANES * TN_LANES;
@@ -257,6 +271,48 @@ static void merge(rows_t *task, int row, float largest, float total, int64_t hea
     float *outputs = task->outputs + row * task->stride;
     for (int64_t d = 0; d < head_dim; d += TN_LANES)
         vf_store(outputs + d, vf_fma(vf_load(sums + d), vf_set(now), vf_mul(vf_load(outputs + d), vf_set(before))));
+}
+
+/* ---- what scores know of distances ---- */
+
+/* Scores [begin, end) of a row, of which `bias` has the distances from that of score 0 on: score * scale + bias. */
+static void add_bias(float *scores, const float *bias, int begin, int end, float scale) {
+    for (int t = begin; t < end; t += TN_LANES) {
+        const int count = end - t < TN_LANES ? end - t : TN_LANES;
+        const vf sum = vf_fma(vf_load_part(scores + t, count), vf_set(scale), vf_load_part(bias + t, count));
+        vf_store_part(scores + t, sum, count);
+    }
+}
+
+/* Adds to the scores [begin, end) of a query what it makes of the distances' keys, and the keys of their queries.
+ * Number t has the bucket buckets[t]. Lanes and a tree for each, as for scores. */
+TN_INLINE void add_distances(const sequence_t *of, const int dtype, float *scores, const void *query,
+                             const vectors_t *keys, const int64_t *buckets, int begin, int end) {
+    const tn_distances *distances = &of->distances;
+    const int64_t stride = of->out_stride; /* of a bucket: all heads */
+    for (int t = begin; t < end; t += QUAD) {
+        const void *key[QUAD], *its_key[QUAD], *its_query[QUAD];
+        for (int j = 0; j < QUAD; j++) {
+            const int at = t + j < end ? t + j : end - 1;
+            key[j] = element_at(keys->base, dtype, keys->place[at]);
+            its_key[j] = element_at(distances->keys, dtype, buckets[at] * stride);
+            its_query[j] = element_at(distances->queries, dtype, buckets[at] * stride);
+        }
+        vf sums[QUAD];
+        for (int j = 0; j < QUAD; j++) sums[j] = vf_zero();
+        for (int64_t d = 0; d < of->head_dim; d += TN_LANES) {
+            const int count = lanes_left(of->head_dim - d);
+            const vf numbers = load_elements(query, dtype, d, count);
+            for (int j = 0; j < QUAD; j++) {
+                sums[j] = vf_fma(numbers, load_elements(its_key[j], dtype, d, count), sums[j]);
+                sums[j] = vf_fma(load_elements(key[j], dtype, d, count), load_elements(its_query[j], dtype, d, count),
+                                 sums[j]);
+            }
+        }
+        float four[QUAD];
+        vf_reduce4(four, sums[0], sums[1], sums[2], sums[3], true);
+        for (int j = 0; j < QUAD && t + j < end; j++) scores[t + j] += four[j];
+    }
 }
 
 /* ---- chunks ---- */
@@ -304,6 +360,33 @@ static vectors_t vectors_of(const sequence_t *of, void *buffer, int64_t *place, 
     return (vectors_t){buffer, place};
 }
 
+/* The row and the head, within the group, of a sequence's (row, head) pair. */
+static int64_t row_of(const sequence_t *of, int64_t pair) { return pair / of->group; }
+static int64_t head_of(const sequence_t *of, int64_t pair) { return pair % of->group; }
+
+/* What the distances add to the scores of a task's rows, over keys of the chunk that begins with token `first`. What is
+ * left to be multiplied with is returned: 1, or the sequence's scale. */
+static float score_distances(const sequence_t *of, rows_t *task, const vectors_t *keys, int64_t first) {
+    const tn_distances *distances = &of->distances;
+    if (distances->bias == NULL && distances->keys == NULL) return of->scale;
+    for (int row = 0; row < task->num; row++) {
+        const int64_t position = row_of(of, task->pair + row); /* a text's rows are from its first token on */
+        const int64_t from = first - position + distances->reach; /* the number of the chunk's first key's distance */
+        float *scores = task->scores[row];
+        const int begin = task->begin[row], end = task->end[row];
+        if (distances->bias != NULL) {
+            add_bias(scores, distances->bias + from, begin, end, of->scale);
+            continue;
+        }
+        const void *query = element_at(of->queries, of->dtype, position * of->query_stride);
+        if (of->dtype == TN_BF16)
+            add_distances(of, TN_BF16, scores, query, keys, distances->buckets + from, begin, end);
+        else
+            add_distances(of, TN_F32, scores, query, keys, distances->buckets + from, begin, end);
+    }
+    return distances->bias != NULL ? 1.0f : of->scale;
+}
+
 /* All rows of a task over the keys [begin, end) of the chunk that begins with token `first`. */
 static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int begin, int end) {
     _Alignas(64) float buffer[CHUNK * TN_MAX_HEAD_DIM];
@@ -312,9 +395,12 @@ static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int 
     find_slots(of, slots, first, begin, end);
     const vectors_t keys = vectors_of(of, buffer, place, of->keys, of->key_scales, slots, begin, end);
     task_pass(of->dtype == TN_BF16 ? scores_bf16 : scores_f32, task, &keys, of->head_dim);
+    const float scale = score_distances(of, task, &keys, first);
     for (int row = 0; row < task->num; row++) {
-        if (task->begin[row] == task->end[row]) continue;
-        total[row] = exponentials(task->scores[row], task->begin[row], task->end[row], of->scale, &largest[row]);
+        const int from = task->begin[row], to = task->end[row];
+        if (from == to) continue;
+        if (of->cap != 0.0f) cap_scores(task->scores[row], from, to, of->scale, of->cap);
+        total[row] = exponentials(task->scores[row], from, to, of->cap != 0.0f ? 1.0f : scale, &largest[row]);
     }
     const vectors_t values = vectors_of(of, buffer, place, of->values, of->value_scales, slots, begin, end);
     memset(task->sums, 0, (size_t)(task->num * task->stride) * sizeof(float));
@@ -324,10 +410,6 @@ static void attend_chunk(const sequence_t *of, rows_t *task, int64_t first, int 
 }
 
 /* ---- tasks ---- */
-
-/* The row and the head, within the group, of a sequence's (row, head) pair. */
-static int64_t row_of(const sequence_t *of, int64_t pair) { return pair / of->group; }
-static int64_t head_of(const sequence_t *of, int64_t pair) { return pair % of->group; }
 
 static void load_query(const sequence_t *of, rows_t *task, int row, int64_t pair) {
     const int64_t place = row_of(of, pair) * of->query_stride + head_of(of, pair) * of->head_dim;
@@ -358,23 +440,35 @@ static void clip(rows_t *task, int row, int64_t chunk) {
     task->end[row] = end > CHUNK ? CHUNK : end < task->begin[row] ? task->begin[row] : (int)end;
 }
 
+/* The keys [first, last) that the row at a position sees. */
+static int64_t first_key(const sequence_t *of, int64_t position) {
+    const int64_t before = of->sees_all ? of->window : of->window - 1; /* of which it sees no more than these */
+    return of->window && position > before ? position - before : 0;
+}
+static int64_t last_key(const sequence_t *of, int64_t position) {
+    if (!of->sees_all) return position + 1;
+    return of->window && position + of->window < of->num_keys ? position + of->window + 1 : of->num_keys;
+}
+
 /* The pairs [pair, pair + num) of a sequence. */
 static void attend(const sequence_t *of, int64_t pair, int num) {
     rows_t task;
     task.num = num;
+    task.pair = pair;
     task.stride = (of->head_dim + TN_LANES - 1) / TN_LANES * TN_LANES;
     memset(task.outputs, 0, (size_t)(num * task.stride) * sizeof(float));
     for (int row = 0; row < num; row++) {
         const int64_t position = of->first_position + row_of(of, pair + row);
-        task.first[row] = of->window && position + 1 > of->window ? position + 1 - of->window : 0;
-        task.last[row] = of->sees_all ? of->num_keys : position + 1;
+        task.first[row] = first_key(of, position);
+        task.last[row] = last_key(of, position);
         task.largest[row] = NO_SCORE;
         task.total[row] = 0.0f;
         load_query(of, &task, row, pair + row);
     }
     /* Later rows see later keys. */
-    const int64_t last = task.last[num - 1];
-    for (int64_t chunk = task.first[0] / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
+    const int64_t first_position = of->first_position + row_of(of, pair);
+    const int64_t last = last_key(of, of->first_position + row_of(of, pair + num - 1));
+    for (int64_t chunk = first_key(of, first_position) / CHUNK * CHUNK; chunk < last; chunk += CHUNK) {
         for (int row = 0; row < num; row++) clip(&task, row, chunk);
         attend_chunk(of, &task, chunk, task.begin[0], task.end[num - 1]);
     }
@@ -418,6 +512,7 @@ static sequence_t sequence_of(const tn_attention_args *args, const tn_span *span
         .scale_dtype = kv->scale_dtype,
         .head_dim = args->head_dim,
         .scale = args->scale,
+        .cap = args->cap,
         .dtype = args->dtype,
     };
 }
@@ -439,6 +534,15 @@ void tn_attention_stage(const tn_attention_args *args, tn_region *region) {
     }
 }
 
+static tn_distances distances_of(const tn_text_attention_args *args, int64_t head) {
+    tn_distances of = args->distances;
+    const int64_t place = head * args->head_dim;
+    if (of.bias != NULL) of.bias += head * (2 * of.reach + 1);
+    if (of.keys != NULL) of.keys = element_at(of.keys, args->dtype, place);
+    if (of.queries != NULL) of.queries = element_at(of.queries, args->dtype, place);
+    return of;
+}
+
 static sequence_t text_of(const tn_text_attention_args *args, int64_t text, int64_t head) {
     const int64_t hidden = args->num_heads * args->head_dim, start = args->starts[text];
     const int64_t place = start * 3 * hidden + head * args->head_dim;
@@ -450,6 +554,8 @@ static sequence_t text_of(const tn_text_attention_args *args, int64_t text, int6
         .group = 1,
         .num_keys = args->starts[text + 1] - start,
         .sees_all = true,
+        .window = args->window,
+        .distances = distances_of(args, head),
         .keys = element_at(args->qkv, args->dtype, place + hidden),
         .values = element_at(args->qkv, args->dtype, place + 2 * hidden),
         .key_stride = 3 * hidden,

@@ -88,6 +88,9 @@ TN_EXPORT int tn_linear(const tn_linear_args *args);
 /* to[i] = e^from[i]: at most 1 ulp off, 0 below -104, infinity above 88.73. What attention and activations use. */
 TN_EXPORT void tn_exp(const float *from, float *to, int64_t count);
 
+/* x[i] = x[i] * scale, and then, unless cap is 0, cap * tanh(x[i] / cap): logits of models that say so. */
+TN_EXPORT void tn_scale_and_cap(float *x, int64_t count, float scale, float cap);
+
 /* ---- merging planes (merge.c; docs/format.md, "Encodings") ---- */
 
 #define TN_MAX_PLANES 5 /* of a field: of 23 bits they are 8, 8, 4, 2 and 1 */
@@ -154,6 +157,8 @@ typedef struct tn_embed_args {
     int32_t scale_dtype;
     int32_t dtype;
     int32_t group_size;    /* columns that share a scale: a multiple of 32 that divides num_columns, or all of them */
+    float factor;          /* unless it is 1, rows are multiplied with it once they are rounded, and rounded again */
+    int32_t reserved;      /* 0 */
 } tn_embed_args;
 
 TN_EXPORT int tn_embed(const tn_embed_args *args);
@@ -172,8 +177,16 @@ typedef struct tn_add_args {
 
 TN_EXPORT int tn_add(const tn_add_args *args);
 
-/* Without a bias the RMS norm: x / sqrt(mean(x^2) + eps), rounded, times the weight, rounded. With one the layer norm:
- * (x - mean) / sqrt(variance + eps) * weight + bias, rounded once. Weights are rounded to `dtype` first. */
+/* Kinds of norms without a bias: x / sqrt(mean(x^2) + eps), times the weight, rounded. */
+typedef enum tn_norm_kind {
+    TN_RMS = 0,          /* the quotient and the weight are rounded to `dtype` first */
+    TN_RMS_WIDE = 1,     /* neither is */
+    TN_RMS_PLUS_ONE = 2, /* neither is, and 1 + weight takes the weight's place */
+    TN_LAYER = 3,        /* neither is, and x - mean(x) takes the place of x */
+} tn_norm_kind;
+
+/* Without a bias a norm of one of these kinds. With one the layer norm: (x - mean) / sqrt(variance + eps) * weight + bias, rounded once,
+ * of weights that are rounded to `dtype` first. */
 typedef struct tn_norm_args {
     size_t size;
     const void *x; /* (num_rows, num_columns) */
@@ -184,6 +197,8 @@ typedef struct tn_norm_args {
     int64_t num_columns;
     float eps;
     int32_t dtype;
+    int32_t kind;     /* tn_norm_kind, without a bias */
+    int32_t reserved; /* 0 */
 } tn_norm_args;
 
 TN_EXPORT int tn_norm(const tn_norm_args *args);
@@ -221,10 +236,11 @@ typedef struct tn_heads_args {
     size_t size;
     const tn_kv *kv;
     void *heads;            /* (num_rows, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values. Changed. */
-    const float *turns;     /* (positions, rotary_dim): cosines, then sines, rounded to `dtype` */
+    const float *turns;     /* (positions, rotary_dim): cosines, then sines, rounded to `dtype` unless wide_turns; NULL:
+                             * nothing is turned */
     const int64_t *turn;    /* (num_rows,) the row of `turns` that each row takes */
     const int64_t *slots;   /* (num_rows,) below num_slots, no two alike */
-    tn_vector query_norm;   /* (head_dim,) */
+    tn_vector query_norm;   /* (head_dim,), or with joint_norms of all heads */
     tn_vector key_norm;
     int64_t layer;
     int64_t num_rows;
@@ -234,6 +250,10 @@ typedef struct tn_heads_args {
     int64_t rotary_dim;     /* even, at most head_dim */
     float norm_eps;
     int32_t dtype;          /* F32 or BF16 */
+    int32_t norm;           /* tn_norm_kind */
+    int32_t joint_norms;    /* all heads of a row are normalised as one */
+    int32_t wide_turns;     /* turned in fp32, rounded once; otherwise each product is rounded */
+    int32_t interleaved;    /* number 2 i turns with 2 i + 1; otherwise number i with i + rotary_dim / 2 */
 } tn_heads_args;
 
 TN_EXPORT int tn_write_heads(const tn_heads_args *args);
@@ -267,19 +287,35 @@ typedef struct tn_attention_args {
     int64_t head_dim;     /* at most TN_MAX_HEAD_DIM */
     float scale;          /* of scores */
     int32_t dtype;        /* F32 or BF16 */
+    float cap;            /* scaled scores s become cap * tanh(s / cap); 0: they do not */
+    int32_t reserved;     /* 0 */
 } tn_attention_args;
 
 TN_EXPORT int tn_attention(const tn_attention_args *args);
 
-/* Every row of a text over all rows of the same text. */
+/* What scores know of the distance of two rows: key - query, from -reach to reach, is number distance + reach.
+ *
+ * With `bias` a score is query * key * scale + bias. With `keys` it is (query * key + query * keys[bucket] +
+ * queries[bucket] * key) * scale, of the bucket of their distance. NULLs: a score depends on no distance. */
+typedef struct tn_distances {
+    const float *bias;      /* (num_heads, 2 * reach + 1) */
+    const void *keys;       /* (buckets, num_heads, head_dim) in the rows' dtype */
+    const void *queries;    /* likewise */
+    const int64_t *buckets; /* (2 * reach + 1,) */
+    int64_t reach;          /* at least the longest text's rows, less one */
+} tn_distances;
+
+/* Every row of a text over those rows of the same text that are in its window. */
 typedef struct tn_text_attention_args {
     size_t size;
     const void *qkv;       /* (rows, 3, num_heads, head_dim) in `dtype`: queries, keys, values */
     void *out;             /* (rows, num_heads, head_dim) */
     const int64_t *starts; /* (num_texts + 1,): text i is rows [starts[i], starts[i + 1]) */
+    tn_distances distances;
     int64_t num_texts;
     int64_t num_heads;
     int64_t head_dim;      /* at most TN_MAX_HEAD_DIM */
+    int64_t window;        /* rows to each side that a row sees; 0: all */
     float scale;
     int32_t dtype;         /* F32 or BF16 */
 } tn_text_attention_args;
@@ -302,16 +338,37 @@ typedef struct tn_projection {
     int64_t num_out; /* of all parts together */
 } tn_projection;
 
-typedef struct tn_decoder_layer {
-    tn_vector attention_norm; /* (hidden_size,) */
-    tn_vector query_norm;     /* (head_dim,) or none */
-    tn_vector key_norm;
-    tn_vector mlp_norm;       /* (hidden_size,) */
-    tn_projection qkv;        /* to query heads, key heads, value heads */
-    tn_projection output;
-    tn_projection gate_up;    /* to gate, then up */
+/* What turns a layer's queries and keys. */
+typedef enum tn_rotary {
+    TN_ROTARY_MAIN = 0,
+    TN_ROTARY_LOCAL = 1, /* local_turns */
+    TN_ROTARY_NONE = 2,
+} tn_rotary;
+
+#define TN_MAX_EXPERTS 1024
+
+/* One expert of a mixture. Its parts have no orders of columns of their own. */
+typedef struct tn_expert {
+    tn_projection gate_up; /* to gate, then up */
     tn_projection down;
-    int64_t window;           /* 0: all */
+} tn_expert;
+
+typedef struct tn_decoder_layer {
+    tn_vector attention_norm;        /* (hidden_size,) or none */
+    tn_vector query_norm;            /* (head_dim,), or with joint_norms of all heads; or none */
+    tn_vector key_norm;
+    tn_vector attention_output_norm; /* (hidden_size,) or none: of what attention adds to x */
+    tn_vector mlp_norm;              /* (hidden_size,) or none */
+    tn_vector mlp_output_norm;       /* likewise */
+    tn_projection qkv;               /* to query heads, key heads, value heads */
+    tn_projection output;
+    tn_projection gate_up;           /* to gate, then up */
+    tn_projection down;
+    tn_projection router;            /* to the experts' scores, in layers with a mixture */
+    const tn_expert *experts;        /* (num_experts,) in place of gate_up and down; or NULL */
+    int64_t window;                  /* 0: all */
+    int32_t rotary;                  /* tn_rotary */
+    int32_t reserved;                /* 0 */
 } tn_decoder_layer;
 
 typedef struct tn_decoder {
@@ -323,10 +380,23 @@ typedef struct tn_decoder {
     int64_t head_dim;
     int64_t rotary_dim;
     int64_t permuted_size;          /* the most inputs that one projection takes in orders of their parts' own; 0: none */
+    int64_t num_experts;            /* of a mixture, at most TN_MAX_EXPERTS; 0: there is none */
+    int64_t num_experts_used;       /* by each row: those with the highest scores */
+    int64_t expert_size;            /* intermediate size of each */
     float norm_eps;
     float attention_scale;
+    float score_cap;                /* as in tn_attention_args */
+    float residual_scale;           /* unless it is 1, what attention and MLP add is multiplied with it, and rounded */
     int32_t activation;
     int32_t dtype;                  /* of rows: F32 or BF16 */
+    int32_t norm;                   /* tn_norm_kind, of all norms */
+    int32_t joint_norms;            /* as in tn_heads_args */
+    int32_t wide_turns;             /* likewise */
+    int32_t interleaved;            /* likewise */
+    int32_t parallel;               /* the MLP takes what attention takes; there is no mlp_norm */
+    int32_t expert_weights_sum_to_1; /* otherwise they are shares of all experts */
+    int32_t expert_weights_rounded; /* to `dtype` */
+    int32_t reserved;               /* 0 */
 } tn_decoder;
 
 /* Layers [first, end) of a step: writes its keys and values, and then attends. */
@@ -335,11 +405,12 @@ typedef struct tn_decoder_step_args {
     const tn_decoder *model;
     const tn_kv *kv;
     const tn_span *spans;
-    const float *turns;   /* as in tn_heads_args */
-    const int64_t *turn;  /* (num_rows,) */
-    const int64_t *slots; /* (num_rows,) */
-    void *x;              /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
-    void *scratch;        /* on 64 bytes */
+    const float *turns;       /* as in tn_heads_args */
+    const float *local_turns; /* likewise, of layers that say so */
+    const int64_t *turn;      /* (num_rows,) */
+    const int64_t *slots;     /* (num_rows,) */
+    void *x;                  /* (num_rows, hidden_size): changed to what comes out of the last of the layers */
+    void *scratch;            /* on 64 bytes */
     int64_t num_spans;
     int64_t num_rows;
     int64_t first;
@@ -356,12 +427,15 @@ TN_EXPORT int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_
 typedef struct tn_encoder_layer {
     tn_projection qkv; /* to queries, keys and values of all heads */
     tn_projection output;
-    tn_projection up;
+    tn_projection up;  /* of a gated MLP: to gate, then up */
     tn_projection down;
-    tn_vector attention_norm_weight; /* (hidden_size,) each */
+    tn_vector attention_norm_weight; /* (hidden_size,) each; with pre_norm NULL: there is none */
     tn_vector attention_norm_bias;
     tn_vector mlp_norm_weight;
     tn_vector mlp_norm_bias;
+    const void *position_keys;       /* tn_distances.keys and .queries of this layer, or NULL */
+    const void *position_queries;
+    int64_t window;                  /* as in tn_text_attention_args */
 } tn_encoder_layer;
 
 typedef struct tn_encoder {
@@ -370,19 +444,28 @@ typedef struct tn_encoder {
     int64_t intermediate_size;
     int64_t num_heads;
     int64_t head_dim;
+    int64_t rotary_dim; /* even, at most head_dim; 0: queries and keys are not turned */
     float norm_eps;
     float attention_scale;
     int32_t activation;
-    int32_t dtype; /* F32 or BF16 */
+    int32_t dtype;      /* F32 or BF16 */
+    int32_t pre_norm;   /* x + attention(norm(x)), then x + mlp(norm(x)); 0: the norm is of the sum */
+    int32_t gated;      /* down(activation(gate) * up); 0: down(activation(up)) */
 } tn_encoder;
 
 /* Layers [first, end) over texts back to back. */
 typedef struct tn_encoder_step_args {
     size_t size;
     const tn_encoder *model;
-    const int64_t *starts; /* as in tn_text_attention_args */
-    void *x;               /* (rows, hidden_size): changed */
-    void *scratch;         /* on 64 bytes */
+    const int64_t *starts;    /* as in tn_text_attention_args */
+    const float *turns;       /* (positions, rotary_dim): cosines, then sines, of layers without a window */
+    const float *local_turns; /* likewise, of layers with one */
+    const int64_t *turn;      /* (num_rows,) the row of `turns` that each row takes */
+    const float *bias;        /* tn_distances, but for what is a layer's */
+    const int64_t *buckets;
+    void *x;                  /* (rows, hidden_size): changed */
+    void *scratch;            /* on 64 bytes */
+    int64_t reach;
     int64_t num_texts;
     int64_t num_rows;
     int64_t first;

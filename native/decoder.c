@@ -1,12 +1,14 @@
 /* A decoder's step: all of its layers in one region, stage by stage, with a barrier between two stages.
  *
- * x + output(attention(qkv(norm(x)))), then x + down(activation(gate(y)) * up(y)) of y = norm(x). What a stage writes
- * is rounded to the model's dtype, as models that compute in it round (docs/native.md, "Numbers"). */
+ * x + output(attention(qkv(norm(x)))), then x + down(activation(gate(y)) * up(y)) of y = norm(x); some models have
+ * norms of what is added to x, too, or only these. What a stage writes is rounded to the model's dtype, as models that
+ * compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that attention takes. */
 #include <stdbool.h>
 
 #include "attention.h"
 #include "core.h"
 #include "elements.h"
+#include "experts.h"
 #include "heads.h"
 #include "linear.h"
 #include "projection.h"
@@ -23,6 +25,7 @@ typedef struct {
     void *gate_up;  /* (num_rows, 2 intermediate_size) */
     void *inner;    /* (num_rows, intermediate_size) */
     void *permuted; /* (num_rows, permuted_size) */
+    tn_mixture mixture;
 } step_t;
 
 /* The next `num_elements` of scratch: NULL scratch only counts. */
@@ -42,32 +45,48 @@ static int64_t lay_out(step_t *step, const tn_decoder *model, int64_t num_rows, 
     step->gate_up = take(&next, num_rows * 2 * model->intermediate_size, dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, dtype);
     step->permuted = take(&next, num_rows * model->permuted_size, dtype);
+    if (model->num_experts) next += tn_lay_out_mixture(&step->mixture, model, num_rows, next);
     return next - scratch;
 }
 
 /* ---- stages ---- */
 
+static void norm_row(const tn_decoder *model, void *out, const void *x, const tn_vector *weight) {
+    tn_norm_row(out, x, weight, model->hidden_size, model->norm_eps, model->norm, model->dtype);
+}
+
+/* normed = norm(x), where there is a norm. */
 static void norm_stage(const step_t *step, const tn_vector *weight, tn_region *region) {
     const tn_decoder *model = step->args->model;
+    if (weight->data == NULL) return;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
-        tn_rms_row(element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
-                   weight, model->hidden_size, model->norm_eps, model->dtype);
+        norm_row(model, element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
+                 weight);
     }
     tn_barrier(region);
 }
 
-/* x += what `normed` holds; then normed = norm(x), unless `weight` is NULL. */
-static void residual_stage(const step_t *step, const tn_vector *weight, tn_region *region) {
+/* x += what `normed` holds, after a norm of its own and scaled, where there are such; then normed = norm(x), unless
+ * there is no `next` norm. */
+static void residual_stage(const step_t *step, const tn_vector *own, const tn_vector *next, tn_region *region) {
     const tn_decoder *model = step->args->model;
     EACH_ROW(region, step->args->num_rows) {
         const int64_t place = row * model->hidden_size;
         void *x = element_at(step->args->x, model->dtype, place);
         void *normed = element_at(step->normed, model->dtype, place);
+        if (own->data != NULL) norm_row(model, normed, normed, own);
+        if (model->residual_scale != 1.0f)
+            tn_scale_row(normed, model->residual_scale, model->hidden_size, model->dtype);
         tn_add_row(x, normed, model->hidden_size, model->dtype);
-        if (weight != NULL) tn_rms_row(normed, x, weight, model->hidden_size, model->norm_eps, model->dtype);
+        if (next != NULL && next->data != NULL) norm_row(model, normed, x, next);
     }
     tn_barrier(region);
+}
+
+/* What a projection behind this norm takes: x itself where there is none. */
+static const void *input_of(const step_t *step, const tn_vector *norm) {
+    return norm->data != NULL ? step->normed : step->args->x;
 }
 
 static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
@@ -85,7 +104,9 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64
         .size = sizeof heads,
         .kv = args->kv,
         .heads = step->heads,
-        .turns = args->turns,
+        .turns = layer->rotary == TN_ROTARY_MAIN    ? args->turns
+                 : layer->rotary == TN_ROTARY_LOCAL ? args->local_turns
+                                                    : NULL,
         .turn = args->turn,
         .slots = args->slots,
         .query_norm = layer->query_norm,
@@ -98,6 +119,10 @@ static void heads_stage(const step_t *step, const tn_decoder_layer *layer, int64
         .rotary_dim = model->rotary_dim,
         .norm_eps = model->norm_eps,
         .dtype = model->dtype,
+        .norm = model->norm,
+        .joint_norms = model->joint_norms,
+        .wide_turns = model->wide_turns,
+        .interleaved = model->interleaved,
     };
     EACH_ROW(region, args->num_rows) tn_write_heads_row(&heads, row);
     tn_barrier(region);
@@ -122,6 +147,7 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
         .head_dim = model->head_dim,
         .scale = model->attention_scale,
         .dtype = model->dtype,
+        .cap = model->score_cap,
     };
     tn_attention_stage(&attention, region);
     tn_barrier(region);
@@ -133,7 +159,8 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, tn_regi
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int64_t chunk = tn_linear_chunk(inner, region->num);
     const int dtype = model->dtype;
-    const tn_product product = {&layer->gate_up, step->normed, step->permuted, step->gate_up, num_rows, dtype};
+    const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
+    const tn_product product = {&layer->gate_up, x, step->permuted, step->gate_up, num_rows, dtype};
     tn_permute_stage(&product, region);
     for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
         const int64_t end = begin + chunk < inner ? begin + chunk : inner;
@@ -148,6 +175,17 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, tn_regi
     tn_barrier(region);
 }
 
+/* What `normed` holds then is to be added to x. */
+static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+    const tn_decoder *model = step->args->model;
+    if (layer->experts == NULL) {
+        project_stage(step, &layer->down, step->inner, step->normed, region);
+        return;
+    }
+    tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
+                      step->args->num_rows, region);
+}
+
 /* The layers one after another; `normed` holds the first one's input, and each leaves the next one's there. */
 static void step_body(void *arg, tn_region *region, int id) {
     (void)id;
@@ -157,14 +195,16 @@ static void step_body(void *arg, tn_region *region, int id) {
     norm_stage(step, &layers[args->first].attention_norm, region);
     for (int64_t index = args->first; index < args->end; index++) {
         const tn_decoder_layer *layer = &layers[index];
-        project_stage(step, &layer->qkv, step->normed, step->heads, region);
+        project_stage(step, &layer->qkv, input_of(step, &layer->attention_norm), step->heads, region);
         heads_stage(step, layer, index, region);
         attention_stage(step, layer, index, region);
+        if (args->model->parallel) mlp_stage(step, layer, region);
         project_stage(step, &layer->output, step->attended, step->normed, region);
-        residual_stage(step, &layer->mlp_norm, region);
-        mlp_stage(step, layer, region);
-        project_stage(step, &layer->down, step->inner, step->normed, region);
-        residual_stage(step, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL, region);
+        residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
+        if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, region);
+        mlp_stages(step, layer, region);
+        residual_stage(step, &layer->mlp_output_norm, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL,
+                       region);
     }
 }
 
@@ -179,6 +219,7 @@ int tn_decoder_step(const tn_decoder_step_args *args) {
     const tn_decoder *model = args->model;
     const tn_kv *kv = args->kv;
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
+    if (model->num_experts > TN_MAX_EXPERTS || (model->num_experts && model->parallel)) return TN_REFUSED;
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;

@@ -14,8 +14,8 @@
     each(tn_matrix) each(tn_linear_args) each(tn_merge_args) each(tn_interleave_args)                        \
     each(tn_vector) each(tn_embed_args) each(tn_norm_args) each(tn_activate_args)                            \
     each(tn_kv) each(tn_heads_args) each(tn_span) each(tn_attention_args)                                    \
-    each(tn_text_attention_args) each(tn_part) each(tn_projection) each(tn_decoder_layer)                    \
-    each(tn_decoder) each(tn_decoder_step_args) each(tn_encoder_layer) each(tn_encoder)                      \
+    each(tn_distances) each(tn_text_attention_args) each(tn_part) each(tn_projection)                        \
+    each(tn_expert) each(tn_decoder_layer) each(tn_decoder) each(tn_decoder_step_args) each(tn_encoder_layer) each(tn_encoder)\
     each(tn_encoder_step_args) each(tn_mean_args) each(tn_add_args)
 
 #define FORMAT(name) "\n" #name " %zu"

@@ -1,4 +1,5 @@
-/* An encoder's layers over texts that lie back to back: norm(x + attention(x)), then norm(x + down(activation(up(x)))).
+/* An encoder's layers over texts that lie back to back: norm(x + attention(x)), then norm(x + mlp(x)); or, with
+ * `pre_norm`, x + attention(norm(x)), then x + mlp(norm(x)).
  *
  * As a decoder's step (decoder.c) in everything that is not said here. */
 #include <stdbool.h>
@@ -17,6 +18,8 @@ typedef struct {
     void *qkv;      /* (num_rows, 3, num_heads, head_dim) */
     void *attended; /* (num_rows, hidden_size) */
     void *more;     /* (num_rows, hidden_size): what is added to x */
+    void *normed;   /* (num_rows, hidden_size), with pre_norm */
+    void *gate_up;  /* (num_rows, 2 intermediate_size), of a gated MLP */
     void *inner;    /* (num_rows, intermediate_size) */
 } step_t;
 
@@ -31,6 +34,8 @@ static int64_t lay_out(step_t *step, const tn_encoder *model, int64_t num_rows, 
     step->qkv = take(&next, num_rows * 3 * model->num_heads * model->head_dim, model->dtype);
     step->attended = take(&next, num_rows * model->num_heads * model->head_dim, model->dtype);
     step->more = take(&next, num_rows * model->hidden_size, model->dtype);
+    step->normed = take(&next, model->pre_norm ? num_rows * model->hidden_size : 0, model->dtype);
+    step->gate_up = take(&next, model->gated ? num_rows * 2 * model->intermediate_size : 0, model->dtype);
     step->inner = take(&next, num_rows * model->intermediate_size, model->dtype);
     return next - scratch;
 }
@@ -44,16 +49,40 @@ static void project_stage(const step_t *step, const tn_projection *projection, c
     tn_barrier(region);
 }
 
-static void attention_stage(const step_t *step, tn_region *region) {
+/* Queries and keys by their positions. */
+static void turn_stage(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
+    const tn_encoder_step_args *args = step->args;
+    const tn_encoder *model = args->model;
+    const float *turns = layer->window ? args->local_turns : args->turns;
+    const int64_t half = model->rotary_dim / 2;
+    EACH_ROW(region, args->num_rows) {
+        const float *cos = turns + args->turn[row] * model->rotary_dim;
+        for (int64_t head = 0; head < 2 * model->num_heads; head++) {
+            const int64_t place = (row * 3 * model->num_heads + head) * model->head_dim;
+            tn_turn_head(element_at(step->qkv, model->dtype, place), cos, cos + half, half, model->dtype);
+        }
+    }
+    tn_barrier(region);
+}
+
+static void attention_stage(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
     const tn_encoder *model = step->args->model;
     const tn_text_attention_args attention = {
         .size = sizeof attention,
         .qkv = step->qkv,
         .out = step->attended,
         .starts = step->args->starts,
+        .distances = {
+            .bias = step->args->bias,
+            .keys = layer->position_keys,
+            .queries = layer->position_queries,
+            .buckets = step->args->buckets,
+            .reach = step->args->reach,
+        },
         .num_texts = step->args->num_texts,
         .num_heads = model->num_heads,
         .head_dim = model->head_dim,
+        .window = layer->window,
         .scale = model->attention_scale,
         .dtype = model->dtype,
     };
@@ -72,12 +101,58 @@ static void residual_stage(const step_t *step, const tn_vector *weight, const tn
     tn_barrier(region);
 }
 
-/* Columns of up, and at once their activations, while they are in the cache. */
-static void up_stage(const step_t *step, const tn_projection *up, tn_region *region) {
+/* normed = norm(x) */
+static void norm_stage(const step_t *step, const tn_vector *weight, const tn_vector *bias, tn_region *region) {
+    const tn_encoder *model = step->args->model;
+    EACH_ROW(region, step->args->num_rows) {
+        const int64_t place = row * model->hidden_size;
+        tn_layer_norm_row(element_at(step->normed, model->dtype, place), element_at(step->args->x, model->dtype, place),
+                          weight, bias, model->hidden_size, model->norm_eps, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* x += more */
+static void add_stage(const step_t *step, tn_region *region) {
+    const tn_encoder *model = step->args->model;
+    EACH_ROW(region, step->args->num_rows) {
+        const int64_t place = row * model->hidden_size;
+        tn_add_row(element_at(step->args->x, model->dtype, place), element_at(step->more, model->dtype, place),
+                   model->hidden_size, model->dtype);
+    }
+    tn_barrier(region);
+}
+
+/* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
+static void gated_stage(const step_t *step, const tn_projection *gate_up, const void *x, tn_region *region) {
     const tn_encoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int64_t chunk = tn_linear_chunk(inner, region->num);
-    const tn_product product = {up, step->args->x, NULL, step->inner, num_rows, model->dtype};
+    const int dtype = model->dtype;
+    const tn_product product = {gate_up, x, NULL, step->gate_up, num_rows, dtype};
+    for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
+        const int64_t end = begin + chunk < inner ? begin + chunk : inner;
+        tn_product_columns(&product, begin, end);
+        tn_product_columns(&product, inner + begin, inner + end);
+        for (int64_t row = 0; row < num_rows; row++) {
+            const int64_t gate = row * 2 * inner + begin;
+            tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
+                            element_at(step->gate_up, dtype, gate + inner), end - begin, model->activation, dtype);
+        }
+    }
+    tn_barrier(region);
+}
+
+/* Columns of up, and at once their activations, while they are in the cache. */
+static void up_stage(const step_t *step, const tn_projection *up, const void *x, tn_region *region) {
+    const tn_encoder *model = step->args->model;
+    if (model->gated) {
+        gated_stage(step, up, x, region);
+        return;
+    }
+    const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
+    const int64_t chunk = tn_linear_chunk(inner, region->num);
+    const tn_product product = {up, x, NULL, step->inner, num_rows, model->dtype};
     for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
         const int64_t end = begin + chunk < inner ? begin + chunk : inner;
         tn_product_columns(&product, begin, end);
@@ -89,19 +164,39 @@ static void up_stage(const step_t *step, const tn_projection *up, tn_region *reg
     tn_barrier(region);
 }
 
+/* What attention makes of `x`, in `more`. */
+static void attend_stages(const step_t *step, const tn_encoder_layer *layer, const void *x, tn_region *region) {
+    project_stage(step, &layer->qkv, x, step->qkv, region);
+    if (step->args->model->rotary_dim) turn_stage(step, layer, region);
+    attention_stage(step, layer, region);
+    project_stage(step, &layer->output, step->attended, step->more, region);
+}
+
+static void pre_norm_layer(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
+    const bool has_norm = layer->attention_norm_weight.data != NULL;
+    if (has_norm) norm_stage(step, &layer->attention_norm_weight, &layer->attention_norm_bias, region);
+    attend_stages(step, layer, has_norm ? step->normed : step->args->x, region);
+    add_stage(step, region);
+    norm_stage(step, &layer->mlp_norm_weight, &layer->mlp_norm_bias, region);
+    up_stage(step, &layer->up, step->normed, region);
+    project_stage(step, &layer->down, step->inner, step->more, region);
+    add_stage(step, region);
+}
+
+static void post_norm_layer(const step_t *step, const tn_encoder_layer *layer, tn_region *region) {
+    attend_stages(step, layer, step->args->x, region);
+    residual_stage(step, &layer->attention_norm_weight, &layer->attention_norm_bias, region);
+    up_stage(step, &layer->up, step->args->x, region);
+    project_stage(step, &layer->down, step->inner, step->more, region);
+    residual_stage(step, &layer->mlp_norm_weight, &layer->mlp_norm_bias, region);
+}
+
 static void step_body(void *arg, tn_region *region, int id) {
     (void)id;
     const step_t *step = arg;
-    for (int64_t index = step->args->first; index < step->args->end; index++) {
-        const tn_encoder_layer *layer = &step->args->model->layers[index];
-        project_stage(step, &layer->qkv, step->args->x, step->qkv, region);
-        attention_stage(step, region);
-        project_stage(step, &layer->output, step->attended, step->more, region);
-        residual_stage(step, &layer->attention_norm_weight, &layer->attention_norm_bias, region);
-        up_stage(step, &layer->up, region);
-        project_stage(step, &layer->down, step->inner, step->more, region);
-        residual_stage(step, &layer->mlp_norm_weight, &layer->mlp_norm_bias, region);
-    }
+    const tn_encoder *model = step->args->model;
+    for (int64_t index = step->args->first; index < step->args->end; index++)
+        (model->pre_norm ? pre_norm_layer : post_norm_layer)(step, &model->layers[index], region);
 }
 
 static void mean_body(void *arg, tn_region *region, int id) {

@@ -11,27 +11,63 @@
 
 enum { MAX_CODE = 127, ALONE_ROWS = 8 };
 
-/* Number i turns with number i + rotary_dim / 2; each product is rounded, and so is their sum. */
-TN_INLINE void turn(void *head, const float *cos, const float *sin, int64_t half, const int dtype) {
+/* Number i turns with number i + rotary_dim / 2; products are rounded to `inner`, and their sum to `dtype`. */
+TN_INLINE void turn(void *head, const float *cos, const float *sin, int64_t half, const int dtype, const int inner) {
     for (int64_t place = 0; place < half; place += TN_LANES) {
         const int count = lanes_left(half - place);
         const vf low = load_elements(head, dtype, place, count);
         const vf high = load_elements(head, dtype, place + half, count);
         const vf c = load_elements(cos, TN_F32, place, count), s = load_elements(sin, TN_F32, place, count);
-        const vf low_cos = round_to(dtype, vf_mul(low, c)), high_sin = round_to(dtype, vf_mul(high, s));
-        const vf high_cos = round_to(dtype, vf_mul(high, c)), low_sin = round_to(dtype, vf_mul(low, s));
+        const vf low_cos = round_to(inner, vf_mul(low, c)), high_sin = round_to(inner, vf_mul(high, s));
+        const vf high_cos = round_to(inner, vf_mul(high, c)), low_sin = round_to(inner, vf_mul(low, s));
         store_elements(head, dtype, place, vf_sub(low_cos, high_sin), count);
         store_elements(head, dtype, place + half, vf_add(high_cos, low_sin), count);
     }
 }
 
-static void turn_head(const tn_heads_args *args, void *head, const tn_vector *norm, int64_t row) {
-    const float *cos = args->turns + args->turn[row] * args->rotary_dim, *sin = cos + args->rotary_dim / 2;
-    if (norm->data != NULL) tn_rms_row(head, head, norm, args->head_dim, args->norm_eps, args->dtype);
-    if (args->dtype == TN_BF16)
-        turn(head, cos, sin, args->rotary_dim / 2, TN_BF16);
+static float element_of(const void *head, int64_t place, int dtype) {
+    return dtype == TN_F32 ? ((const float *)head)[place] : f32_of_bf16(((const uint16_t *)head)[place]);
+}
+
+static float rounded(float value, int dtype) { return dtype == TN_F32 ? value : f32_of_bf16(bf16_of_f32(value)); }
+
+static void set_element(void *head, int64_t place, float value, int dtype) {
+    if (dtype == TN_F32)
+        ((float *)head)[place] = value;
     else
-        turn(head, cos, sin, args->rotary_dim / 2, TN_F32);
+        ((uint16_t *)head)[place] = bf16_of_f32(value);
+}
+
+/* The same of neighbours: number 2 i turns with number 2 i + 1. */
+static void turn_neighbours(void *head, const float *cos, const float *sin, int64_t half, int dtype, int inner) {
+    for (int64_t i = 0; i < half; i++) {
+        const float low = element_of(head, 2 * i, dtype), high = element_of(head, 2 * i + 1, dtype);
+        const float low_cos = rounded(low * cos[i], inner), high_sin = rounded(high * sin[i], inner);
+        const float high_cos = rounded(high * cos[i], inner), low_sin = rounded(low * sin[i], inner);
+        set_element(head, 2 * i, low_cos - high_sin, dtype);
+        set_element(head, 2 * i + 1, high_cos + low_sin, dtype);
+    }
+}
+
+static void turn_head(const tn_heads_args *args, void *head, const tn_vector *norm, int64_t row) {
+    if (norm->data != NULL && !args->joint_norms)
+        tn_norm_row(head, head, norm, args->head_dim, args->norm_eps, args->norm, args->dtype);
+    if (args->turns == NULL) return;
+    const float *cos = args->turns + args->turn[row] * args->rotary_dim, *sin = cos + args->rotary_dim / 2;
+    if (args->interleaved)
+        turn_neighbours(head, cos, sin, args->rotary_dim / 2, args->dtype, args->wide_turns ? TN_F32 : args->dtype);
+    else if (args->dtype != TN_BF16)
+        turn(head, cos, sin, args->rotary_dim / 2, TN_F32, TN_F32);
+    else if (args->wide_turns)
+        turn(head, cos, sin, args->rotary_dim / 2, TN_BF16, TN_F32);
+    else
+        turn(head, cos, sin, args->rotary_dim / 2, TN_BF16, TN_BF16);
+}
+
+/* A row's query heads, or key heads, as one. */
+static void norm_heads(const tn_heads_args *args, void *heads, const tn_vector *norm, int64_t num) {
+    if (norm->data != NULL && args->joint_norms)
+        tn_norm_row(heads, heads, norm, num * args->head_dim, args->norm_eps, args->norm, args->dtype);
 }
 
 /* ---- into the pool ---- */
@@ -87,6 +123,8 @@ void tn_write_heads_row(const tn_heads_args *args, int64_t row) {
     const int64_t num_heads = args->num_heads, num_keys = args->num_kv_heads, num = args->head_dim;
     char *heads = element_at(args->heads, args->dtype, row * (num_heads + 2 * num_keys) * num);
     const int64_t head_bytes = num * element_bytes(args->dtype);
+    norm_heads(args, heads, &args->query_norm, num_heads);
+    norm_heads(args, heads + num_heads * head_bytes, &args->key_norm, num_keys);
     for (int64_t n = 0; n < num_heads; n++) turn_head(args, heads + n * head_bytes, &args->query_norm, row);
     for (int64_t n = 0; n < num_keys; n++) {
         char *key = heads + (num_heads + n) * head_bytes;

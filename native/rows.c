@@ -49,20 +49,41 @@ TN_INLINE float sum_of(const void *x, int64_t num, const int dtype) {
     return vf_sum(vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3])));
 }
 
-TN_INLINE void rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, const int dtype) {
-    const vf factor = vf_set(1.0f / sqrtf(sum_of_squares(x, 0.0f, num, dtype) / (float)num + eps));
+TN_INLINE void norm_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, const int kind,
+                        const int dtype) {
+    const float middle = kind == TN_LAYER ? sum_of(x, num, dtype) / (float)num : 0.0f;
+    const vf factor = vf_set(1.0f / sqrtf(sum_of_squares(x, middle, num, dtype) / (float)num + eps));
     for (int64_t place = 0; place < num; place += TN_LANES) {
         const int count = lanes_left(num - place);
-        const vf unit = round_to(dtype, vf_mul(load_elements(x, dtype, place, count), factor));
-        store_elements(out, dtype, place, vf_mul(unit, load_weights(weight, place, count, dtype)), count);
+        vf unit = load_elements(x, dtype, place, count);
+        if (kind == TN_LAYER) unit = vf_sub(unit, vf_set(middle));
+        unit = vf_mul(unit, factor);
+        if (kind == TN_RMS) {
+            store_elements(out, dtype, place, vf_mul(round_to(dtype, unit), load_weights(weight, place, count, dtype)),
+                           count);
+            continue;
+        }
+        vf scale = load_elements(weight->data, weight->dtype, place, count);
+        if (kind == TN_RMS_PLUS_ONE) scale = vf_add(vf_set(1.0f), scale);
+        store_elements(out, dtype, place, vf_mul(unit, scale), count);
     }
 }
 
-void tn_rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int dtype) {
-    if (dtype == TN_BF16)
-        rms_row(out, x, weight, num, eps, TN_BF16);
-    else
-        rms_row(out, x, weight, num, eps, TN_F32);
+/* A loop for each kind, so that nothing is decided within. */
+#define EACH_KIND(dtype)                                                                                \
+    switch (kind) {                                                                                     \
+    case TN_RMS: norm_row(out, x, weight, num, eps, TN_RMS, dtype); return;                             \
+    case TN_RMS_WIDE: norm_row(out, x, weight, num, eps, TN_RMS_WIDE, dtype); return;                   \
+    case TN_RMS_PLUS_ONE: norm_row(out, x, weight, num, eps, TN_RMS_PLUS_ONE, dtype); return;           \
+    default: norm_row(out, x, weight, num, eps, TN_LAYER, dtype); return;                               \
+    }
+
+void tn_norm_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int kind, int dtype) {
+    if (dtype == TN_BF16) {
+        EACH_KIND(TN_BF16)
+    } else {
+        EACH_KIND(TN_F32)
+    }
 }
 
 TN_INLINE void layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
@@ -96,6 +117,13 @@ void tn_add_row(void *x, const void *more, int64_t num, int dtype) {
     }
 }
 
+void tn_scale_row(void *x, float factor, int64_t num, int dtype) {
+    for (int64_t place = 0; place < num; place += TN_LANES) {
+        const int count = lanes_left(num - place);
+        store_elements(x, dtype, place, vf_mul(load_elements(x, dtype, place, count), vf_set(factor)), count);
+    }
+}
+
 TN_INLINE void activate_row(void *out, const void *gate, const void *up, int64_t num, const int activation,
                             const int dtype) {
     for (int64_t place = 0; place < num; place += TN_LANES) {
@@ -121,6 +149,17 @@ void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, i
         EACH_ACTIVATION(TN_BF16)
     } else {
         EACH_ACTIVATION(TN_F32)
+    }
+}
+
+void tn_turn_head(void *head, const float *cos, const float *sin, int64_t half, int dtype) {
+    for (int64_t place = 0; place < half; place += TN_LANES) {
+        const int count = lanes_left(half - place);
+        const vf low = load_elements(head, dtype, place, count);
+        const vf high = load_elements(head, dtype, place + half, count);
+        const vf c = load_elements(cos, TN_F32, place, count), s = load_elements(sin, TN_F32, place, count);
+        store_elements(head, dtype, place, vf_sub(vf_mul(low, c), vf_mul(high, s)), count);
+        store_elements(head, dtype, place + half, vf_add(vf_mul(high, c), vf_mul(low, s)), count);
     }
 }
 
@@ -152,6 +191,7 @@ static void embed_row(const tn_embed_args *args, int64_t row) {
         }
         store_elements(out, args->dtype, place, value, count);
     }
+    if (args->factor != 1.0f) tn_scale_row(out, args->factor, num, args->dtype);
 }
 
 /* ---- the exported functions ---- */
@@ -196,7 +236,7 @@ static void norm_body(void *arg, tn_region *region, int id) {
         const void *x = element_at(args->x, args->dtype, row * args->num_columns);
         void *out = element_at(args->out, args->dtype, row * args->num_columns);
         if (args->bias.data == NULL)
-            tn_rms_row(out, x, &args->weight, args->num_columns, args->eps, args->dtype);
+            tn_norm_row(out, x, &args->weight, args->num_columns, args->eps, args->kind, args->dtype);
         else
             tn_layer_norm_row(out, x, &args->weight, &args->bias, args->num_columns, args->eps, args->dtype);
     }
@@ -204,6 +244,7 @@ static void norm_body(void *arg, tn_region *region, int id) {
 
 int tn_norm(const tn_norm_args *args) {
     if (args->size != sizeof *args || !is_row_dtype(args->dtype)) return TN_REFUSED;
+    if (args->kind < TN_RMS || args->kind > TN_LAYER) return TN_REFUSED;
     run(norm_body, args, args->num_rows * args->num_columns);
     return TN_OK;
 }

@@ -5,8 +5,8 @@
 #include "core.h"
 #include "team.h"
 
-/* out = the RMS norm of x; out may be x. */
-void tn_rms_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int dtype);
+/* out = a norm of x, of one of the kinds of tn_norm_kind; out may be x. */
+void tn_norm_row(void *out, const void *x, const tn_vector *weight, int64_t num, float eps, int kind, int dtype);
 
 /* out = the layer norm of x; out may be x. */
 void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const tn_vector *bias, int64_t num,
@@ -15,8 +15,14 @@ void tn_layer_norm_row(void *out, const void *x, const tn_vector *weight, const 
 /* x += more, rounded. */
 void tn_add_row(void *x, const void *more, int64_t num, int dtype);
 
+/* x *= factor, rounded. */
+void tn_scale_row(void *x, float factor, int64_t num, int dtype);
+
 /* out = activation(gate), rounded, times up, rounded; `up` may be NULL, and out one of them. */
 void tn_activate_row(void *out, const void *gate, const void *up, int64_t num, int activation, int dtype);
+
+/* Numbers i and i + half of a head turn by cos[i] and sin[i]: in fp32, rounded once. */
+void tn_turn_head(void *head, const float *cos, const float *sin, int64_t half, int dtype);
 
 /* to[i] = from[places[i]] */
 void tn_permute_row(void *to, const void *from, const int64_t *places, int64_t num, int dtype);

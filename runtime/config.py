@@ -243,6 +243,25 @@ class ServeConfig:
     verify_exact: bool = _setting(
         False, _flag, "when all weights are there, compare each tensor with the digest of its original"
     )
+    # Chats
+    chat_template: str | None = _setting(
+        None, _text, "file with a chat template in place of the model's own", metavar="FILE"
+    )
+    trust_request_chat_template: bool = _setting(
+        False, _flag, "let requests bring chat templates of their own"
+    )
+    tool_parser: str = _setting(
+        "auto",
+        _choice("auto", "hermes", "llama3", "mistral", "json", "off"),
+        "how the model writes calls of functions (auto: by its chat template)",
+        metavar="NAME",
+    )
+    reasoning_parser: str = _setting(
+        "auto",
+        _choice("auto", "off"),
+        "whether reasoning is taken out of answers (auto: where the chat template has tags for it)",
+        metavar="NAME",
+    )
     # The engine
     max_context: int | None = _setting(
         None, _integer(1, 1 << 24), "tokens a sequence may have (default: what the model was made for)"
@@ -308,7 +327,7 @@ class ServeConfig:
     )
     backend: str = _setting(
         "auto",
-        _choice("auto", "native", "torch"),
+        _choice("auto", "native", "torch", "transformers"),
         "what computes (auto: on a CPU native, torch for what that lacks, where it is installed; on a GPU torch)",
     )
     compute_dtype: str = _setting(
@@ -350,7 +369,7 @@ class ServeConfig:
     # Batch jobs that events start
     batch_output: str | None = _setting(
         None,
-        _template("bucket", "key", "etag", required="key"),
+        _template("account", "bucket", "key", "etag", required="key"),
         "where a job writes whose event names only its input: s3://results/{bucket}/{key}/{etag}.jsonl",
         metavar="ADDRESS",
     )

@@ -1,4 +1,4 @@
-"""A model's small files: its configuration, its tokenizer, what sentence-transformers writes beside an encoder."""
+"""A model's small files: its configuration, its tokenizer, the files of sentence-transformers."""
 
 from __future__ import annotations
 

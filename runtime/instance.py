@@ -11,12 +11,13 @@ An instance knows no HTTP and no platform; handlers translate for it.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..loader.artifact import open_model
 from ..loader.errors import TeneralError, UsageError
@@ -48,17 +49,18 @@ if TYPE_CHECKING:
     from .kv.snapshots.service import SnapshotService
     from .models.decoder import Decoder
     from .models.encoder import Encoder
+    from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad, Weights
 
-# What sentence-transformers writes beside an encoder: how its outputs become one vector.
-SENTENCE_FILES = {
-    "modules": "modules.json",
-    "pooling": "1_Pooling/config.json",
-    "sentence_bert": "sentence_bert_config.json",
-}
-
 T = TypeVar("T")
+
+
+class Forecast(NamedTuple):
+    """A load under way, if the link goes on as it did."""
+
+    rate_bytes_per_s: float
+    first_token_s: float  # from now: the rest of the weights, and one token's computing
 
 
 class Instance:
@@ -79,6 +81,7 @@ class Instance:
         self.timeline = timeline or Timeline()
         self.model_name = config.served_name
         self.created_unix_s = int(time.time())
+        self.text_settings: Future[TextSettings] = Future()  # there before the tokenizer
         self.tokenizer: Future[TextTokenizer] = Future()
         self.engine: Future[Engine] = Future()
         self.embedder: Future[Embedder] = Future()
@@ -178,7 +181,8 @@ class Instance:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._helpers is not None and self._helpers.load is not None:
             self._helpers.load.release()  # the process that launched them may hold them still
-        self.tokenizer, self.engine, self.embedder, self._opened = Future(), Future(), Future(), Future()
+        self.text_settings, self.tokenizer, self._opened = Future(), Future(), Future()
+        self.engine, self.embedder = Future(), Future()
         self._settle(DrainingError("the instance was closed"))
         self._load = self._helpers = self._source = self._snapshots = None
 
@@ -232,6 +236,18 @@ class Instance:
             "groups_exact": progress.groups_exact,
         }
 
+    def forecast(self) -> Forecast | None:
+        """The load's rate, and when a first token can come by it; None while that is unknown, and once all is there."""
+        if self._load is None or not self._opened.done() or self._opened.exception() is not None:
+            return None
+        progress = self._load.progress()
+        left_s = progress.left_s
+        if not 0.0 < left_s < math.inf:
+            return None
+        from .engine.arrival import token_s  # with the model
+
+        return Forecast(progress.rate_bytes_per_s, left_s + token_s(self._load.manifest))
+
     def statistics(self) -> dict[str, Any]:
         """Figures of every part that exists by now."""
         figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
@@ -283,7 +299,8 @@ class Instance:
             self._source = open_model(address, self.config.source_options)
             show_outages(self._source, self.timeline)
         if self._load is None:
-            self._load = load_here(self._source, digest, self.config, self.timeline)
+            reserve = self._helpers.reserve if self._helpers is not None else None
+            self._load = load_here(self._source, digest, self.config, self.timeline, reserve)
         manifest = self._load.manifest
         self._opened.set_result((self._source, manifest))
         expected = None
@@ -308,18 +325,27 @@ class Instance:
     def _load_tokenizer(self) -> None:
         source, manifest = self._opened.result()
         if self._helpers is not None:
-            _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest))
+            _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
             return
         from .text.tokenizer import TextTokenizer
 
         with self.timeline.span("tokenizer", "load"):
             files = ModelFiles(source, manifest, self.config.load_options)
-            tokenizer = TextTokenizer.from_files(files.read)
+            tokenizer = TextTokenizer.from_files(files.read, adjust=self._adjust_settings)
         _resolve(self.tokenizer, tokenizer)
+
+    def _adjust_settings(self, settings: TextSettings) -> TextSettings:
+        """The model's own, with what the configuration puts in their place. Raises `UsageError`."""
+        if self.config.chat_template is not None:
+            from .text.settings import read_template  # few give one
+
+            settings = settings.with_template(read_template(self.config.chat_template))
+        _resolve(self.text_settings, settings)
+        return settings
 
     def _build(self) -> None:
         from ..loader.device.detect import choose_device
-        from .backends.choose import BackendChoice
+        from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 
         # OpenMP's threads sleep between regions, whoever brings it, as a handler's torch does (docs/decisions/0007).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -338,21 +364,32 @@ class Instance:
         with self.timeline.span("process", "import models"):
             from .models.build import build_model
             from .models.encoder import Encoder
+            from .sentence_files import sentence_files
         self._warm_device_up(choice.device)
         source, manifest = self._opened.result()
         load = self._load
         assert load is not None
         with self.timeline.span("model", "build") as said:
             files = ModelFiles(source, manifest, config.load_options)
-            model = build_model(
-                files.json("config.json", required=True),
-                _weights_of(load),
-                choice.model_backends(),
-                **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
-            )
+            model_config = files.json("config.json", required=True)
+            weights, sentence = _weights_of(load), sentence_files(files)
+            model: Any
+            if config.backend == TRANSFORMERS:
+                model, is_encoder = model_of_transformers(
+                    model_config, weights, config.compute_dtype, **sentence
+                )
+            else:
+                model = build_model(
+                    model_config,
+                    weights,
+                    choice.model_backends(),
+                    max_context=config.max_context,
+                    **sentence,
+                )
+                is_encoder = isinstance(model, Encoder)
             said.update(backend=model.executor.name, **model.computes.told)
-        if isinstance(model, Encoder):
-            self._start_embedder(model)
+        if is_encoder:
+            self._start_embedder(model, model_config)
         else:
             self._start_engine(model, manifest)
 
@@ -370,6 +407,7 @@ class Instance:
         from .engine.arrival import LoadArrival
         from .engine.engine import Engine, EngineOptions
         from .kv.kinds import KVKind
+        from .models.decoder import Decoder
 
         refuse = ModelError(
             f"{self.model_name} generates text and makes no embeddings",
@@ -403,7 +441,8 @@ class Instance:
             options=options,
             timeline=self.timeline,
             eos_token_ids=tokenizer.eos_token_ids,
-            arrival=LoadArrival(self._load),
+            # transformers takes no draft, and its weights are all there.
+            arrival=LoadArrival(self._load) if isinstance(model, Decoder) else None,
             prefix_seed=_prefix_seed(manifest, model),
             make_backend=step_backend,
             on_device_lost=self._fail,
@@ -414,8 +453,9 @@ class Instance:
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
 
-    def _start_embedder(self, model: Encoder) -> None:
+    def _start_embedder(self, model: Encoder, config: Mapping[str, Any]) -> None:
         from .engine.embedder import Embedder
+        from .models.score_functions import ScoreFunctions
 
         refuse = ModelError(
             f"{self.model_name} makes embeddings and generates no text",
@@ -430,6 +470,7 @@ class Instance:
             max_queued=self.config.max_queued,
             max_delay_s=self.config.embed_delay_s,
             timeline=self.timeline,
+            score_functions=ScoreFunctions.of(config),
         )
         embedder.start()
         _resolve(self.embedder, embedder)
@@ -462,7 +503,16 @@ class Instance:
 
     def _settle(self, error: TeneralError) -> None:
         """Give everything that waits an answer."""
-        for future in (self._opened, self._exact, self.tokenizer, self.engine, self.embedder, self.kind):
+        futures = (
+            self._opened,
+            self._exact,
+            self.text_settings,
+            self.tokenizer,
+            self.engine,
+            self.embedder,
+            self.kind,
+        )
+        for future in futures:
             with self._lock:
                 if not future.done():
                     future.set_exception(error)
@@ -485,7 +535,7 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
 
     if manifest.digest is None:
         return None
-    return seed_hash(manifest.digest, f"{model.dtype.label} {model.executor.numerics}".encode())
+    return seed_hash(manifest.digest, f"{model.dtype.label} {model.numerics}".encode())
 
 
 def _weights_of(load: AnyLoad) -> Weights:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..loader.load.load import WeightLoad
     from ..loader.load.mapped_load import MappedLoad
     from ..loader.load.options import LoadOptions
+    from ..loader.memory.arena import Reserve
     from ..loader.sources.base import Source
     from ..loader.timeline import Timeline
     from .config import ServeConfig
@@ -28,19 +29,27 @@ if TYPE_CHECKING:
 
 
 def load_here(
-    source: Source, digest: bytes | None, config: ServeConfig, timeline: Timeline
+    source: Source,
+    digest: bytes | None,
+    config: ServeConfig,
+    timeline: Timeline,
+    reserve: Reserve | None = None,
 ) -> WeightLoad | MappedLoad | DeviceLoad:
-    """A load in this process's own threads, begun."""
+    """A load in this process's own threads, begun. It lies in the memory of `reserve`, which returns
+    to the system where weights are used where they lie.
+    """
     from ..loader.artifact import (
         open_artifact,  # these are the loader's process's business where there is one
     )
 
     options, device = config.load_options, choose_device(config.device)
     in_place = config.mmap and device == CPU and isinstance(source, Mappable)
-    prefetcher = _Prefetcher(source, options, timeline, device)
+    prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     with timeline.span("manifest", "open"):
         manifest = open_artifact(source, digest=digest, look=prefetcher.look, in_place=in_place)
     if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
+        if reserve is not None:
+            reserve.release()
         return mapped
     if device != CPU:
         from ..loader.load.device_load import DeviceLoad  # as above
@@ -49,7 +58,9 @@ def load_here(
         return DeviceLoad.in_threads(source, manifest, open_device, options=options, timeline=timeline)
     from ..loader.load.load import WeightLoad  # as above
 
-    load = WeightLoad(source, manifest, options=options, timeline=timeline, prefetch=prefetcher.found)
+    load = WeightLoad(
+        source, manifest, options=options, timeline=timeline, reserve=reserve, prefetch=prefetcher.found
+    )
     load.start()
     return load
 
@@ -73,8 +84,11 @@ def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: T
 class _Prefetcher:
     """Reads of a remote artifact that go on while its manifest is still being parsed."""
 
-    def __init__(self, source: Source, options: LoadOptions, timeline: Timeline, device: str) -> None:
+    def __init__(
+        self, source: Source, options: LoadOptions, timeline: Timeline, device: str, held_bytes: int
+    ) -> None:
         self._source = source
+        self._held_bytes = held_bytes
         self._options = options
         self._timeline = timeline
         self._is_here = device == CPU
@@ -88,7 +102,11 @@ class _Prefetcher:
             from ..loader.load.fetch import Prefetch  # the manifest was asked for without it
 
             self.found = Prefetch(
-                self._source, self._options, timeline=self._timeline, weights_are_here=self._is_here
+                self._source,
+                self._options,
+                timeline=self._timeline,
+                weights_are_here=self._is_here,
+                held_bytes=self._held_bytes,
             )
         return self.found.look(weight_bytes, blob, part)
 

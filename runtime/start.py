@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..loader.device.base import Device
     from ..loader.load.device_load import DeviceLoad
     from ..loader.load.process_load import ProcessLoad
+    from ..loader.memory.arena import Reserve
     from ..loader.process.helper import ProcessContext
     from .text.chat import ChatWorker
     from .text.launch import LaunchedTokenizer, PreparedTokenizer
@@ -32,6 +33,7 @@ class LaunchedHelpers(NamedTuple):
     tokenizer: LaunchedTokenizer
     kernel_dir: str | None = None  # as the configuration has it
     chat_worker: ChatWorker | None = None  # one that waits
+    reserve: Reserve | None = None  # memory for a load in the instance's own threads
 
     def adopt(self, timeline: Timeline) -> Helpers:
         """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
@@ -40,7 +42,7 @@ class LaunchedHelpers(NamedTuple):
         from .text.remote import TokenizerProcess  # while they are at work
 
         tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
-        return Helpers(self._follow(timeline), tokenizer)
+        return Helpers(self._follow(timeline), tokenizer, self.reserve)
 
     def _follow(self, timeline: Timeline) -> ProcessLoad | DeviceLoad | None:
         if self.load is None:
@@ -60,6 +62,7 @@ class Helpers(NamedTuple):
 
     load: ProcessLoad | DeviceLoad | None  # None: the instance loads in its own threads
     tokenizer: TokenizerProcess
+    reserve: Reserve | None = None  # memory for a load in those
 
     def close(self) -> None:
         """End them. The weights that have arrived stay. Idempotent."""
@@ -81,6 +84,7 @@ def launch_helpers(
     prepared: Prepared | None = None,
     tokenizer: PreparedTokenizer | None = None,
     chat_worker: ChatWorker | None = None,
+    reserve: Reserve | None = None,
     context: ProcessContext | None = None,
     fork: bool = False,
 ) -> LaunchedHelpers | None:
@@ -90,7 +94,11 @@ def launch_helpers(
     that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an invalid address, or a
     device that cannot be used, and `OSError` when the system refuses another process.
     """
+    if reserve is not None:
+        reserve.stop()  # from now on only the load takes pages
     if config.loader == "thread":
+        if reserve is not None:
+            reserve.release()
         for each in (prepared, tokenizer):
             if each is not None:
                 each.discard()
@@ -104,15 +112,16 @@ def launch_helpers(
     load = files = None
     if prepared is not None or _loads_in_process(config, device):
         prepared = prepared or Prepared(fork=fork)
-        if device != CPU:
-            prepared.give_up_reserve()
+        if reserve is not None:
+            reserve.release()
+            reserve = None
         files = prepared.files
         load = launch(Task(address, digest, source, options, began_at, device, context), prepared)
     from .text.launch import PreparedTokenizer, TokenizerTask  # the weights are sent for without it
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
-    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker)
+    return LaunchedHelpers(load, launched, config.kernel_dir, chat_worker, reserve)
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:

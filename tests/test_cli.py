@@ -59,7 +59,10 @@ def test_packing_inspecting_verifying_and_unpacking_agree(
     description = json.loads(capsys.readouterr().out)
     assert description["totals"]["tensors"] > 0
     assert cli.run(["inspect", str(artifact)]) == 0
-    assert "layers.0" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "layers.0" in shown
+    assert f"{description['model']['family']}, {description['model']['kind']}, up to" in shown
+    assert description["model"]["native_refuses"] is None
     assert cli.run(["verify", str(artifact), "--quiet"]) == 0
     assert cli.run(["unpack", str(artifact), str(tmp_path / "back"), "--quiet"]) == 0
     assert (tmp_path / "back" / "config.json").read_bytes() == (checkpoint / "config.json").read_bytes()

@@ -78,6 +78,8 @@ def test_weights_are_quantised_by_flags(
         (["--quantize", "int8", "--asymmetric"], "--asymmetric is for int4"),
         (["--quantize", "int4", "--group-size", "100"], "--group-size 100 is not supported"),
         (["--quantize", "int4", "--draft-bits", "3"], "quantised weights have no tiers"),
+        (["--calibrate", "text"], "--calibrate is for int4"),
+        (["--quantize", "int8", "--calibrate", "text"], "--calibrate is for int4"),
     ],
 )
 def test_invalid_ways_to_quantise_end_before_anything_is_written(

@@ -56,7 +56,7 @@ class JobSpec:
 
     input: str  # a JSONL file or object: a path, s3://bucket/key or http(s)://…
     output: str  # a folder or prefix, or a name that ends in .jsonl
-    input_version: str | None = None  # the input's ETag, where it is known: another one is an error
+    input_version: str | None = None  # the input's expected ETag, if known; a different one is an error
     source_options: SourceOptions | None = None  # how to reach both; None: as the model is reached
     max_line_bytes: int = 1 << 20
     max_lines: int = 1_000_000

@@ -5,38 +5,17 @@ Pure. Every function that takes events shares it; what is done about an object i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_plus
 
 from ...runtime.errors import RequestError
+from .object_ref import ObjectRef
+
+__all__ = ["CREATED", "MAX_OBJECTS", "TEST_EVENT", "ObjectRef", "created_objects"]
 
 MAX_OBJECTS = 1_000  # of one event
 TEST_EVENT = "s3:TestEvent"  # comes once, when a bucket is told whom to notify
 CREATED = "Object Created"
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectRef:
-    """An object, in that version which has this ETag or id; '' for whichever there is."""
-
-    bucket: str
-    key: str
-    etag: str = ""
-    version_id: str = ""
-
-    @classmethod
-    def parse(cls, address: Any, *, param: str = "") -> ObjectRef:
-        """Of s3://bucket/key. Raises `RequestError`."""
-        scheme, _, rest = address.partition("://") if isinstance(address, str) else ("", "", "")
-        bucket, _, key = rest.partition("/")
-        if scheme != "s3" or not bucket or not key or len(rest) > 1_200:
-            raise RequestError(f"{param or 'the address'} must be s3://bucket/key", param=param)
-        return cls(bucket, key)
-
-    @property
-    def url(self) -> str:
-        return f"s3://{self.bucket}/{self.key}"
 
 
 def created_objects(event: Any) -> list[ObjectRef]:

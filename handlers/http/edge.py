@@ -20,7 +20,7 @@ from ...loader.errors import UsageError
 from ...runtime.state import State
 from .errors import ApiError
 from .inflight import deadline_of
-from .keys import ApiKeys
+from .keys import ApiKeys, given_key
 from .service import CALL, SERVICE, Call, Service
 
 # Probes carry no key.
@@ -174,8 +174,7 @@ def _is_open(request: web.Request, rules: EdgeRules) -> bool:
 
 
 def _check_key(request: web.Request, keys: ApiKeys) -> None:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and keys.opens(given.strip().encode("utf-8", "surrogateescape")):
+    if keys.opens(given_key(request.headers)):
         return
     raise ApiError(
         401,

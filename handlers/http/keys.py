@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...loader.errors import UsageError
@@ -43,6 +43,13 @@ class ApiKeys:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._salt, digest_size=32).digest()
+
+
+def given_key(headers: Mapping[str, str]) -> bytes:
+    """The key that a request brings: a bearer token, or as Anthropic's clients send it; b'' for none."""
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    key = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    return key.strip().encode("utf-8", "surrogateescape")
 
 
 def parse_keys(setting: str) -> list[str]:

@@ -153,6 +153,13 @@ class Service:
                 raise
             raise RequestError(error.message, param="model", hint=error.hint) from error
 
+    async def context_tokens(self) -> int:
+        """Tokens that the model has room for here; waits until it is known."""
+        try:
+            return (await self.ready(self.instance.engine)).max_context
+        except RequestError:  # it generates nothing
+            return (await self.ready(self.instance.embedder)).max_tokens
+
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int) -> None:
         """Raises `CapacityError` where the engine would, before anything is done for the request. One that is still
         loading says so when it gets the request.
@@ -174,7 +181,14 @@ class Service:
         """A sign of life for a stream that has nothing to say yet."""
         progress = self.instance.progress()
         fraction = progress.get("fraction", 1.0)
-        return f"loading {100 * fraction:.0f} %" if fraction < 1 else "working"
+        if fraction >= 1:
+            return "working"
+        comment = f"loading {100 * fraction:.0f} %"
+        forecast = self.instance.forecast()
+        if forecast is None:
+            return comment
+        rate, left_s = forecast.rate_bytes_per_s / 1e6, forecast.first_token_s
+        return f"{comment}, {rate:.{0 if rate >= 10 else 1}f} MB/s, first token in about {max(1, round(left_s))} s"
 
     def _body_is_there(self, request: web.Request) -> None:
         """Only now does the request take a place, which may be gone: `CapacityError`."""

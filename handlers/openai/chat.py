@@ -4,48 +4,43 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from ...runtime.errors import RequestError
+from ...runtime.grammar.spec import GrammarSpec
 from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
-from ..http.json_bodies import Decoder, check_shape, encode
+from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
-from .fields import CHAT, refuse_unsupported
+from .chat_request import ChatRequest
+from .deltas import Answer, Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
 from .generation import Outcome, Step, Untold, respond
-from .logprobs import chat_logprobs, token_bytes
-from .parameters import (
-    check_extras,
-    check_stream,
-    check_top_logprobs,
-    num_choices,
-    sequences,
-    wanted_first_token,
-)
+from .logprobs import chat_logprobs, prompt_places, token_bytes
+from .prompts import ChatSettings
 from .responses import (
+    ChatCall,
+    ChatCallDelta,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatFunction,
+    ChatFunctionDelta,
+    ChatLogprobs,
     ChatMessage,
     ChunkExtras,
+    PromptPlaces,
     Usage,
 )
-from .schemas import ChatBody, Message, ToolCall
-from .structured import grammar_of
+from .schemas import ChatBody
 
 if TYPE_CHECKING:
+    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
-
-# Of tool calls that the model is told of. They are JSON in a text of the body, so its own bounds do not count them.
-MAX_ARGUMENTS_CHARS = 1 << 20  # of all calls of a request
-MAX_ARGUMENT_ITEMS = 1 << 16  # values in one call's
 
 
 class ChatRoute:
@@ -67,55 +62,61 @@ class ChatRoute:
             model=service.instance.model_name,
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
+            settings=chat_settings(service),
         )
         return await respond(service, request, fmt, body_bytes=len(data))
+
+
+def chat_settings(service: Service) -> ChatSettings:
+    config = service.instance.config
+    return ChatSettings(config.tool_parser, config.reasoning_parser, config.trust_request_chat_template)
 
 
 class ChatFormat:
     """One chat request's side of the wire. Raises `RequestError` for an invalid body."""
 
-    def __init__(self, body: ChatBody, *, model: str, max_sequences: int, first_token: FirstToken) -> None:
-        check_stream(body)
-        check_extras(body)
-        _refuse_unsupported(body)
-        self.body = body
-        self.grammar = grammar_of(body)
-        self.max_tokens = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
-        self.first_token = wanted_first_token(body, default=first_token)
-        self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
-        self.num_prompt_tokens = 0
-        self._messages = [template_message(message, index) for index, message in enumerate(body.messages)]
-        self._num_top_logprobs = _num_top_logprobs(body)
-        self._model = model
+    def __init__(
+        self,
+        body: ChatBody,
+        *,
+        model: str,
+        max_sequences: int,
+        first_token: FirstToken,
+        settings: ChatSettings | None = None,
+    ) -> None:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._chat = ChatRequest(
+            body,
+            request_id=self._id,
+            max_sequences=max_sequences,
+            first_token=first_token,
+            settings=settings,
+        )
+        self.body = body
+        self.max_tokens = self._chat.max_tokens
+        self.first_token = self._chat.first_token
+        self.num_sequences = self._chat.num_sequences
+        self.grammar: GrammarSpec | None = self._chat.grammar
+        self._model = model
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices whose role was sent
         self._untold = Untold()
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        tools = self.body.tools if self.body.tool_choice != "none" else None
-        text = tokenizer.chat(self._messages, tools=tools)
-        # The template wrote the special tokens.
-        prompt = tuple(tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens))
-        self.num_prompt_tokens = len(prompt)
         self._bytes_of = partial(token_bytes, tokenizer)
-        body = self.body
-        return sequences(
-            body,
-            [prompt],
-            request_id=self._id,
-            n=self.num_sequences,
-            max_tokens=self.max_tokens,
-            num_top_logprobs=self._num_top_logprobs,
-            first_token=self.first_token,
-            grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
-        )
+        return self._chat.prepare(tokenizer, max_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._chat.num_prompt_tokens
 
     @property
     def looks_up_tokens(self) -> bool:
-        return self._num_top_logprobs is not None
+        return self._wants_logprobs or self.body.prompt_logprobs is not None
+
+    @property
+    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
+        return lambda settings: not self._chat.may_reason(settings.templates)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
@@ -126,11 +127,16 @@ class ChatFormat:
             chunks.append(
                 self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="", refusal=None)))
             )
-        if event.text or event.logprobs:
-            chunks.append(self._chunk(self._text_choice(index, event), self._untold.take(index)))
-        if event.finish_reason is not None:
-            last = ChatChunkChoice(index, ChatDelta(), finish_reason=str(event.finish_reason))
-            chunks.append(self._chunk(last, self._untold.take(index)))
+        deltas = self._chat.read(index, event)
+        logprobs = self._logprobs(event)
+        if logprobs is not None and all(isinstance(delta, Finish) for delta in deltas):
+            deltas.insert(0, TextDelta(""))  # the text of these tokens is held back
+        for delta in deltas:
+            choice = ChatChunkChoice(
+                index, *_wire_delta(delta), logprobs=logprobs, stop_reason=_stop_reason(delta, event)
+            )
+            chunks.append(self._chunk(choice, self._untold.take(index)))
+            logprobs = None
         return chunks
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -138,101 +144,56 @@ class ChatFormat:
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         choices = [
-            ChatChoice(
-                index,
-                ChatMessage(outcome.text),
-                finish_reason=str(outcome.finish_reason),
-                logprobs=chat_logprobs(outcome.logprobs, self._bytes_of) if self._wants_logprobs else None,
-            )
-            for index, outcome in enumerate(outcomes)
+            self._choice(index, outcome, self._chat.answer(outcome)) for index, outcome in enumerate(outcomes)
         ]
-        return encode(ChatCompletion(self._id, self._created, self._model, choices, usage))
+        places: PromptPlaces | UnsetType = UNSET
+        if self.body.prompt_logprobs is not None and (prompt := outcomes[0].prompt_logprobs) is not None:
+            places = prompt_places(prompt, self._bytes_of, num_top=self.body.prompt_logprobs)
+        return encode(
+            ChatCompletion(self._id, self._created, self._model, choices, usage, prompt_logprobs=places)
+        )
 
     @property
     def _wants_logprobs(self) -> bool:
-        return self._num_top_logprobs is not None
+        return self._chat.num_top_logprobs is not None
 
-    def _text_choice(self, index: int, event: GenerationEvent) -> ChatChunkChoice:
-        logprobs = chat_logprobs(event.logprobs, self._bytes_of) if event.logprobs else None
-        return ChatChunkChoice(index, ChatDelta(content=event.text), logprobs=logprobs)
+    def _choice(self, index: int, outcome: Outcome, answer: Answer) -> ChatChoice:
+        calls = [ChatCall(call.id, ChatFunction(call.name, call.arguments)) for call in answer.calls]
+        message = ChatMessage(
+            answer.text if answer.text or not calls else None,
+            reasoning_content=answer.reasoning or UNSET,
+            reasoning=answer.reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+        logprobs = chat_logprobs(outcome.logprobs, self._bytes_of) if self._wants_logprobs else None
+        reason = UNSET if outcome.stopped_by is None else outcome.stopped_by
+        return ChatChoice(
+            index, message, finish_reason=answer.finish_reason, logprobs=logprobs, stop_reason=reason
+        )
+
+    def _logprobs(self, event: GenerationEvent) -> ChatLogprobs | None:
+        return chat_logprobs(event.logprobs, self._bytes_of) if event.logprobs else None
 
     def _chunk(self, choice: ChatChunkChoice, teneral: ChunkExtras | UnsetType = UNSET) -> bytes:
         usage = None if self.body.includes_usage else UNSET
         return encode(ChatChunk(self._id, self._created, self._model, [choice], usage=usage, teneral=teneral))
 
 
-def template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates want it: text for content, objects for the arguments of tool calls."""
-    where = f"messages[{index}]"
-    content = _text_content(message, where)
-    if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise RequestError(f"{where}.content is missing", param=f"{where}.content")
-    # Templates know the older name of the developer's role.
-    result: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": content or "",
-    }
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        result["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{number}]")
-            for number, call in enumerate(message.tool_calls)
-        ]
-    return result
+def _stop_reason(delta: Delta, event: GenerationEvent) -> str | int | UnsetType:
+    """With the delta that ends the answer."""
+    return event.stopped_by if isinstance(delta, Finish) and event.stopped_by is not None else UNSET
 
 
-def _text_content(message: Message, where: str) -> str | None:
-    """The message's text; several parts are joined by line breaks."""
-    if message.content is None or isinstance(message.content, str):
-        return message.content
-    texts = []
-    for number, part in enumerate(message.content):
-        param = f"{where}.content[{number}]"
-        if part.type != "text":
-            raise RequestError(
-                f"{param} is of type {part.type[:50]!r}; this model takes text only", param=param
-            )
-        if part.text is None:
-            raise RequestError(f"{param}.text is missing", param=f"{param}.text")
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
-    param = f"{where}.function.arguments"
-    data = (call.function.arguments or "{}").encode()
-    try:
-        check_shape(data, max_items=MAX_ARGUMENT_ITEMS)
-        arguments = msgspec.json.decode(data, type=dict[str, Any])
-    except RequestError as error:
-        raise RequestError(f"{param} is refused: {error.message}", param=param) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(f"{param} is not a JSON object: {error}", param=param) from None
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"type": "function", "function": function} | ({"id": call.id} if call.id is not None else {})
-
-
-def _num_top_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return check_top_logprobs(body.top_logprobs or 0, param="top_logprobs") if body.logprobs else None
-
-
-def _refuse_unsupported(body: ChatBody) -> None:
-    """Refuses fields that would change the answer and are not implemented."""
-    refuse_unsupported(body, CHAT)
-    if not body.messages:
-        raise RequestError("messages is empty", param="messages")
-    calls = [call for message in body.messages for call in message.tool_calls or []]
-    if sum(len(call.function.arguments) for call in calls) > MAX_ARGUMENTS_CHARS:
-        raise RequestError(
-            f"the arguments of all tool calls together may have {MAX_ARGUMENTS_CHARS} characters",
-            param="messages",
-        )
-    if body.tool_choice not in (None, "none", "auto"):
-        raise RequestError("tool_choice other than 'none' and 'auto' is not supported", param="tool_choice")
-    if any(modality != "text" for modality in body.modalities or []):
-        raise RequestError("modalities other than 'text' are not supported", param="modalities")
+def _wire_delta(delta: Delta) -> tuple[ChatDelta, str | None]:
+    """A delta as a chunk has it, and the reason why the answer ended."""
+    match delta:
+        case TextDelta(text):
+            return ChatDelta(content=text), None
+        case ReasoningDelta(text):
+            return ChatDelta(reasoning_content=text, reasoning=text), None
+        case ToolCallDelta(index, arguments, call_id, name):
+            function = ChatFunctionDelta(arguments, name or UNSET)
+            call = ChatCallDelta(index, function, call_id or UNSET, "function" if call_id else UNSET)
+            return ChatDelta(tool_calls=[call]), None
+        case Finish(reason):
+            return ChatDelta(), reason

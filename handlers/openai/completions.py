@@ -5,30 +5,33 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import msgspec
 from aiohttp import web
+from msgspec import UnsetType
 
 from ...runtime.errors import RequestError
-from ...runtime.step.requests import FirstToken, GenerationRequest, TokenLogprob
+from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest, TokenLogprob
 from ..http.json_bodies import Decoder, encode
 from ..http.service import Service
 from .fields import COMPLETIONS, refuse_unsupported
 from .generation import Outcome, Step, Untold, respond
-from .logprobs import completion_logprobs, token_bytes
+from .logprobs import completion_logprobs, prompt_places, token_bytes
 from .parameters import (
     check_extras,
+    check_sequences,
     check_stream,
     check_top_logprobs,
     num_choices,
+    prompt_tokens,
     sequences,
     split_prompt,
-    tokens_of,
     wanted_first_token,
 )
-from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from .responses import Completion, CompletionChoice, CompletionLogprobs, PromptPlaces, Usage
 from .schemas import CompletionBody
 from .structured import grammar_of
 
@@ -64,6 +67,8 @@ class CompletionRoute:
 class CompletionFormat:
     """One completion request's side of the wire. Raises `RequestError` for an invalid body."""
 
+    begins_with_grammar = None
+
     def __init__(
         self, body: CompletionBody, *, model: str, max_sequences: int, first_token: FirstToken
     ) -> None:
@@ -76,7 +81,8 @@ class CompletionFormat:
         self.first_token = wanted_first_token(body, default=first_token)
         self._prompts = split_prompt(body.prompt, param="prompt", max_prompts=max_sequences)
         self._n = num_choices(body, num_prompts=len(self._prompts), max_sequences=max_sequences)
-        self.num_sequences = self._n * len(self._prompts)
+        self._best_of = _best_of(body, self._n, num_prompts=len(self._prompts), max_sequences=max_sequences)
+        self.num_sequences = self._best_of * len(self._prompts)
         self.num_prompt_tokens = 0
         self._model = model
         self._id = f"cmpl-{secrets.token_hex(12)}"
@@ -88,25 +94,47 @@ class CompletionFormat:
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
         body = self.body
-        encode_prompt = partial(tokenizer.encode, max_tokens=max_tokens)
-        prompts = [tokens_of(prompt, encode_prompt, param="prompt") for prompt in self._prompts]
+        prompts = [
+            prompt_tokens(
+                body,
+                prompt,
+                tokenizer,
+                add_special_tokens=body.add_special_tokens is not False,
+                max_prompt_tokens=max_tokens,
+                max_tokens=self.max_tokens,
+            )
+            for prompt in self._prompts
+        ]
+        if body.truncate_prompt_tokens is not None:
+            self._prompts = [list(prompt) for prompt in prompts]  # an echo is of what was computed
+        self._first_tokens = [prompt[0] for prompt in prompts]
         self.num_prompt_tokens = sum(map(len, prompts))
         self._tokenizer = tokenizer
-        self._bytes_of = partial(token_bytes, tokenizer)
+        self._bytes_of = cache(partial(token_bytes, tokenizer))  # of an echoed prompt many come again
         return sequences(
             body,
             prompts,
+            tokenizer,
             request_id=self._id,
-            n=self._n,
+            n=self._best_of,
             max_tokens=self.max_tokens,
-            num_top_logprobs=body.logprobs,
+            num_top_logprobs=0 if body.logprobs is None and self._best_of > self._n else body.logprobs,
+            num_prompt_logprobs=self._num_prompt_logprobs,
             first_token=self.first_token,
             grammar=None if self.grammar is None else tokenizer.compile_grammar(self.grammar),
         )
 
     @property
     def looks_up_tokens(self) -> bool:
-        return self.body.logprobs is not None or bool(self.body.echo)
+        body = self.body
+        return body.logprobs is not None or bool(body.echo) or body.prompt_logprobs is not None
+
+    @property
+    def _num_prompt_logprobs(self) -> int | None:
+        """Those that `prompt_logprobs` asks for, or as many as an echo shows."""
+        body = self.body
+        asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        return max((num for num in asked if num is not None), default=None)
 
     def chunks(self, step: Step) -> list[bytes]:
         index, event = step
@@ -115,13 +143,15 @@ class CompletionFormat:
         if index not in self._num_chars:
             self._num_chars[index] = 0
             text = self._echo(index) + text
-        if not text and not event.logprobs and event.finish_reason is None:
+        has_logprobs = event.logprobs or event.prompt_logprobs is not None
+        if not text and not has_logprobs and event.finish_reason is None:
             return []
         choice = CompletionChoice(
             index,
             text,
             finish_reason=None if event.finish_reason is None else str(event.finish_reason),
-            logprobs=self._logprobs(event.logprobs, index) if event.logprobs else None,
+            logprobs=self._logprobs(event, index),
+            stop_reason=msgspec.UNSET if event.stopped_by is None else event.stopped_by,
         )
         usage = None if self.body.includes_usage else msgspec.UNSET
         teneral = self._untold.take(index)
@@ -138,11 +168,23 @@ class CompletionFormat:
                 index,
                 self._echo(index) + outcome.text,
                 finish_reason=str(outcome.finish_reason),
-                logprobs=None if self.body.logprobs is None else self._logprobs(outcome.logprobs, index),
+                logprobs=None if self.body.logprobs is None else self._logprobs(outcome, index),
+                prompt_logprobs=self._prompt_places(outcome),
+                stop_reason=msgspec.UNSET if outcome.stopped_by is None else outcome.stopped_by,
             )
-            for index, outcome in enumerate(outcomes)
+            for index, outcome in enumerate(self._best(outcomes))
         ]
         return encode(Completion(self._id, self._created, self._model, choices, usage=usage))
+
+    def _best(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The choices to be answered with, prompt by prompt; of equals, those that come first."""
+        if self._best_of == self._n:
+            return list(outcomes)
+        best: list[Outcome] = []
+        for first in range(0, len(outcomes), self._best_of):
+            own = outcomes[first : first + self._best_of]
+            best += sorted(own, key=_mean_logprob, reverse=True)[: self._n]
+        return best
 
     def _echo(self, index: int) -> str:
         """The text in front of a choice's own. Asked for only after the engine has checked the tokens."""
@@ -151,18 +193,50 @@ class CompletionFormat:
         prompt = self._prompts[index // self._n]
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
-    def _logprobs(self, entries: Sequence[TokenLogprob], index: int) -> CompletionLogprobs:
-        logprobs = completion_logprobs(entries, self._bytes_of, start=self._num_chars.get(index, 0))
-        self._num_chars[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1]) if entries else 0
+    def _logprobs(self, part: GenerationEvent | Outcome, index: int) -> CompletionLogprobs | None:
+        """Of the tokens of a choice's part, and before the first of them those of an echoed prompt."""
+        entries: list[TokenLogprob] = list(part.logprobs)
+        first_token: int | None = None
+        if part.prompt_logprobs is not None and self.body.echo and self.body.logprobs is not None:
+            first_token = self._first_tokens[index // self._n]
+            num_top = self.body.logprobs
+            entries = [*(replace(entry, top=entry.top[:num_top]) for entry in part.prompt_logprobs), *entries]
+        elif not entries and isinstance(part, GenerationEvent):
+            return None
+        logprobs = completion_logprobs(
+            entries, self._bytes_of, start=self._num_chars.get(index, 0), first_token=first_token
+        )
+        if logprobs.tokens:
+            self._num_chars[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return logprobs
+
+    def _prompt_places(self, outcome: Outcome) -> PromptPlaces | UnsetType:
+        if self.body.prompt_logprobs is None or outcome.prompt_logprobs is None:
+            return msgspec.UNSET
+        return prompt_places(outcome.prompt_logprobs, self._bytes_of, num_top=self.body.prompt_logprobs)
+
+
+def _best_of(body: CompletionBody, n: int, *, num_prompts: int, max_sequences: int) -> int:
+    """The number of choices of a prompt that are generated."""
+    best_of = n if body.best_of is None else body.best_of
+    if best_of < n:
+        raise RequestError(f"best_of is {best_of}, but n is {n}: it must be at least n", param="best_of")
+    if best_of > n and body.stream:
+        raise RequestError(
+            "best_of cannot be streamed: the best is known in the end",
+            param="best_of",
+            hint="Leave out stream.",
+        )
+    check_sequences(best_of, num_prompts=num_prompts, max_sequences=max_sequences, param="best_of")
+    return best_of
+
+
+def _mean_logprob(outcome: Outcome) -> float:
+    return sum(entry.logprob for entry in outcome.logprobs) / max(1, len(outcome.logprobs))
 
 
 def _refuse_unsupported(body: CompletionBody) -> None:
     """Refuses fields that would change the answer and are not implemented."""
     refuse_unsupported(body, COMPLETIONS)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise RequestError("best_of is supported only where it equals n", param="best_of")
     if body.logprobs is not None:
         check_top_logprobs(body.logprobs, param="logprobs")
-        if body.echo:
-            raise RequestError("logprobs of an echoed prompt are not supported", param="logprobs")

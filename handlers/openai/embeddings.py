@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ from .schemas import EmbeddingBody
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from ...runtime.engine.embedder import Embedder
 
 
 class EmbeddingRoute:
@@ -38,25 +42,24 @@ class EmbeddingRoute:
         with service.admission.waiting(1):
             tokenizer = await service.tokenizer()
             embedder = await service.ready(service.instance.embedder)
+            if embedder.labels:
+                raise RequestError(
+                    "this model classifies texts and makes no embeddings",
+                    param="model",
+                    hint="Ask /v1/classify, or serve a model that embeds.",
+                )
             embedder.require_room()
             encode_text = partial(tokenizer.encode, max_tokens=embedder.max_tokens)
             token_lists = await service.text_threads.run(
                 len(data), lambda: [tokens_of(item, encode_text, param="input") for item in inputs]
             )
-        num_tokens = sum(map(len, token_lists))
-        service.metrics.prompt_taken(num_tokens)
-        CALL.get().limit(service.limits.request_timeout_s)
-        embedded = embedder.embed(token_lists)
-        try:
-            vectors = await asyncio.wrap_future(embedded)
-        finally:
-            embedder.give_up(embedded)  # a client that went away, or has waited long enough
-        _check_dimensions(body, vectors)
+        vectors = await rows_of(service, embedder, embedder.embed, token_lists)
         # Here too: thousands of vectors as text are megabytes.
-        answer = await asyncio.to_thread(self._answer, body, vectors, num_tokens)
+        answer = await asyncio.to_thread(self._answer, body, vectors, sum(map(len, token_lists)))
         return web.Response(body=answer, content_type="application/json")
 
     def _answer(self, body: EmbeddingBody, vectors: np.ndarray, num_tokens: int) -> bytes:
+        vectors = shortened(vectors, body.dimensions)
         pack = _base64 if body.encoding_format == "base64" else _numbers
         return encode(
             EmbeddingList(
@@ -67,12 +70,43 @@ class EmbeddingRoute:
         )
 
 
-def _check_dimensions(body: EmbeddingBody, vectors: np.ndarray) -> None:
-    if body.dimensions is not None and body.dimensions != vectors.shape[1]:
+async def rows_of(
+    service: Service,
+    embedder: Embedder,
+    compute: Callable[[Sequence[Sequence[int]]], Future[np.ndarray]],
+    token_lists: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """A row for each text, (N, columns) fp32. `compute` is the embedder's `embed` or `classify`."""
+    service.metrics.prompt_taken(sum(map(len, token_lists)))
+    CALL.get().limit(service.limits.request_timeout_s)
+    rows = compute(token_lists)
+    try:
+        return await asyncio.wrap_future(rows)
+    finally:
+        embedder.give_up(rows)  # a client that went away, or has waited long enough
+
+
+def shortened(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """The first `dimensions` numbers of each row, at unit length; None: the rows as they are. Raises `RequestError`
+    for more than there are.
+    """
+    size = vectors.shape[1]
+    if dimensions is None or dimensions == size:
+        return vectors
+    if not 0 < dimensions < size:
         raise RequestError(
-            f"this model's embeddings have {vectors.shape[1]} dimensions, not {body.dimensions}",
+            f"dimensions is {dimensions}, but this model's embeddings have from 1 to {size}",
             param="dimensions",
         )
+    return unit_length(vectors[:, :dimensions])
+
+
+def unit_length(vectors: np.ndarray) -> np.ndarray:
+    """(N, size) fp32, each row divided by its length; a row of zeros stays one."""
+    wide = vectors.astype("f8")
+    lengths = (wide * wide).sum(axis=1, keepdims=True) ** 0.5
+    result: np.ndarray = (wide / lengths.clip(1e-12)).astype("f4")
+    return result
 
 
 def _numbers(vector: np.ndarray) -> list[float]:

@@ -26,18 +26,20 @@ from ...runtime.step.requests import (
     FirstToken,
     GenerationEvent,
     GenerationRequest,
+    PromptLogprobs,
     TokenLogprob,
 )
 from ..http.mailbox import Mailbox
 from ..http.service import CALL, Call, Service
 from ..http.sse import SSE, EventStream, Framing, complete
-from .parameters import priority_of, queue_of
+from .parameters import WHOLE_CONTEXT, forced_text_may_change, priority_of, queue_of
 from .responses import ChunkExtras, CompletionTokensDetails, PromptTokensDetails, Usage
 from .schemas import GenerationBody
 
 if TYPE_CHECKING:
     from ...runtime.engine.engine import Engine
     from ...runtime.engine.generation import Generation
+    from ...runtime.text.settings import TextSettings
     from ...runtime.text.tokenizer import TextTokenizer
 
 DRAFTED_TOKENS_HEADER = "Teneral-Drafted-Tokens"
@@ -100,6 +102,8 @@ class Outcome:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    stopped_by: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -109,6 +113,8 @@ class Outcome:
         self.texts.append(event.text)
         self.logprobs.extend(event.logprobs)
         self.finish_reason = event.finish_reason
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
+        self.stopped_by = event.stopped_by
 
 
 class Sequences:
@@ -238,6 +244,10 @@ class Format(Asked, Protocol):
     def looks_up_tokens(self) -> bool:
         """Whether `chunks` and `whole` ask the tokenizer, which blocks: then they are called in a thread."""
 
+    @property
+    def begins_with_grammar(self) -> Callable[[TextSettings], bool] | None:
+        """Reads from the model's settings if the grammar covers the whole answer; None: it always does."""
+
     def chunks(self, step: Step) -> list[bytes]:
         """A stream's report of a step: any number of JSON items."""
 
@@ -273,6 +283,10 @@ async def generate(
         await _submit(service, call, asked, sequences, body_bytes)
         while steps := await sequences.next_steps():
             for index, event in steps:
+                if event.prompt_logprobs is not None:
+                    charge(
+                        LOGPROB_BYTES * (len(event.prompt_logprobs) + event.prompt_logprobs.top_tokens.size)
+                    )
                 if event.logprobs:
                     charge(LOGPROB_BYTES * sum(1 + len(entry.top) for entry in event.logprobs))
                 outcomes[index].add(event)
@@ -340,8 +354,12 @@ async def _beginning(service: Service, fmt: Format, body_bytes: int) -> Beginnin
     """Text that can be sent while there is no engine yet. None where it is, where nothing is forced, and where stop
     strings, logprobs or a limit might take some of it back. Raises `GrammarError`.
     """
-    body = fmt.body
-    if fmt.grammar is None or service.instance.engine.done() or body.stop or fmt.looks_up_tokens:
+    if fmt.grammar is None or service.instance.engine.done() or fmt.looks_up_tokens:
+        return None
+    if forced_text_may_change(fmt.body):
+        return None
+    is_first = fmt.begins_with_grammar
+    if is_first is not None and not is_first(await service.ready(service.instance.text_settings)):
         return None
     text = await service.text_threads.run(body_bytes, forced_text, fmt.grammar)
     if not text or (fmt.max_tokens is not None and fmt.max_tokens < len(text.encode())):
@@ -358,6 +376,8 @@ async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
+        if fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
+            await service.ready(service.instance.engine)  # which knows how many tokens there is room for
         tokenizer = await service.tokenizer()
         requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
         engine = await service.ready(service.instance.engine)

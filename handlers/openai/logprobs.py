@@ -11,9 +11,16 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ...runtime.step.requests import TokenLogprob
+from ...runtime.step.requests import PromptLogprobs, TokenLogprob
 from ...runtime.text.pieces import byte_alphabet
-from .responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from .responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptPlaces,
+    TopLogprob,
+)
 
 if TYPE_CHECKING:
     from ...runtime.text.tokenizer import TextTokenizer
@@ -36,23 +43,38 @@ def chat_logprobs(entries: Sequence[TokenLogprob], bytes_of: TokenBytes) -> Chat
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], bytes_of: TokenBytes, *, start: int
+    entries: Sequence[TokenLogprob], bytes_of: TokenBytes, *, start: int, first_token: int | None = None
 ) -> CompletionLogprobs:
-    """`start` is where the first of these tokens' text begins, in characters."""
-    texts = [_text(bytes_of(entry.token)) for entry in entries]
+    """`start` is where the first of these tokens' text begins, in characters. `first_token` is that of an echoed
+    prompt, which stands before `entries`.
+    """
+    tokens = [entry.token for entry in entries]
+    values: list[float | None] = [_finite(entry.logprob) for entry in entries]
+    top: list[dict[str, float] | None] = [
+        {_text(bytes_of(token)): _finite(logprob) for token, logprob in _with_chosen(entry)}
+        for entry in entries
+    ]
+    if first_token is not None:
+        tokens, values, top = [first_token, *tokens], [None, *values], [None, *top]
+    texts = [_text(bytes_of(token)) for token in tokens]
     offsets = []
     for text in texts:
         offsets.append(start)
         start += len(text)
-    return CompletionLogprobs(
-        text_offset=offsets,
-        token_logprobs=[_finite(entry.logprob) for entry in entries],
-        tokens=texts,
-        top_logprobs=[
-            {_text(bytes_of(token)): _finite(logprob) for token, logprob in _with_chosen(entry)}
-            for entry in entries
-        ],
-    )
+    return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=texts, top_logprobs=top)
+
+
+def prompt_places(logprobs: PromptLogprobs, bytes_of: TokenBytes, *, num_top: int) -> PromptPlaces:
+    """vLLM's `prompt_logprobs`: each place's own token, and the `num_top` best in it, by their ids."""
+    places: PromptPlaces = [None]
+    for entry, rank in zip(logprobs, logprobs.ranks.tolist(), strict=True):
+        place = {
+            token: PromptLogprob(_finite(logprob), number, _text(bytes_of(token)))
+            for number, (token, logprob) in enumerate(entry.top[:num_top], 1)
+        }
+        place[entry.token] = PromptLogprob(_finite(entry.logprob), rank, _text(bytes_of(entry.token)))
+        places.append(place)
+    return places
 
 
 def _with_chosen(entry: TokenLogprob) -> tuple[tuple[int, float], ...]:

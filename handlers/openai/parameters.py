@@ -6,13 +6,16 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ...runtime.errors import RequestError
 from ...runtime.grammar.matcher import Grammar
 from ...runtime.step.requests import (
+    MAX_BAD_WORDS,
     MAX_TOP_LOGPROBS,
     FirstToken,
     GenerationRequest,
@@ -23,8 +26,13 @@ from ...runtime.step.requests import (
 )
 from .schemas import Extras, GenerationBody, Prompt
 
+if TYPE_CHECKING:
+    from ...runtime.text.tokenizer import TextTokenizer
+
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORD_CHARS = 256
+WHOLE_CONTEXT = -1  # of truncate_prompt_tokens: as many as there is room for
 _SEED_SPAN = 1 << 64
 
 N = TypeVar("N", int, float)
@@ -35,19 +43,43 @@ def num_choices(body: GenerationBody, *, num_prompts: int, max_sequences: int) -
     n = 1 if body.n is None else body.n
     if n < 1:
         raise RequestError(f"n is {n}, but must be at least 1", param="n")
-    if n * num_prompts > max_sequences:
-        asked = f"{n} choices for {num_prompts} prompts" if num_prompts > 1 else f"{n} choices"
+    check_sequences(n, num_prompts=num_prompts, max_sequences=max_sequences, param="n")
+    return n
+
+
+def check_sequences(num_choices: int, *, num_prompts: int, max_sequences: int, param: str) -> None:
+    """Raises `RequestError` for more sequences than a request may have."""
+    if num_choices * num_prompts > max_sequences:
+        several = f" for {num_prompts} prompts" if num_prompts > 1 else ""
         raise RequestError(
-            f"{asked} are more than the {max_sequences} sequences a request may have",
-            param="n",
+            f"{param} asks for {num_choices} choices{several}; a request may have {max_sequences} sequences",
+            param=param,
             hint="Send several requests.",
         )
-    return n
+
+
+@contextmanager
+def own_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name a route's own fields, where they are about those of the chat that it comes to."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param)
+        if name is None:
+            raise
+        message = error.message.replace(error.param, name, 1)
+        raise type(error)(message, param=name, hint=error.hint) from error
 
 
 def check_stream(body: GenerationBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams: set stream to true", param="stream_options")
+    if body.prompt_logprobs is not None:
+        check_top_logprobs(body.prompt_logprobs, param="prompt_logprobs")
+        if body.stream:
+            raise RequestError(
+                "a stream has no prompt_logprobs", param="prompt_logprobs", hint="Leave out stream."
+            )
 
 
 def wanted_first_token(body: GenerationBody, *, default: FirstToken) -> FirstToken:
@@ -72,14 +104,14 @@ def priority_of(body: GenerationBody) -> Priority:
     return (body.teneral and body.teneral.priority) or Priority.INTERACTIVE
 
 
-def sampling(body: GenerationBody) -> SamplingParams:
-    """Raises `RequestError` for values out of range."""
+def sampling(body: GenerationBody, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+    """`bad_words` are the body's as tokens. Raises `RequestError` for values out of range."""
     biases = body.logit_bias or {}
     if len(biases) > MAX_LOGIT_BIASES:
         raise RequestError(f"logit_bias may have {MAX_LOGIT_BIASES} entries", param="logit_bias")
     return SamplingParams(
         temperature=_given(body.temperature, 1.0),
-        top_k=_given(body.top_k, 0),
+        top_k=0 if body.top_k == -1 else _given(body.top_k, 0),
         top_p=_given(body.top_p, 1.0),
         min_p=_given(body.min_p, 0.0),
         repetition_penalty=_given(body.repetition_penalty, 1.0),
@@ -87,13 +119,38 @@ def sampling(body: GenerationBody) -> SamplingParams:
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=tuple(biases.items()),
         seed=body.seed,
+        allowed_tokens=None
+        if body.allowed_token_ids is None
+        else tuple(dict.fromkeys(body.allowed_token_ids)),
+        bad_words=bad_words,
     )
+
+
+def bad_word_tokens(body: GenerationBody, tokenizer: TextTokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word as it begins a text, and as it stands after a space."""
+    words = body.bad_words or []
+    if len(words) > MAX_BAD_WORDS // 2 or any(not 0 < len(word) <= MAX_BAD_WORD_CHARS for word in words):
+        raise RequestError(
+            f"bad_words takes up to {MAX_BAD_WORDS // 2} words of 1 to {MAX_BAD_WORD_CHARS} characters",
+            param="bad_words",
+        )
+    spellings = dict.fromkeys(
+        tuple(tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False))
+        for word in words
+        for space in ("", " ")
+    )
+    return tuple(spelling for spelling in spellings if spelling)
 
 
 def stop_strings(body: GenerationBody) -> tuple[str, ...]:
     if body.stop is None:
         return ()
     return (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def forced_text_may_change(body: GenerationBody) -> bool:
+    """True if decoding options change the text of tokens that a grammar forces."""
+    return bool(body.stop or body.stop_token_ids or body.bad_words or body.allowed_token_ids)
 
 
 def stop_tokens(body: GenerationBody) -> frozenset[int]:
@@ -112,16 +169,19 @@ def check_top_logprobs(count: int, *, param: str) -> int:
 def sequences(
     body: GenerationBody,
     prompts: Sequence[tuple[int, ...]],
+    tokenizer: TextTokenizer,
     *,
     request_id: str,
     n: int,
     max_tokens: int | None,
     num_top_logprobs: int | None,
     first_token: FirstToken,
+    num_prompt_logprobs: int | None = None,
     grammar: Grammar | None = None,
+    shown_tokens: Mapping[int, str] | None = None,
 ) -> list[GenerationRequest]:
     """One request for each choice of each prompt; sequence number i is choice i % n of prompt i // n."""
-    params = sampling(body)
+    params = sampling(body, bad_word_tokens(body, tokenizer))
     stop = stop_strings(body)
     stop_token_ids = stop_tokens(body)
     extras = body.teneral or Extras()
@@ -130,12 +190,17 @@ def sequences(
             request_id=f"{request_id}-{prompt_number * n + choice}",
             prompt_tokens=prompt,
             max_tokens=max_tokens,
+            min_tokens=_given(body.min_tokens, 0),
             sampling=for_choice(params, choice),
             stop=stop,
             stop_token_ids=stop_token_ids,
+            includes_stop=bool(body.include_stop_str_in_output),
+            skips_special_tokens=body.skip_special_tokens is not False,
             ignore_eos=bool(body.ignore_eos),
             num_top_logprobs=num_top_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             grammar=grammar,
+            shown_tokens=shown_tokens or {},
             first_token=first_token,
             cache_salt=extras.cache_salt or "",
             session=extras.session or "",
@@ -178,6 +243,41 @@ def split_prompt(prompt: Prompt, *, param: str, max_prompts: int) -> list[str | 
     if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
         return cast(list[str | list[int]], prompt)
     raise RequestError(f"{param} mixes texts and tokens", param=param)
+
+
+def prompt_tokens(
+    body: GenerationBody,
+    prompt: str | Sequence[int],
+    tokenizer: TextTokenizer,
+    *,
+    max_prompt_tokens: int | None,
+    max_tokens: int | None,
+    add_special_tokens: bool = True,
+    param: str = "prompt",
+) -> tuple[int, ...]:
+    """A prompt's tokens, the last `truncate_prompt_tokens` of them; -1 leaves room for `max_tokens`, or for one.
+
+    Raises `RequestError` for none, and `ContextLengthError` for a text that surely has more than `max_prompt_tokens`
+    where nothing is cut off.
+    """
+    keep = body.truncate_prompt_tokens
+    encode = partial(
+        tokenizer.encode,
+        add_special_tokens=add_special_tokens,
+        max_tokens=max_prompt_tokens if keep is None else None,
+    )
+    tokens = tokens_of(prompt, encode, param=param)
+    if keep is None:
+        return tokens
+    if keep == WHOLE_CONTEXT and max_prompt_tokens is not None:
+        keep = max_prompt_tokens - _given(max_tokens, 1)
+    if keep < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens is {body.truncate_prompt_tokens}, which leaves no token of the prompt",
+            param="truncate_prompt_tokens",
+            hint="Give at least 1, or -1 with a max_tokens that leaves room.",
+        )
+    return tokens[-keep:]
 
 
 def tokens_of(

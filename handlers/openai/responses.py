@@ -34,6 +34,17 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token in a place of the prompt, as vLLM has it."""
+
+    logprob: float
+    rank: int  # from 1
+    decoded_token: str
+
+
+PromptPlaces = list[dict[int, PromptLogprob] | None]  # a place a token; the first has none
+
+
 class ChunkExtras(msgspec.Struct, frozen=True):
     """Teneral's own fields of a chunk."""
 
@@ -62,10 +73,24 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class ChatFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ChatCall(msgspec.Struct, frozen=True):
+    id: str
+    function: ChatFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same, as vLLM names it
+    tool_calls: list[ChatCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -73,6 +98,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -81,14 +107,30 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptPlaces | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str = SYSTEM_FINGERPRINT
+
+
+class ChatFunctionDelta(msgspec.Struct, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ChatCallDelta(msgspec.Struct, frozen=True):
+    index: int
+    function: ChatFunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ChatCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -96,6 +138,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: ChatDelta
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
+    stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -114,12 +157,12 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Columns, one entry a token."""
+    """Columns, one entry a token. The first token of an echoed prompt has no log-probability."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -127,6 +170,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptPlaces | UnsetType = UNSET
+    stop_reason: str | int | UnsetType = UNSET  # as vLLM has it: the stop string or stop token
 
 
 class Completion(msgspec.Struct, frozen=True):

@@ -83,6 +83,13 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
     # The form of the answer, in the words of several servers; at most one may be given (`structured.py`)
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -94,6 +101,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     json_schema: dict[str, Any] | bool | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    # Refused, unless null or what happens in any case (`fields.py`)
+    no_stop_trim: bool | None = None
+    return_hidden_states: bool | None = None
     # Without effect on an answer
     user: str | None = None
     teneral: Extras | None = None
@@ -106,6 +116,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
 class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
     prompt: Prompt
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -136,6 +147,7 @@ class Message(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM names it
     # As answers have them, which clients send back; of any use only where they are null or empty
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -151,6 +163,12 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
     modalities: list[str] | None = None
     # Without effect on an answer: docs/openai.md says why
     metadata: dict[str, str] | None = None
@@ -161,12 +179,14 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    # Refused, unless null (`fields.py`)
+    # Refused, unless null or what happens in any case (`fields.py`)
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     moderation: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 

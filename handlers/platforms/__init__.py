@@ -62,7 +62,7 @@ PLATFORMS: tuple[Platform, ...] = (
     Platform(
         "cloud-run",  # and Knative
         sign="K_SERVICE",
-        routes=(Route("POST", "/"), Route("POST", "/events")),
+        routes=(Route("POST", "/"), Route("POST", "/events"), Route("OPTIONS", "/events", "permit")),
         api=".cloudevents:CloudEventRoute",
     ),
     Platform(

@@ -1,5 +1,6 @@
 """CloudEvents over HTTP, as Knative and Eventarc send them: POST / and POST /events. Binary, structured and batched
-mode, and Pub/Sub's own push messages; what a function gives goes back as an event in the mode that came.
+mode, and Pub/Sub's own push messages; what a function gives goes back as an event in the mode that came. OPTIONS
+/events is the handshake of webhooks.
 
 The function's event is always the CloudEvent's JSON form: a dict with `type`, `source`, `id` and so on, and the payload
 under `data`, or `data_base64` where it is neither JSON nor text. It is read and written here and not by the SDK for
@@ -54,6 +55,7 @@ _DATA_KEYS = frozenset({"data", "data_base64"})
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,12})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
+_SENDER = re.compile(r"[A-Za-z0-9.-]{1,253}")
 _JSON_MEDIA = re.compile(r"[\w.-]+/([\w.-]+\+)?json", re.ASCII)
 # All of printable ASCII stands for itself in a header, but these: space, quote and percent.
 _SAFE_IN_HEADERS = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
@@ -87,6 +89,17 @@ class CloudEventRoute:
                 return web.Response(body=encode(reply), headers={"Content-Type": STRUCTURED_JSON})
             headers, body = to_binary(reply)
             return web.Response(body=body, headers=headers)
+
+    async def permit(self, request: web.Request) -> web.Response:
+        """The answer to a sender that asks whether it may deliver here, as Event Grid does before it begins: yes.
+
+        That protects other servers from deliveries that they did not order; it admits no caller. The API key counts.
+        """
+        sender = request.headers.get("WebHook-Request-Origin", "")
+        if not _SENDER.fullmatch(sender):
+            raise ApiError(405, "events are sent by POST", headers={"Allow": "OPTIONS, POST"})
+        headers = {"Allow": "OPTIONS, POST", "WebHook-Allowed-Origin": sender, "WebHook-Allowed-Rate": "*"}
+        return web.Response(headers=headers)
 
     async def _batch(self, media: str, data: bytearray) -> web.Response:
         """All events of a batch, some at a time; their replies, in their order, without those that gave none. Where one

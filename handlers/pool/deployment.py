@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
+from .idle_gaps import IdleGaps, Window
 from .memory import DEFAULT_KV_BYTES, OVERHEAD_BYTES
-from .policy import Demand, Load, route
+from .policy import Candidate, Demand, Load, Quiet, route
 from .process import ServerProcess
 from .repository import Release
 from .values import Model
@@ -40,6 +41,17 @@ class Server:
     in_work: int = 0
     served: int = 0
     closing: bool = False  # gets no more requests, and ends when it has none
+
+    def candidate(self, memory_bytes: int) -> Candidate:
+        """As eviction sees it. `memory_bytes` is what its end would free."""
+        return Candidate(
+            self.key,
+            frequency=float(self.served),
+            return_s=self.deployment.mean_start_s,
+            memory_bytes=memory_bytes,
+            priority=self.deployment.model.priority,
+            clock=self.clock,
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +98,11 @@ class Deployment:
     answers: int = 0
     errors: int = 0
     affinity: OrderedDict[Affinity, str] = field(default_factory=OrderedDict)
+    gaps: IdleGaps = field(default_factory=IdleGaps)
+    quiet_since_s: float | None = (
+        None  # when its last request ended; None while it has one, or before the first
+    )
+    window: Window | None = None  # when the next one is expected, by the gaps until then
 
     @property
     def name(self) -> str:
@@ -108,6 +125,24 @@ class Deployment:
     @property
     def demand(self) -> Demand:
         return Demand(sum(server.in_work for server in self.servers.values()), len(self.waiting))
+
+    def request_began(self, now_s: float) -> None:
+        """Call it when one arrives; counts the gap that it ends."""
+        if self.quiet_since_s is not None:
+            self.gaps.observe(now_s - self.quiet_since_s)
+            self.quiet_since_s = None
+
+    def request_ended(self, now_s: float) -> None:
+        """Call it when one is over. Begins a gap where it was the last."""
+        if self.quiet_since_s is None and not any(self.demand):
+            self.quiet_since_s = now_s
+            self.window = self.gaps.window()
+
+    def quiet(self, now_s: float) -> Quiet | None:
+        """For the policy; None when it has requests, or its own `idle_timeout_s` applies."""
+        if self.model.policy != "hybrid" or self.window is None or self.quiet_since_s is None:
+            return None
+        return Quiet(now_s - self.quiet_since_s, self.window)
 
     @property
     def ready(self) -> list[Server]:

@@ -25,7 +25,7 @@ from ...loader.errors import InsufficientMemoryError
 from ..http.connections import Connections
 from ..http.edge import request_id_of
 from ..http.errors import SERVER_ERROR, ApiError, as_api_error, retry_after
-from ..http.keys import ApiKeys
+from ..http.keys import ApiKeys, given_key
 from ..http.limits import MAX_HEAD_BYTES, PIECE_BYTES
 from .body import MAX_KEY_CHARS, Body
 from .deployment import Affinity, Deployment, FailingError, Lease
@@ -43,7 +43,19 @@ BODY_TIMEOUT_S = 60.0
 UPSTREAM_KEEPALIVE_S = 60.0
 UPSTREAM_GRACE_S = 10.0  # beyond the model's own limit, for its instance to say that time is up
 ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})  # functions act: never asked twice
-BODY_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+BODY_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+        *("/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/classify", "/classify", "/v1/score", "/score"),
+        *("/v1/rerank", "/v2/rerank", "/rerank"),
+    }
+)
 _KSERVE = re.compile(
     r"/v2/models/(?P<name>.+?)(?:/versions/(?P<version>[^/]+))?(?P<verb>/(?:infer|generate|generate_stream|config|stats))?"
 )
@@ -302,8 +314,7 @@ class Front:
 
 def check_key(request: web.Request, keys: ApiKeys) -> None:
     """Raises `ApiError` with 401."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not keys.opens(given.strip().encode("utf-8", "surrogateescape")):
+    if not keys.opens(given_key(request.headers)):
         raise ApiError(
             401,
             "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",

@@ -182,6 +182,12 @@ MODEL_KEYS: dict[str, Key] = {
     "idle_timeout_s": Key(
         seconds(1, 86_400), 300.0, "s", "time without a request until an instance above min_warm ends"
     ),
+    "policy": Key(
+        choice("fixed", "hybrid"),
+        "fixed",
+        "",
+        "how long an idle instance is kept: that time, or as gaps show",
+    ),
     "target_concurrency": Key(
         integer(1, 1024), 8, "requests", "requests in work for each of which an instance is wanted"
     ),

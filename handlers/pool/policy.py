@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from .idle_gaps import Window
 from .values import Model
 
 
@@ -20,16 +21,34 @@ class Demand(NamedTuple):
     waiting: int  # for an instance
 
 
-def desired(model: Model, demand: Demand) -> int:
-    """Instances that the model should have, starting ones included. From `min_warm` to `max_instances`."""
+class Quiet(NamedTuple):
+    """A model without requests whose policy is hybrid, and the window in which the next one is expected."""
+
+    idle_s: float  # since the last request ended
+    window: Window
+
+    @property
+    def expects(self) -> bool:
+        return self.window.prewarm_s <= self.idle_s < self.window.keep_s
+
+
+def desired(model: Model, demand: Demand, quiet: Quiet | None = None) -> int:
+    """Instances that the model should have, starting ones included. From `min_warm` to `max_instances`.
+
+    `quiet` is None unless its policy is hybrid, it has no requests, and its next one can be expected.
+    """
     busy = demand.in_work + demand.waiting
     wanted = math.ceil(busy / model.target_concurrency) + (model.buffer if busy else 0)
+    if quiet is not None and not busy:
+        wanted = int(quiet.expects)
     return max(model.min_warm, min(model.max_instances, wanted))
 
 
-def num_to_start(model: Model, demand: Demand, *, starting: int, ready: int) -> int:
+def num_to_start(
+    model: Model, demand: Demand, *, starting: int, ready: int, quiet: Quiet | None = None
+) -> int:
     """Instances to start now."""
-    return max(0, desired(model, demand) - starting - ready)
+    return max(0, desired(model, demand, quiet) - starting - ready)
 
 
 class Idle(NamedTuple):
@@ -39,15 +58,21 @@ class Idle(NamedTuple):
     idle_s: float  # since its last request ended, or since it was ready
 
 
-def to_end(model: Model, demand: Demand, *, ready: int, idle: Iterable[Idle]) -> list[str]:
+def idle_limit_s(model: Model, quiet: Quiet | None) -> float:
+    """Time until an idle instance beyond `desired` ends: none at all while no request is expected."""
+    return model.idle_timeout_s if quiet is None or quiet.expects else 0.0
+
+
+def to_end(
+    model: Model, demand: Demand, *, ready: int, idle: Iterable[Idle], quiet: Quiet | None = None
+) -> list[str]:
     """Keys of the idle instances whose time is over, the longest idle first.
 
     `ready` counts all instances that are ready, those in `idle` included. Leaves `desired` of them.
     """
-    spare = ready - max(model.min_warm, desired(model, demand))
-    late = sorted(
-        (each for each in idle if each.idle_s >= model.idle_timeout_s), key=lambda each: -each.idle_s
-    )
+    spare = ready - desired(model, demand, quiet)
+    limit_s = idle_limit_s(model, quiet)
+    late = sorted((each for each in idle if each.idle_s >= limit_s), key=lambda each: -each.idle_s)
     return [each.key for each in late[: max(0, spare)]]
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +37,7 @@ from .overview import Overview
 from .process import StandbyPool
 from .repository import Release, Repository, models_in
 from .settings import inherited_environment, instance_config
+from .state_folder import state_folder
 from .supervisor import STANDBY_KEY, Supervisor
 from .values import Model, Pool
 from .versions import ModelState
@@ -73,7 +72,7 @@ def run_pool(options: RunOptions) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    with _state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
+    with state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
         asyncio.run(_Runner(pool, options, folder, dict(os.environ)).serve(sock))
     return 0
 
@@ -93,23 +92,6 @@ def _read(options: RunOptions) -> Pool:
             hint="Lay models out as <model>/<version>/, versions being whole numbers.",
         )
     return read_pool(options.file, found=found)
-
-
-@contextmanager
-def _state_folder(given: str | None) -> Iterator[Path]:
-    try:
-        if given is not None:
-            folder = Path(given).absolute()
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            yield folder
-            return
-        folder = Path(tempfile.mkdtemp(prefix="teneral-pool-"))
-    except OSError as error:
-        raise UsageError(f"cannot use a folder for the pool's state: {error}", key="state-dir") from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Runner:

@@ -28,9 +28,8 @@ from .versions import ModelState
 
 TICK_S = 0.25
 MEASURE_S = 1.0
-FAIR_WAIT_S = (
-    1.0  # a start that waits longer for memory has a busy instance of another model take no more requests
-)
+# A start that waits longer for memory has a busy instance of another model take no more requests.
+FAIR_WAIT_S = 1.0
 DEFAULT_DRAIN_S = 8.0
 MAX_WAITING = 10_000  # requests without an instance, of all models
 STANDBY_KEY = "standby"
@@ -81,6 +80,7 @@ class Supervisor:
         """
         server = None if deployment.waiting else deployment.pick(affinities)
         if server is not None:
+            deployment.request_began(self._now_s)
             self._used(server)
             self._scale(deployment)
             return Lease(server, "warm")
@@ -100,6 +100,7 @@ class Supervisor:
         server.idle_since_s = self._now_s
         deployment.answered(is_error=is_error)
         deployment.dispatch()
+        deployment.request_ended(self._now_s)
         if server.in_work == 0:
             if server.closing or deployment.retired:
                 self._end(server)
@@ -112,6 +113,7 @@ class Supervisor:
         """A place that was taken for nothing but to have the instance there."""
         lease.server.in_work -= 1
         lease.server.idle_since_s = self._now_s
+        lease.server.deployment.request_ended(self._now_s)
         self._scale(lease.server.deployment)
 
     @property
@@ -136,7 +138,7 @@ class Supervisor:
         state = self.models.get(deployment.model.name)
         if deployment.retired or self.draining or state is None or state.paused:
             return 0
-        wanted = desired(deployment.scaled, deployment.demand)
+        wanted = desired(deployment.scaled, deployment.demand, deployment.quiet(self._now_s))
         if state.asleep and not any(deployment.demand):
             return 0
         if self._gives_way(state, deployment):
@@ -254,7 +256,7 @@ class Supervisor:
         base = desired(dataclasses.replace(deployment.scaled, buffer=0), deployment.demand)
         must = max(base, int(deployment.pending)) - present
         for number in range(missing):
-            # A spare instance is not worth another model's.
+            # A spare instance, or one for a request that is only expected, is not worth another model's.
             if number >= must and deployment.need_bytes > self.budget.free_bytes - sum(self._claims.values()):
                 return
             self._begin(deployment)
@@ -272,7 +274,13 @@ class Supervisor:
             keys = [server.key for server in idle]
         else:
             ages = [Idle(server.key, now_s - server.idle_since_s) for server in idle]
-            keys = to_end(deployment.scaled, deployment.demand, ready=len(deployment.ready), idle=ages)
+            keys = to_end(
+                deployment.scaled,
+                deployment.demand,
+                ready=len(deployment.ready),
+                idle=ages,
+                quiet=deployment.quiet(now_s),
+            )
         for key in keys:
             self._end(deployment.servers[key])
 
@@ -285,19 +293,9 @@ class Supervisor:
             is_replaced = deployment.model.name == starting.model.name and starting.pending
             spare = len(deployment.ready) - (0 if is_replaced else deployment.scaled.min_warm)
             servers = [server for server in deployment.ready if bool(server.in_work) == busy]
-            found += [self._candidate(server) for server in servers] if spare > 0 else []
+            if spare > 0:
+                found += [server.candidate(self.budget.charge_of(server.key)) for server in servers]
         return found
-
-    def _candidate(self, server: Server) -> Candidate:
-        deployment = server.deployment
-        return Candidate(
-            server.key,
-            frequency=float(server.served),
-            return_s=deployment.mean_start_s,
-            memory_bytes=self.budget.charge_of(server.key),
-            priority=deployment.model.priority,
-            clock=server.clock,
-        )
 
     def _used(self, server: Server) -> None:
         server.clock = self._clock
@@ -424,6 +422,7 @@ class Supervisor:
         if (state := self.models.get(deployment.model.name)) is not None:
             state.asleep = False
         waiter = Waiter(self._loop.create_future(), affinities)
+        deployment.request_began(self._now_s)
         deployment.waiting.append(waiter)
         began_s = self._now_s
         had = {server.key for server in deployment.servers.values()}
@@ -444,6 +443,7 @@ class Supervisor:
         finally:
             with suppress(ValueError):
                 deployment.waiting.remove(waiter)
+            deployment.request_ended(self._now_s)
         self._used(server)
         self.metrics.waited(self._now_s - began_s)
         return Lease(server, "warm" if server.key in had else server.process.kind)

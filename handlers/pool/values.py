@@ -103,6 +103,7 @@ class Model:
     max_instances: int = 3
     buffer: int = 0
     idle_timeout_s: float = 300.0
+    policy: str = "fixed"
     target_concurrency: int = 8
     max_concurrency: int = 32
     queue_timeout_s: float = 60.0

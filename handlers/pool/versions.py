@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ...loader.errors import TeneralError
 from ...runtime.config import ServeConfig
 from .deployment import Deployment
+from .idle_gaps import IdleGaps
 from .repository import Release
 from .routing import Chooser
 from .values import Model
@@ -70,11 +71,12 @@ class ModelState:
         self.model = model
         known = {_identity(d.release, d.config): d for d in self.deployments() if not d.retired}
         has_instances = any(d.servers for d in known.values())
+        gaps = next((d.gaps for d in known.values() if d.is_target), IdleGaps())
         fresh: dict[Version, Deployment] = {}
         for release, config in releases:
             deployment = known.pop(_identity(release, config), None)
             if deployment is None:
-                deployment = Deployment(model, release, config, pending=has_instances)
+                deployment = Deployment(model, release, config, pending=has_instances, gaps=gaps.copy())
                 logger.info("%s: serving %s", deployment.name, release.address)
             deployment.model = model
             fresh[release.version] = deployment

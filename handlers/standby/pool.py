@@ -1,8 +1,8 @@
 """`teneral standby`: keeps processes that have imported everything and hold no model.
 
 One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each forks a
-loader and a tokenizer of its own, which may take memory for weights ahead, and waits at the same local socket; the one
-that gets an order becomes that server, and the pool forks another in its place.
+tokenizer of its own (for a GPU a loader, too), may take memory for weights ahead, and waits at the same local socket;
+the one that gets an order becomes that server, and the pool forks another in its place.
 
 What makes a fork safe here: the parent has one thread, ran nothing in parallel, and made no CUDA context. So torch gets
 one thread before it computes anything, and numpy's own library none.
@@ -23,8 +23,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from ...loader.device.detect import CPU, choose_device
 from ...loader.errors import TeneralError, UsageError
 from ...loader.load.launch import Prepared
+from ...loader.memory.arena import Reserve
 from ...loader.memory.limits import available, check_fits
 from ...loader.process.cpu import has_idle_core
 from ...loader.timeline import Timeline
@@ -130,8 +132,6 @@ def import_everything(import_server: Callable[[], None]) -> None:
     """All that a server needs, and nothing that starts a thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # docs/decisions/0007
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would not survive the fork
-    from ...loader.device.detect import CPU, choose_device
-
     if choose_device("auto") != CPU:  # with torch, which takes longest of all
         import torch
 
@@ -142,12 +142,11 @@ def import_everything(import_server: Callable[[], None]) -> None:
 
     from ...loader.format import checkpoint, codec, manifest_json  # noqa: F401
     from ...loader.load import child, load, process_load  # noqa: F401
-    from ...loader.memory import arena  # noqa: F401
     from ...loader.native.library import library
     from ...loader.sources.open import import_all
     from ...runtime import files, instance, weights  # noqa: F401
     from ...runtime.backends import choose, host  # noqa: F401
-    from ...runtime.backends.native import backend  # noqa: F401
+    from ...runtime.backends.native import backend, encoder  # noqa: F401
     from ...runtime.engine import embedder, engine  # noqa: F401
     from ...runtime.models import build  # noqa: F401
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
@@ -309,12 +308,14 @@ class _Ahead:
     """
 
     def __init__(self, reserve_bytes: int) -> None:
-        self.load = Prepared(fork=True, reserve_bytes=reserve_bytes)
-        self.tokenizer = PreparedTokenizer(files=self.load.files, fork=True)
+        uses_cpu = choose_device("auto") == CPU
+        self.load = None if uses_cpu else Prepared(fork=True)
+        self.tokenizer = PreparedTokenizer(files=None if self.load is None else self.load.files, fork=True)
         self.chat_worker: ChatWorker | None = None  # None, too, where the system refuses another process
         self._began_s = time.monotonic()
         self.is_complete = False
-        self.load.reserve()
+        # Its thread begins when all is forked.
+        self.reserve = Reserve(reserve_bytes) if reserve_bytes and uses_cpu else None
 
     def complete(self) -> None:
         """Start the interpreter for chat templates if a core is idle, or none has been for `MAX_BUSY_S`."""
@@ -408,6 +409,7 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: Serving) -> i
             prepared=ahead.load,
             tokenizer=ahead.tokenizer,
             chat_worker=ahead.chat_worker,
+            reserve=ahead.reserve,
             context=order.context,
         )
         serving.serve_on(socket.socket(fileno=order.listener), order.config, timeline, launched)

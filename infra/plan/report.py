@@ -65,8 +65,9 @@ _HEADER = "  {:>10} {:>7} {:>6}  {:>7} {:>8} {:>8} {:>11} {:>7} {{cost:>11}}".fo
 
 def _line(choice: Choice, mark: str) -> str:
     model, outcome = choice.model, choice.outcome
+    kept = "hybrid" if model.policy == "hybrid" else f"{model.idle_timeout_s:g}"
     row = (
-        f"  {model.min_warm:>10} {model.buffer:>7} {model.idle_timeout_s:>6g}  {100 * outcome.cold_share:>6.2f}%"
+        f"  {model.min_warm:>10} {model.buffer:>7} {kept:>6}  {100 * outcome.cold_share:>6.2f}%"
         f" {choice.ttft_p50_s:>8.3f} {choice.ttft_p99_s:>8.3f} {outcome.instance_s / 3600:>11.3f}"
         f" {outcome.refused:>7} {choice.cost:>11.4f}"
     )
@@ -79,6 +80,7 @@ def _row(choice: Choice) -> dict[str, Any]:
         "min_warm": model.min_warm,
         "buffer": model.buffer,
         "idle_timeout_s": model.idle_timeout_s,
+        "policy": model.policy,
         "cold_share": round(outcome.cold_share, 5),
         "ttft_p50_s": round(choice.ttft_p50_s, 4),
         "ttft_p99_s": round(choice.ttft_p99_s, 4),

@@ -17,6 +17,7 @@ from .trace import Request
 MIN_WARM = (0, 1, 2, 4)
 BUFFER = (0, 1, 2)
 IDLE_TIMEOUT_S = (30.0, 60.0, 300.0, 900.0, 3600.0)
+HYBRID_TIMEOUT_S = 300.0  # until enough gaps have been seen
 
 
 class Choice(NamedTuple):
@@ -31,17 +32,23 @@ class Choice(NamedTuple):
     @property
     def settings(self) -> str:
         model = self.model
-        return f"min_warm={model.min_warm} buffer={model.buffer} idle_timeout_s={model.idle_timeout_s:g}"
+        kept = "policy=hybrid" if model.policy == "hybrid" else f"idle_timeout_s={model.idle_timeout_s:g}"
+        return f"min_warm={model.min_warm} buffer={model.buffer} {kept}"
 
 
 def candidates(model: Model) -> Iterable[Model]:
-    """The grid's pools that the model's `max_instances` allows."""
+    """The grid's pools that the model's `max_instances` allows, and hybrid ones, which keep nothing warm."""
+    for buffer in BUFFER:
+        if buffer <= model.max_instances:
+            yield dataclasses.replace(
+                model, min_warm=0, buffer=buffer, idle_timeout_s=HYBRID_TIMEOUT_S, policy="hybrid"
+            )
     for min_warm in MIN_WARM:
         for buffer in BUFFER:
             if min_warm + buffer <= model.max_instances:
                 for idle_timeout_s in IDLE_TIMEOUT_S:
                     yield dataclasses.replace(
-                        model, min_warm=min_warm, buffer=buffer, idle_timeout_s=idle_timeout_s
+                        model, min_warm=min_warm, buffer=buffer, idle_timeout_s=idle_timeout_s, policy="fixed"
                     )
 
 

@@ -13,13 +13,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...handlers.pool.policy import Demand, desired
+from ...handlers.pool.idle_gaps import IdleGaps, Window
+from ...handlers.pool.policy import Demand, Quiet, desired, idle_limit_s
 from ...handlers.pool.values import Model
 from .instance_model import Profile
 from .trace import Request
 
 _INFINITY = float("inf")
-_PLATFORM_READY, _IDLE = 0, 1
+_PLATFORM_READY, _IDLE, _EXPECTED = 0, 1, 2
+_ROUNDING_S = 1e-9
 
 
 @dataclass(slots=True)
@@ -77,11 +79,13 @@ class _Instance:
 class _Model:
     __slots__ = (
         "cores",
+        "gaps",
         "idle",
         "max_in_work",
         "outcome",
         "present",
         "profile",
+        "quiet_since_s",
         "ready",
         "scaled",
         "slots",
@@ -89,6 +93,7 @@ class _Model:
         "starting",
         "waiting",
         "wanted",
+        "window",
         "work_cores",
     )
 
@@ -106,9 +111,24 @@ class _Model:
         self.slots = [0.0] * profile.standby  # times from which standby processes can be taken
         self.cores = profile.start_cores
         self.work_cores = profile.work_cores
+        self.gaps = IdleGaps() if model.policy == "hybrid" else None
+        self.quiet_since_s: float | None = None  # when its last request ended
+        self.window: Window | None = None
         # The policy's answer by the number of requests: it depends on nothing else.
         most = model.target_concurrency * model.max_instances + 1
         self.wanted = [desired(model, Demand(busy, 0)) for busy in range(most + 1)]
+
+    def wants(self, quiet: Quiet | None) -> int:
+        """Instances, by the policy."""
+        if quiet is not None:
+            return desired(self.scaled, Demand(0, 0), quiet)
+        busy = len(self.waiting) + sum(instance.in_work for instance in self.ready)
+        return self.wanted[busy] if busy < len(self.wanted) else self.wanted[-1]
+
+    def quiet(self, now_s: float) -> Quiet | None:
+        if self.window is None or self.quiet_since_s is None:
+            return None
+        return Quiet(now_s - self.quiet_since_s + _ROUNDING_S, self.window)
 
 
 def simulate(
@@ -181,6 +201,9 @@ class _Simulation:
         if model is None:
             return
         model.outcome.requests += 1
+        if model.gaps is not None and model.quiet_since_s is not None:
+            model.gaps.observe(self.now_s - model.quiet_since_s)
+            model.quiet_since_s = None
         instance = None if model.waiting else self._least(model)
         if instance is None:
             model.waiting.append((self.now_s, request))
@@ -205,7 +228,16 @@ class _Simulation:
             self._idle(model, instance)
         else:
             self._expect(instance)
+        if model.gaps is not None and not model.waiting and not any(each.in_work for each in model.ready):
+            self._begin_gap(model, model.gaps, instance)
         self._end_late(model)
+
+    def _begin_gap(self, model: _Model, gaps: IdleGaps, last: _Instance) -> None:
+        """The last request has ended, at the instance `last`; the policy is hybrid."""
+        model.quiet_since_s, model.window = self.now_s, gaps.window()
+        for kind, after_s in zip((_EXPECTED, _IDLE), model.window or (), strict=False):
+            self.number += 1
+            heapq.heappush(self.timers, (self.now_s + after_s, self.number, kind, model, last))
 
     def _ring(self, timer: tuple[float, int, int, _Model, _Instance]) -> None:
         _, _, kind, model, instance = timer
@@ -215,14 +247,15 @@ class _Simulation:
             heapq.heappush(
                 self.completions, (self.clock + model.profile.start_work_s, self.number, -1, instance)
             )
+        elif kind == _EXPECTED:
+            self._start_missing(model)
         else:
             self._end_late(model)
 
     # instances
 
     def _start_missing(self, model: _Model) -> None:
-        busy = len(model.waiting) + sum(instance.in_work for instance in model.ready)
-        wanted = model.wanted[busy] if busy < len(model.wanted) else model.wanted[-1]
+        wanted = model.wants(model.quiet(self.now_s))
         while model.present < wanted:
             model.present += 1
             model.starting += 1
@@ -290,17 +323,16 @@ class _Simulation:
 
     def _end_late(self, model: _Model) -> None:
         """End idle instances whose time is over, as `policy.to_end` has it."""
-        idle, timeout_s = model.idle, model.scaled.idle_timeout_s
+        quiet = model.quiet(self.now_s)
+        idle, timeout_s = model.idle, idle_limit_s(model.scaled, quiet)
         while idle:
             since_s, instance = idle[0]
             if instance.in_work or instance.idle_since_s != since_s:  # it was busy since
                 idle.popleft()
                 continue
-            if since_s + timeout_s > self.now_s + 1e-9:
+            if since_s + timeout_s > self.now_s + _ROUNDING_S:
                 return
-            busy = len(model.waiting) + sum(each.in_work for each in model.ready)
-            wanted = model.wanted[busy] if busy < len(model.wanted) else model.wanted[-1]
-            if len(model.ready) <= max(model.scaled.min_warm, wanted):
+            if len(model.ready) <= model.wants(quiet):
                 return
             idle.popleft()
             model.ready.remove(instance)

@@ -110,6 +110,9 @@ MAX_VERSIONS = {
 }
 
 _NO_BUFFER = Gap("buffer", _W1, "is left out: the platform keeps no spare instances", unless=0)
+_NO_HYBRID = Gap(
+    "policy", _W1, "is left out: the platform keeps idle instances for a fixed time", unless="fixed"
+)
 _NO_SHADOW = Gap("shadow", _W1, "is left out: the platform copies no requests")
 _WAIT = Gap(
     "queue_timeout_s",
@@ -123,12 +126,13 @@ _REQUEST_RATE = (
 )
 
 GAPS: dict[str, tuple[Gap, ...]] = {
-    "knative": (_NO_BUFFER, _NO_SHADOW, _WAIT, _PRIORITY),
-    "kserve": (_NO_BUFFER, _NO_SHADOW, _WAIT, _PRIORITY),
-    "kubernetes": (_WAIT, _PRIORITY),
-    "helm": (_WAIT, _PRIORITY),
+    "knative": (_NO_BUFFER, _NO_HYBRID, _NO_SHADOW, _WAIT, _PRIORITY),
+    "kserve": (_NO_BUFFER, _NO_HYBRID, _NO_SHADOW, _WAIT, _PRIORITY),
+    "kubernetes": (_NO_HYBRID, _WAIT, _PRIORITY),
+    "helm": (_NO_HYBRID, _WAIT, _PRIORITY),
     "cloud-run": (
         _NO_BUFFER,
+        _NO_HYBRID,
         _NO_SHADOW,
         _WAIT,
         _PRIORITY,
@@ -136,6 +140,7 @@ GAPS: dict[str, tuple[Gap, ...]] = {
     ),
     "lambda": (
         _NO_BUFFER,
+        _NO_HYBRID,
         _NO_SHADOW,
         _PRIORITY,
         Gap("idle_timeout_s", _W1, "is left out: Lambda decides how long it keeps an idle instance"),
@@ -153,12 +158,21 @@ GAPS: dict[str, tuple[Gap, ...]] = {
     ),
     "sagemaker": (
         _NO_BUFFER,
+        _NO_HYBRID,
         _PRIORITY,
         _WAIT,
         Gap("request_timeout_s", _W2, "bounds streams; an answer that is not a stream has 60 s"),
     ),
-    "fargate": (_NO_BUFFER, _NO_SHADOW, _WAIT, _PRIORITY, Gap("target_concurrency", _W2, _REQUEST_RATE)),
+    "fargate": (
+        _NO_BUFFER,
+        _NO_HYBRID,
+        _NO_SHADOW,
+        _WAIT,
+        _PRIORITY,
+        Gap("target_concurrency", _W2, _REQUEST_RATE),
+    ),
     "ray": (
+        _NO_HYBRID,
         Gap(
             "queue_timeout_s",
             _W2,
@@ -166,6 +180,7 @@ GAPS: dict[str, tuple[Gap, ...]] = {
         ),
     ),
     "kuberay": (
+        _NO_HYBRID,
         Gap(
             "queue_timeout_s",
             _W2,

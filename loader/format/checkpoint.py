@@ -72,6 +72,10 @@ SMALL_FILES = (
     "NOTICE",
     "NOTICE.txt",
 )
+# Of models with a modules.json, which sentence-transformers writes: layers behind the pooling, with their weights.
+DENSE_FILES = tuple(
+    f"{folder}/{name}" for folder in ("2_Dense", "3_Dense") for name in ("config.json", SINGLE_NAME)
+)
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_SHARDS = 4096
 MAX_LISTED = 10_000
@@ -339,6 +343,9 @@ def _try_usual_names(source: Source) -> dict[str, ObjectInfo]:
     names = (SINGLE_NAME, INDEX_NAME, *SMALL_FILES, "pytorch_model.bin", "pytorch_model.bin.index.json")
     found = [info for info in parallel_map(look, names, num_threads=_CONNECTIONS) if info is not None]
     names_found = {info.name: info for info in found}
+    if "modules.json" in names_found:
+        more = parallel_map(look, DENSE_FILES, num_threads=_CONNECTIONS)
+        names_found |= {info.name: info for info in more if info is not None}
     if denied:
         _check_denied(source, denied, names_found)
     return names_found
@@ -478,7 +485,7 @@ def _check_index(
 
 
 def _small_files(found: Mapping[str, ObjectInfo]) -> tuple[ObjectInfo, ...]:
-    files = tuple(found[name] for name in SMALL_FILES if name in found)
+    files = tuple(found[name] for name in (*SMALL_FILES, *DENSE_FILES) if name in found)
     for info in files:
         if info.size_bytes > MAX_SMALL_FILE_BYTES:
             raise CheckpointError(

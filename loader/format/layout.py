@@ -133,7 +133,8 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
     embed: list[str] = []
     head: list[str] = []
     for name in others:
-        if _STEM.search(name) or not (_NORM.search(name) or _OUTPUT.search(name)):
+        is_inner = _NORM.search(name) or _OUTPUT.search(name)
+        if _STEM.search(name) or not is_inner or _norms_positions(name, shapes):
             embed.append(name)
         elif stack := _find_ended_stack(name, ended_by):
             layers[stack, last_number[stack]].append(name)
@@ -145,6 +146,12 @@ def group_tensors(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, list
         groups.append((f"{labels[stack]}.{number}", sorted(layers[stack, number], key=_layer_key)))
     groups.append((HEAD, sorted(head, key=lambda name: (not _NORM.search(name), _natural(name)))))
     return [(label, names) for label, names in groups if names]
+
+
+def _norms_positions(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """True for the norm of a table of relative positions, which the first layer needs (DeBERTa)."""
+    module, _, _ = name.rpartition(".LayerNorm.")
+    return bool(module) and f"{module}.rel_embeddings.weight" in shapes
 
 
 def _locate(name: str) -> _Place | None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..device.paths import DeviceSpeed
     from ..device.sink import ImageSink
     from ..format.manifest import Blob, Manifest, Part
-    from ..memory.arena import Reserve, Reserved
     from ..sources.base import Source
     from .fetch import Prefetch
     from .launch import Task
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
 AHEAD = ("blake3", "..format.manifest_json", ".fetch", ".load", ".report", "..device.paths")
 CACHE_WAIT_S = 60.0  # for a slow disk to take what the load has left for the next one
 REPORT_INTERVAL_S = 0.25  # between gates, so that progress is seen to move
-# Of a standby, whose parent computes its first token at once: the end of this process takes 0.07 s
-# of CPU for 1 GB, all of which is mapped here in small pages.
-LINGER_S = 2.0
 HEAD_START_S = 3e-3  # for asking for the manifest: the imports would share the GIL with that
 # A thread that has bytes to ask for waits no longer for one that imports.
 SWITCH_INTERVAL_S = 0.5e-3
@@ -63,7 +59,6 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     stream = sock.makefile("rwb")
     uses_tls = import_likely_store()  # while the parent reads its flags
-    reserve = _reserve(memory_fd)
     if uses_tls and not _has_come(sock):
         import ssl  # noqa: F401 - 10 ms, in which nothing else is to be done
     for name in AHEAD:
@@ -74,22 +69,18 @@ def main(socket_fd: int, memory_fd: int, files_fd: int) -> None:
     inbox = _Inbox(stream)
     threading.Thread(target=inbox.listen, daemon=True).start()
     timeline = Timeline(started_at=task.started_at)
-    # From now on only the load takes pages.
-    memory = None if reserve is None else reserve.hand_over()
     try:
         if task.context is not None:
             task.context.apply()
-        source, manifest, prefetch = _open(task, memory_fd, timeline)
+        source, manifest, prefetch = _open(task, timeline)
     except TeneralError as error:
         _reporter(stream, timeline).send(error=error)
     else:
         reporter = _reporter(stream, timeline)
         try:
-            _load(task, source, manifest, prefetch, memory_fd, files_fd, reporter, inbox, memory)
+            _load(task, source, manifest, prefetch, memory_fd, files_fd, reporter, inbox)
         except TeneralError as error:
             reporter.send(error=error)
-    if task.context is not None:
-        time.sleep(LINGER_S)
     # Everything is reported; taking an interpreter apart would only cost time that the parent could
     # use.
     os._exit(0)
@@ -102,35 +93,22 @@ def _has_come(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _reserve(memory_fd: int) -> Reserve | None:
-    """The memory that is to be taken ahead, if any is."""
-    if os.fstat(memory_fd).st_size == 0:
-        return None
-    from ..memory.arena import Reserve  # only standby processes have one
-
-    return Reserve(memory_fd)
-
-
 def _reporter(stream: BufferedRWPair, timeline: Timeline) -> Reporter:
     from .report import Reporter  # the first request did not wait for it
 
     return Reporter(stream, timeline)
 
 
-def _open(task: Task, memory_fd: int, timeline: Timeline) -> tuple[Source, Manifest, Prefetch | None]:
+def _open(task: Task, timeline: Timeline) -> tuple[Source, Manifest, Prefetch | None]:
     prefetch: Prefetch | None = None
 
     def look(weight_bytes: int, blob: Blob, part: Part) -> bool:
         nonlocal prefetch
         if prefetch is None:
-            from ..memory.arena import held_bytes
             from .fetch import Prefetch  # the first request did not wait for these, either
 
             is_here = task.device == "cpu"
-            held = held_bytes(memory_fd) if is_here else 0
-            prefetch = Prefetch(
-                source, task.load_options, timeline=timeline, weights_are_here=is_here, held_bytes=held
-            )
+            prefetch = Prefetch(source, task.load_options, timeline=timeline, weights_are_here=is_here)
         return prefetch.look(weight_bytes, blob, part)
 
     with timeline.span("manifest", "open"):
@@ -150,7 +128,6 @@ def _load(
     files_fd: int,
     reporter: Reporter,
     inbox: _Inbox,
-    reserve: Reserved | None,
 ) -> None:
     from .load import WeightLoad
 
@@ -165,7 +142,6 @@ def _load(
         options=options,
         timeline=reporter.timeline,
         shared_fd=memory_fd if images is None else None,
-        reserve=reserve if images is None else None,
         images=images,
         prefetch=prefetch,
     )

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..process.helper import HelperProcess
 
 if TYPE_CHECKING:
-    from ..memory.arena import Reserve, Reserved
     from ..process.helper import ProcessContext
     from ..sources.base import SourceOptions
     from .options import LoadOptions
@@ -22,16 +21,11 @@ if TYPE_CHECKING:
 class Prepared:
     """A process that waits for its `Task`. Hand it to `launch`, or `discard` it."""
 
-    def __init__(self, *, fork: bool = False, reserve_bytes: int = 0) -> None:
-        """Start it. `fork` is as `HelperProcess` has it. So much of the weights' memory is taken
-        from the system ahead, there, and here once `reserve` was called.
-
-        Raises `OSError` when the system refuses another process or its memory.
+    def __init__(self, *, fork: bool = False) -> None:
+        """Start it. `fork` is as `HelperProcess` has it. Raises `OSError` when the system refuses
+        another process.
         """
         self.memory_fd = os.memfd_create("teneral-weights")  # what the weights will lie in
-        self._reserve: Reserve | None = None
-        if reserve_bytes:
-            os.ftruncate(self.memory_fd, reserve_bytes)
         # It sends the list of small files here, a pickled manifest, for the process that reads them
         # while the owner imports.
         self.files, theirs = socket.socketpair()
@@ -44,26 +38,6 @@ class Prepared:
             raise
         finally:
             theirs.close()
-
-    def reserve(self) -> None:
-        """Map the memory here as well, if any was asked for. Starts a thread: no process can be
-        forked after it.
-
-        Raises `InsufficientMemoryError`.
-        """
-        from ..memory.arena import Reserve  # of those who wait there is time
-
-        if os.fstat(self.memory_fd).st_size:
-            self._reserve = Reserve(self.memory_fd)
-
-    def hand_over_reserve(self) -> Reserved | None:
-        """The memory that `reserve` has mapped, if it was called."""
-        return None if self._reserve is None else self._reserve.hand_over()
-
-    def give_up_reserve(self) -> None:
-        """The weights will lie elsewhere."""
-        os.ftruncate(self.memory_fd, 0)
-        self._reserve = None
 
     def discard(self) -> None:
         """End it."""
@@ -98,7 +72,6 @@ class Launched(NamedTuple):
     task: Task
     process: HelperProcess
     memory_fd: int  # the memory file that the weights, or images of them, will lie in
-    reserve: Reserved | None = None  # a mapping of its beginning, where there is one
 
 
 def launch(task: Task, prepared: Prepared | None = None) -> Launched:
@@ -114,4 +87,4 @@ def launch(task: Task, prepared: Prepared | None = None) -> Launched:
     # A few hundred bytes, which the socket takes whether or not the child is there to read them;
     # with context there are more, and it is there.
     prepared.process.socket.sendall(pickle.dumps(task))
-    return Launched(task, prepared.process, prepared.memory_fd, prepared.hand_over_reserve())
+    return Launched(task, prepared.process, prepared.memory_fd)

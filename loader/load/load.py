@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LoadCancelledError
 from ..format.manifest import Manifest
-from ..memory.arena import Arena, Reserved, as_array, held_bytes
+from ..memory.arena import Arena, Reserve, as_array
 from ..memory.limits import MIB, check_fits, taken_bytes
 from ..memory.refine_locks import RefineLocks
 from ..memory.staging import DEFAULT_BYTES, Staging, staging_bytes
@@ -72,13 +72,13 @@ class WeightLoad(ThreadedLoad):
         options: LoadOptions | None = None,
         timeline: Timeline | None = None,
         shared_fd: int | None = None,
-        reserve: Reserved | None = None,
+        reserve: Reserve | None = None,
         images: ImageSink | None = None,
         prefetch: Prefetch | None = None,
         versions: BlobVersions | None = None,
     ) -> None:
-        """Take the memory, in the memory file `shared_fd` if there is one, whose beginning
-        `reserve` may map. Nothing is read yet.
+        """Take the memory, in the memory file `shared_fd` if there is one, or that of `reserve`.
+        Nothing is read yet.
 
         With `images`, the weights are another device's: parts are delivered there, a gate opens
         when all of its parts were, and there are no slabs here. What was read `ahead` is not read
@@ -94,8 +94,10 @@ class WeightLoad(ThreadedLoad):
         self._versions = versions or BlobVersions(manifest, source.url)
         is_helper = shared_fd is not None or images is not None
         serving = taken_bytes(os.getpid(), os.getppid()) if is_helper else taken_bytes(os.getpid())
-        self._serving_bytes = max(0, self._options.serving_bytes - serving)
-        self._staging_bytes = self._check_memory(0 if shared_fd is None else held_bytes(shared_fd))
+        held_bytes = 0 if reserve is None else reserve.taken_bytes
+        self._serving_bytes = max(0, self._options.serving_bytes - max(0, serving - held_bytes))
+        self._staging_bytes = self._check_memory(held_bytes)
+        self.reserved_bytes = min(held_bytes, manifest.weight_bytes)
         slabs = [group.slab_bytes if images is None else 0 for group in manifest.groups]
         self._arena = Arena(slabs, shared_fd=shared_fd, reserve=reserve)
         self._staging = Staging(self._staging_bytes)

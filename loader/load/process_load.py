@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from ..errors import LoadCancelledError, LoadError, TeneralError
 from ..format.manifest import Manifest, Tier
-from ..memory.arena import Arena, as_array, held_bytes, map_shared
+from ..memory.arena import Arena, as_array, map_shared
 from ..memory.refine_locks import RefineLocks
 from ..sources.base import SourceOptions
 from ..timeline import Timeline
@@ -62,6 +62,7 @@ class ProcessLoad:
     """
 
     place: Literal["host"] = "host"  # of the weights
+    reserved_bytes = 0  # of their memory, that had been taken from the system when the load began
 
     def __init__(
         self, launched: Launched, *, timeline: Timeline | None = None, images: ImageReceiver | None = None
@@ -88,10 +89,6 @@ class ProcessLoad:
         self._maps_ahead = False
         self._wanted: set[int] = set()  # parts that the child was asked for
         self._lock = threading.Lock()  # guards the error against the end, and messages to the child
-        self._reserve = launched.reserve
-        self.reserved_bytes = (
-            0  # of the weights' memory, that had been taken from the system when the load began
-        )
         self._thread = threading.Thread(
             target=self._listen, args=(launched.memory_fd,), name="teneral-load", daemon=True
         )
@@ -273,16 +270,13 @@ class ProcessLoad:
             if self._images is not None:
                 self._images.opened(manifest, map_shared(memory_fd, ring_bytes, what="the ring of images"))
             else:
-                if self._reserve is not None:
-                    self.reserved_bytes = min(held_bytes(memory_fd), manifest.weight_bytes)
                 slabs = [group.slab_bytes for group in manifest.groups]
-                self._arena = Arena(slabs, shared_fd=memory_fd, reserve=self._reserve)
+                self._arena = Arena(slabs, shared_fd=memory_fd)
                 self._refine_locks = RefineLocks(len(manifest.groups), shared_fd=memory_fd)
             self._readiness = Readiness(
                 len(manifest.groups), [(part.group, part.tier) for part in manifest.parts]
             )
             self._manifest = manifest
-            self._reserve = None  # what is used of it is the arena's
         self._opened.set()
 
     def give_back(self, offset_bytes: int) -> None:

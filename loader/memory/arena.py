@@ -14,8 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..format.manifest import align
 from ..process.cpu import has_idle_core
@@ -45,28 +44,26 @@ class Arena:
         slab_sizes_bytes: Sequence[int],
         *,
         shared_fd: int | None = None,
-        reserve: Reserved | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """With `shared_fd`, the slabs lie in that memory file, which is made large enough and stays
-        the caller's. `reserve` is a mapping of its beginning (`Reserve`): used if it is large
-        enough, and what is too much of it is given back.
+        the caller's; with `reserve`, in the memory that it has taken ahead, of which the rest is
+        given back.
 
         Raises `InsufficientMemoryError` when the system refuses the address space.
         """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
         self._tries_huge_pages = False
         self._ahead_bytes = 0  # from the beginning: pages that this process has mapped already
-        if shared_fd is None:
-            memory = map_bytes(self.size_bytes, what="the model's weights")
-            self._tries_huge_pages = _advise(
-                memory, "MADV_NOHUGEPAGE"
-            )  # until it is known what they cost here
-        elif reserve is not None and len(reserve.memory) >= self.size_bytes > 0:
-            _give_back(reserve.memory, self.size_bytes)
-            memory = reserve.memory[: self.size_bytes]
-            self._ahead_bytes = reserve.taken_bytes
-        else:
+        if shared_fd is not None:
             memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
+        elif reserve is not None:
+            self._ahead_bytes = min(reserve.taken_bytes, self.size_bytes)
+            memory = reserve.hand_over(self.size_bytes, what="the model's weights")
+        else:
+            memory = map_bytes(self.size_bytes, what="the model's weights")
+            # Until it is known what they cost here.
+            self._tries_huge_pages = _advise(memory, "MADV_NOHUGEPAGE")
         self._memory = memory
         slabs, start = [], 0
         for size_bytes in slab_sizes_bytes:
@@ -132,36 +129,58 @@ class Arena:
                 return
 
 
-class Reserved(NamedTuple):
-    """The memory that a `Reserve` leaves to an `Arena`. To look at each of its small pages again
-    takes 0.03 s of CPU for 1 GB.
-    """
-
-    memory: memoryview
-    taken_bytes: int  # from its beginning: pages that are there and mapped here
-
-
 class Reserve:
-    """A memory file's memory, mapped and taken from the system before it is known what it will
-    hold.
+    """Memory taken from the system before it is known what it will hold.
 
-    A thread does the taking until the memory is wanted, and all but stands still while others need
-    the cores.
+    A thread does the taking until `stop`, and pauses while others need the cores. Huge pages: they
+    cost the least where the system has them, and a standby has the time where it has not.
     """
 
-    def __init__(self, shared_fd: int) -> None:
-        """Of the whole file, which stays the caller's. Raises `InsufficientMemoryError`."""
-        self._memory = map_shared(shared_fd, os.fstat(shared_fd).st_size, what="memory for weights")
+    def __init__(self, size_bytes: int) -> None:
+        """Begin to take so much. Raises `InsufficientMemoryError`."""
+        self._memory = map_bytes(size_bytes, what="memory for weights")
         self._taken_bytes = 0
         self._wanted = threading.Event()
-        threading.Thread(target=self._take_pages, name="teneral-reserve", daemon=True).start()
+        _advise(self._memory, "MADV_HUGEPAGE")
+        self._thread = threading.Thread(target=self._take_pages, name="teneral-reserve", daemon=True)
+        self._thread.start()
 
-    def hand_over(self) -> Reserved:
-        """The mapping, for `Arena`. The thread ends within a step; the pages that it did not come
-        to are the arena's to take.
-        """
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes from the beginning whose pages are there."""
+        return self._taken_bytes
+
+    def stop(self) -> None:
+        """Take no more. The thread ends within a step."""
         self._wanted.set()
-        return Reserved(self._memory, self._taken_bytes)
+
+    def hand_over(self, size_bytes: int, *, what: str) -> memoryview:
+        """The beginning of the memory, made longer where it is short; the rest returns to the
+        system. The view owns the mapping.
+
+        Raises `InsufficientMemoryError`, naming `what`, when the system refuses more.
+        """
+        self.stop()
+        self._thread.join()  # it shows the memory, which can be neither moved nor cut meanwhile
+        memory, self._memory, self._taken_bytes = self._memory, memoryview(b""), 0
+        mapping = memory.obj
+        if size_bytes == 0 or not isinstance(mapping, mmap.mmap):
+            return map_bytes(size_bytes, what=what)
+        memory.release()
+        if size_bytes != len(mapping):
+            try:
+                mapping.resize(size_bytes)
+            except (OSError, SystemError, ValueError) as error:
+                raise refused(size_bytes, None, what=what) from error
+        return memoryview(mapping)
+
+    def release(self) -> None:
+        """Return all of it to the system, on a thread of its own: it takes 0.1 s for 1 GB."""
+        self.stop()
+        threading.Thread(target=self._give_back, name="teneral-release", daemon=True).start()
+
+    def _give_back(self) -> None:
+        self.hand_over(0, what="nothing")
 
     def _take_pages(self) -> None:
         advise = adviser(self._memory)
@@ -173,11 +192,6 @@ class Reserve:
             if not advise(offset, RESERVE_STEP_BYTES, MADV_POPULATE_WRITE):
                 return
             self._taken_bytes = offset + RESERVE_STEP_BYTES
-
-
-def held_bytes(shared_fd: int) -> int:
-    """The bytes that a memory file has taken from the system."""
-    return os.fstat(shared_fd).st_blocks * 512
 
 
 def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
@@ -199,15 +213,6 @@ def adviser(memory: memoryview) -> Callable[[int, int, int], bool]:
         return taken
 
     return advise
-
-
-def _give_back(memory: memoryview, used_bytes: int) -> None:
-    """Return the pages behind the first bytes of a memory file's mapping to the system."""
-    begin = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    mapping = memory.obj
-    if begin < len(memory) and isinstance(mapping, mmap.mmap) and hasattr(mmap, "MADV_REMOVE"):
-        with suppress(OSError):  # then they stay: more memory, nothing worse
-            mapping.madvise(mmap.MADV_REMOVE, begin, len(memory) - begin)
 
 
 def as_array(slab: memoryview) -> npt.NDArray[np.uint8]:

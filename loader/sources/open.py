@@ -23,13 +23,15 @@ _STORES = {
     "gs": (".gs.store", "GsStore"),
     "az": (".az.store", "AzStore"),
 }
+_BUCKETS = frozenset({"s3", "gs", "az"})
 _READ_ONLY = {"http": (".http.source", "HttpSource"), "https": (".http.source", "HttpSource")}
 # Most models are in such a store.
 _LIKELY_SCHEME = "s3"
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _KNOWN = (
-    "a path, file:///folder, s3://bucket/prefix, gs://bucket/prefix, or (for reading) http://… and https://…"
+    "a path, file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix, "
+    "or (for reading) http://… and https://…"
 )
 
 
@@ -56,6 +58,16 @@ def open_store(url: str, options: SourceOptions | None = None) -> Store:
     kind = _class_of(*_STORES[scheme])
     store: Store = kind(_path_of(url, scheme)) if scheme in ("", "file") else kind(url, options)
     return store
+
+
+def check_bucket(url: str) -> None:
+    """Raise `UsageError` where `url` does not name a bucket, or an account's container, as its kind of
+    store has them. Reads no settings.
+    """
+    scheme = scheme_of(url)
+    if scheme not in _BUCKETS:
+        raise UsageError(f"{url}: {scheme}:// is not a kind of store that has buckets")
+    import_module(f".{scheme}.address", __package__).parse_url(url)
 
 
 def scheme_of(url: str) -> str:

@@ -150,6 +150,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in sorted(description["dtypes"].items()))
     fields = {
         "artifact" if description["digest"] else "model": description["url"],
+        "family": _render_family(description.get("model")),
         "format": f"{description['format']}, written by {description['generator']}"
         if description["digest"]
         else "plain safetensors, not packed",
@@ -163,6 +164,17 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         "files": files,
     }
     return [f"{name:9} {text}" for name, text in fields.items() if text]
+
+
+def _render_family(model: Mapping[str, Any] | None) -> str:
+    """Of what the runtime says of config.json, where there is one."""
+    if model is None:
+        return ""
+    if model["refused"]:
+        return f"refused: {model['refused']}"
+    native = "not by the native core" if model["native_refuses"] else "by the native core and torch"
+    why = f": {model['native_refuses']}" if model["native_refuses"] else ""
+    return f"{model['family']}, {model['kind']}, up to {model['max_tokens']:,} tokens; computed {native}{why}"
 
 
 def _render_precision(entry: Mapping[str, Any]) -> str:

@@ -19,8 +19,8 @@ from ..models.executor import ExecutorFactory
 from ..step.backend import Backend, BackendOptions
 from ..tensors import CPU
 
-AUTO, NATIVE, TORCH = "auto", "native", "torch"
-BACKENDS = (AUTO, NATIVE, TORCH)
+AUTO, NATIVE, TORCH, TRANSFORMERS = "auto", "native", "torch", "transformers"
+BACKENDS = (AUTO, NATIVE, TORCH, TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class BackendChoice:
     @property
     def is_torch(self) -> bool:
         """Whether torch computes whatever the model is, so that its import need not wait for the model's config."""
-        return self.device != CPU or self.asked == TORCH
+        return self.device != CPU or self.asked in (TORCH, TRANSFORMERS)
 
     def check(self) -> None:
         """Raises `UsageError` for what cannot be had here."""
@@ -45,6 +45,18 @@ class BackendChoice:
                 f"the native backend computes on the CPU, and the weights are on {self.device}",
                 key="backend",
                 hint="Leave --backend out, or add --device cpu.",
+            )
+        if self.asked == TRANSFORMERS and self.device != CPU:
+            raise UsageError(
+                f"models that transformers computes are on the CPU, and the weights are on {self.device}",
+                key="backend",
+                hint="Add --device cpu.",
+            )
+        if self.asked == TRANSFORMERS and find_spec("transformers") is None:
+            raise UsageError(
+                "transformers is not installed",
+                key="backend",
+                hint="pip install transformers 'teneral[torch]'",
             )
         if self.is_torch and not has_torch():
             raise UsageError(
@@ -85,11 +97,21 @@ class BackendChoice:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from ..torch_import import import_torch
 
-        trimmed = import_torch(trim=self.trim_imports)
+        # transformers looks into corners of torch that others do not.
+        trimmed = import_torch(trim=self.trim_imports and self.asked != TRANSFORMERS)
         import torch
 
         torch.set_num_threads(self.threads or available_cores())
         return trimmed
+
+
+def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files: Any) -> tuple[Any, bool]:
+    """A model that transformers computes, and whether it is an encoder. As `build_with_transformers`."""
+    from .transformers.build import build_with_transformers  # few ask for it
+    from .transformers.encoder import TransformersEncoder
+
+    model = build_with_transformers(config, weights, compute_dtype=compute_dtype, **files)
+    return model, isinstance(model, TransformersEncoder)
 
 
 def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:

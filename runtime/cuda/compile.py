@@ -130,7 +130,7 @@ def compile_to(out: Path, variants: Iterable[Variant], architectures: Sequence[i
 
 def variants_of_config(path: Path, block_size: int) -> tuple[Variant, ...]:
     """Those of the model that a config.json describes, with norms stored in its dtype and in fp32."""
-    from ..models.config import DecoderConfig
+    from ..models.decoder_config import DecoderConfig
     from .shape import shape_of_config
 
     config = DecoderConfig.from_json(json.loads(path.read_text()))

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from ..backends.torch.decoder import DecoderLayer, TorchExecutor
+from ..backends.torch.decoder import DecoderLayer, GatedMLP, TorchExecutor
 from ..backends.torch.norm import RMSNorm
 from ..kv.pool import KVPool
+from ..models.decoder_config import LayerRotary, Norm
 from ..models.executor import Accepts, any_value, one_of, refusal_of
-from ..models.spec import Activation
 from ..step.batch import StepBatch
 from . import variants as v
 from .launch import Launcher
@@ -40,18 +40,33 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "num_heads": any_value,
     "num_kv_heads": any_value,
     "head_dim": any_value,
+    "norm": one_of(Norm.RMS),
     "norm_eps": any_value,
+    "input_norms": one_of(True),
+    "output_norms": one_of(False),
+    "is_parallel": one_of(False),
+    "experts": one_of(None),
     "attention_scale": any_value,
-    "activation": one_of(*Activation),
+    "score_cap": one_of(None),
+    "logit_cap": one_of(None),
+    "embedding_scale": any_value,  # torch makes the rows
+    "residual_scale": one_of(1.0),
+    "logits_scale": one_of(1.0),
+    "activation": one_of(*v.ACTIVATIONS),
     "rotary.dim": any_value,
     "rotary.frequencies": any_value,
     "rotary.factor": any_value,
+    "rotary.interleaved": one_of(False),
+    "local_rotary": one_of(None),
+    "layer_rotary": lambda tables: set(tables) == {LayerRotary.MAIN},
+    "wide_rotary": one_of(False),
     "max_context": any_value,
     "windows": any_value,
     "qkv_bias": any_value,
     "output_bias": any_value,
     "mlp_bias": any_value,
     "head_norms": any_value,
+    "joint_head_norms": one_of(False),
     "tied_head": any_value,
 }
 
@@ -73,12 +88,11 @@ class DeviceKernels:
         10 · major + minor of its compute capability. NotImplementedError where there are no kernels for a model.
         """
         spec = executor.spec
+        reason = refusal_of(spec, IMPLEMENTED, "a device's kernels")
+        if reason is not None:
+            raise NotImplementedError(reason)
         self.shape = shape_of(executor, block_size)
-        reason = (
-            refusal_of(spec, IMPLEMENTED, "a device's kernels")
-            or v.why_not(self.shape)
-            or _why_not_norms(executor, self.shape.norm_dtype)
-        )
+        reason = v.why_not(self.shape) or _why_not_norms(executor, self.shape.norm_dtype)
         if reason is not None:
             raise NotImplementedError(reason)
         self.launch = launch
@@ -194,6 +208,9 @@ class DeviceStep:
         """x (T, hidden_size) through this layer, in place."""
         kernels = self._kernels
         layer = kernels.executor.layers_of[index]
+        assert layer.attention_norm is not None
+        assert layer.mlp_norm is not None  # IMPLEMENTED says so
+        assert isinstance(layer.mlp, GatedMLP)
         attended = self._attention(layer, kernels.normed(layer.attention_norm, x))
         added = kernels.products(layer.attention.output, attended)
         inner = kernels.products(layer.mlp.gate_up, kernels.normed(layer.mlp_norm, x, added))
@@ -210,7 +227,7 @@ class DeviceStep:
         keys, values = kv.of_layer(layer.index)
         norms = attention.head_norm
         # Without norms the kernel reads neither.
-        of_queries, of_keys = (heads, heads) if norms is None else (norms.query_weight, norms.key_weight)
+        of_queries, of_keys = (heads, heads) if norms is None else (norms.queries.weight, norms.keys.weight)
         kernels.launch(
             kernels.place,
             (len(heads), -(-heads.shape[1] // v.PLACED_HEADS)),
@@ -275,11 +292,11 @@ class DeviceStep:
 
 
 def _why_not_norms(executor: TorchExecutor, norm_dtype: str) -> str | None:
-    weights = [executor.norm.weight]
+    norms = [executor.norm]
     for layer in executor.layers_of:
-        weights += [layer.attention_norm.weight, layer.mlp_norm.weight]
+        norms += [norm for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
         if layer.attention.head_norm is not None:
-            weights += [layer.attention.head_norm.query_weight, layer.attention.head_norm.key_weight]
-    if any(short_name(weight.dtype) != norm_dtype for weight in weights):
+            norms += [layer.attention.head_norm.queries, layer.attention.head_norm.keys]
+    if any(short_name(norm.weight.dtype) != norm_dtype for norm in norms):
         return "its norms are stored in several dtypes"
     return None

@@ -33,7 +33,8 @@ class StepPacker:
         spans, numbers = self._numbers(parts)
         sent = self._uplink.send([*numbers, *pack(spans, self._group, self._tables)])
         told = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables(sent[4:]))
-        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told)
+        scored = [own for part, span in zip(parts, spans, strict=True) for own in part.scored(span.start)]
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told, tuple(scored))
 
     def decode_batch(self, parts: Sequence[Rows], num_rows: int, into: torch.Tensor) -> StepBatch:
         """The same for rows that are each a sequence's next token, with as many rows that do nothing as there are too

@@ -8,16 +8,14 @@ prints the times of both on a device, by which shapes enter the table. Only plai
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
+from ..backends.torch.decoder import GatedMLP, TorchExecutor
 from ..backends.torch.linear import Linear
 from .launch import Launcher
 from .variants import PRODUCT_ROWS, Variant, product_variant
-
-if TYPE_CHECKING:
-    from ..backends.torch.decoder import TorchExecutor
 
 ALIGNMENT_BYTES = 16
 
@@ -80,12 +78,13 @@ class RowProducts:
 
 
 def projections_of(executor: TorchExecutor) -> list[Any]:
-    """All that a step multiplies rows with."""
-    parts = [
-        (each.attention.qkv, each.attention.output, each.mlp.gate_up, each.mlp.down)
-        for each in executor.layers_of
-    ]
-    return [*(each for part in parts for each in part), executor.head]
+    """All that a step multiplies rows with, but for experts, which the kernels do not compute."""
+    found: list[Any] = []
+    for layer in executor.layers_of:
+        found += [layer.attention.qkv, layer.attention.output]
+        if isinstance(layer.mlp, GatedMLP):
+            found += [layer.mlp.gate_up, layer.mlp.down]
+    return [*found, executor.head]
 
 
 def is_plain(projection: Any) -> TypeGuard[Linear]:

@@ -197,26 +197,27 @@ class DeviceSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """The tokens that grammars allow, of those rows that have one."""
+    """The tokens that grammars and limits allow, of those rows that have any."""
 
     rows: list[int]
     words: list[Numbers]  # a row each: bit t % 64 of word t // 64 is token t's
-    errors: dict[int, GrammarError]  # of rows whose grammar has gone over its limits
+    errors: dict[
+        int, GrammarError
+    ]  # of rows whose grammar has gone over its limits, or which have no token left
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], vocab_size: int) -> _Masks:
         masks = cls([], [], {})
         for row, state in enumerate(states):
-            if state.grammar is None:
-                continue
-            words = np.zeros(state.grammar.num_mask_words, dtype=np.uint32)
             try:
-                state.grammar.mask_into(words)
+                words = state.mask(vocab_size)
             except GrammarError as error:
                 masks.errors[row] = error
                 continue
+            if words is None:
+                continue
             whole = np.zeros(2 * -(-vocab_size // 64), dtype=np.uint32)
-            whole[: len(words)] = words[: len(whole)]
+            whole[: len(words)] = words
             masks.rows.append(row)
             masks.words.append(whole.view(np.int64))
         return masks

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..backends.torch.decoder import TorchExecutor
-    from ..models.config import DecoderConfig
+    from ..models.decoder_config import DecoderConfig
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -24,7 +24,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def shape_of(executor: TorchExecutor, block_size: int) -> Shape:
-    norm = executor.layers_of[0].attention_norm.weight
+    norm = executor.norm.weight  # that all are stored alike is checked elsewhere
     return _shape(executor.spec, short_name(executor.dtype), short_name(norm.dtype), block_size)
 
 

@@ -9,6 +9,7 @@ from ...loader.load.options import Order
 from ...loader.load.plan import WEIGHT_BYTES_PER_S
 
 if TYPE_CHECKING:
+    from ...loader.format.manifest import Manifest
     from ..weights import AnyLoad
 
 
@@ -34,6 +35,11 @@ class Arrival(Protocol):
         """How long computing has waited so far for weights that were just being refined."""
 
 
+def token_s(manifest: Manifest) -> float:
+    """The time of a token, guessed from the model's size."""
+    return manifest.weight_bytes / WEIGHT_BYTES_PER_S
+
+
 class LoadArrival:
     """The arrival of a load's weights."""
 
@@ -53,7 +59,7 @@ class LoadArrival:
         return self._load.left_s()
 
     def token_s(self) -> float:
-        return self._load.manifest.weight_bytes / WEIGHT_BYTES_PER_S
+        return token_s(self._load.manifest)
 
     def refine_wait_s(self) -> float:
         return self._load.refine_wait_s

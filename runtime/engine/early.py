@@ -194,7 +194,8 @@ class EarlyPhase:
             roster.lending.grow(sequence.exact, num_blocks)
             member = _Member(sequence, _first_token_of(sequence), sequence.num_computed)
             num_draft_blocks = num_blocks + sequence.num_remembered
-            if self._has_time(member) and num_draft_blocks <= roster.lending.num_available:
+            is_worth_it = sequence.scores is None and self._has_time(member)
+            if is_worth_it and num_draft_blocks <= roster.lending.num_available:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
                 roster.lending.grow(sequence.draft, num_draft_blocks)
             new.append(member)
@@ -481,9 +482,12 @@ class EarlyPhase:
 
 
 def _first_token_of(sequence: TokenSequence) -> FirstToken:
-    """As the request says; the answers of grammars are exact, since forced tokens come with chosen ones."""
+    """As the request says; the answers of grammars are exact, since forced tokens come with chosen ones, and so are
+    those that bring a prompt's log-probabilities.
+    """
     request = sequence.generation.request
-    return request.first_token if request.grammar is None else FirstToken.EXACT
+    is_exact = request.grammar is not None or request.num_prompt_logprobs is not None
+    return FirstToken.EXACT if is_exact else request.first_token
 
 
 def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
@@ -512,7 +516,7 @@ def _exact_rows(member: _Member, end: int) -> Rows:
     first = member.num_planned
     tokens = sequence.tokens if member.draft is None else member.draft.tokens
     num_logits = max(0, end - max(first, sequence.num_tokens - 1))
-    return Rows(sequence.exact, tokens, first, end, num_logits)
+    return Rows(sequence.exact, tokens, first, end, num_logits, sequence.scores)
 
 
 def _drafted(event: GenerationEvent) -> GenerationEvent:

@@ -30,11 +30,16 @@ from ..errors import (
     ModelError,
     RequestError,
 )
+from ..models.score_functions import ScoreFunctions
 from .text_queue import TextQueue
 
 logger = logging.getLogger(__name__)
 
 NUM_TIMED_BATCHES = 8  # batches that the timeline shows: it is about the beginning of an instance's life
+
+
+TypeLists = Sequence[Sequence[int] | None]
+"""A type for each token of a pair of texts; None for a single text."""
 
 
 class EncoderLimits(Protocol):
@@ -53,7 +58,7 @@ class EncoderLike(Protocol):
     @property
     def config(self) -> EncoderLimits: ...
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+    def embed(self, token_lists: Sequence[Sequence[int]], type_lists: TypeLists | None = None) -> np.ndarray:
         """(N, dim) float32, in the order of the texts. May wait for weights."""
 
 
@@ -74,6 +79,7 @@ class _Call:
     future: Future[np.ndarray]
     came_s: float  # on time.monotonic()'s clock
     num_missing: int  # texts without their embedding
+    type_lists: list[list[int] | None] | None = None
     claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
     embeddings: np.ndarray | None = field(default=None)  # (N, dim) float32, once the first batch tells dim
 
@@ -89,6 +95,7 @@ class Embedder:
         max_batch_tokens: int = 8_192,
         max_delay_s: float = 0.0,
         timeline: Timeline | None = None,
+        score_functions: ScoreFunctions | None = None,
     ) -> None:
         """`max_queued` calls may wait beside the one that is worked on. A batch has up to `max_batch_tokens`,
         padding included, or a single text. No call waits for others to come when it is `max_delay_s` old.
@@ -97,6 +104,7 @@ class Embedder:
         self.max_tokens = model.config.max_tokens
         # Of a classifier, whose rows are scores; models that embed have none.
         self.labels: tuple[str, ...] = getattr(model.config, "labels", ())
+        self.score_functions = score_functions or ScoreFunctions()
         self._max_queued = max_queued
         self._max_batch_tokens = max_batch_tokens
         self._max_delay_s = max_delay_s
@@ -136,23 +144,32 @@ class Embedder:
         if self.labels:
             raise ModelError(
                 "the model classifies texts and makes no embeddings",
-                hint="Call context.model.classify in a handler, or serve a model that embeds.",
+                hint="Ask /v1/classify, call context.model.classify in a handler, or serve a model that embeds.",
             )
         return self._submit(token_lists)
 
-    def classify(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        """As `embed`, of a classifier: (N, len(labels)) float32 logits. Raises ModelError for other models."""
+    def classify(
+        self, token_lists: Sequence[Sequence[int]], type_lists: TypeLists | None = None
+    ) -> Future[np.ndarray]:
+        """As `embed`, of a classifier: (N, len(labels)) float32 logits. Raises ModelError for other models.
+
+        `type_lists` are those of pairs of texts; the model refuses types that it does not have.
+        """
         if not self.labels:
             raise ModelError(
                 "the model makes embeddings and has no labels",
                 hint="Serve a classifier (BertForSequenceClassification and the like), or compare embeddings.",
             )
-        return self._submit(token_lists)
+        return self._submit(token_lists, type_lists)
 
-    def _submit(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
+    def _submit(
+        self, token_lists: Sequence[Sequence[int]], type_lists: TypeLists | None = None
+    ) -> Future[np.ndarray]:
         self._check(token_lists)
         texts = [list(tokens) for tokens in token_lists]
         call = _Call(texts, Future(), time.monotonic(), len(texts))
+        if type_lists is not None and any(map(any, filter(None, type_lists))):
+            call.type_lists = [None if types is None else list(types) for types in type_lists]
         with self._changed:
             if self._refusal is not None:
                 # Without the traceback of the last time, to which each raise would add.
@@ -289,7 +306,8 @@ class Embedder:
     def _embed_batch(self, batch: list[tuple[_Call, int]]) -> None:
         texts = [call.token_lists[index] for call, index in batch]
         start_s = time.monotonic()
-        embeddings = self._model.embed(texts)  # (len(batch), dim) float32
+        types = [None if call.type_lists is None else call.type_lists[index] for call, index in batch]
+        embeddings = self._model.embed(texts, types if any(types) else None)  # (len(batch), dim) float32
         end_s = time.monotonic()
         complete = []
         for (call, index), row in zip(batch, embeddings, strict=True):

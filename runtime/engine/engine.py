@@ -159,9 +159,9 @@ class Engine:
         refused for how long it will have to wait (`max_wait_s`).
 
         `on_event` gets the events in order, as a rule from the engine's thread, which it must not hold up;
-        from the caller's when it cancels, stops the engine or asks for no tokens, and for the tokens that the
-        request's grammar forces from the beginning, which nothing is computed for. If it raises, its sequence is
-        cancelled.
+        from the caller's when it cancels, stops the engine or asks for nothing to be computed, and for the tokens
+        that the request's grammar forces from the beginning, which nothing is computed for. If it raises, its sequence
+        is cancelled.
 
         `max_tokens` beyond the end of the context is no error: the sequence ends there with LENGTH. Raises
         ContextLengthError, RequestError (a token that the model does not have), GrammarError, CapacityError,
@@ -176,7 +176,7 @@ class Engine:
             generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
         )
         # What the grammar forces from the beginning is sent at once, whatever the weights are.
-        first = sequence.begin() if max_new_tokens > 0 else _no_tokens()
+        first = sequence.begin() if max_new_tokens > 0 or sequence.scores is not None else _no_tokens()
         last = first if first is not None and first.finish_reason is not None else None
         if first is not None and last is None:
             generation.begin(first)
@@ -475,7 +475,8 @@ class Engine:
     def _check(self, request: GenerationRequest) -> None:
         limits = self._model.config
         num_prompt = len(request.prompt_tokens)
-        num_at_least = num_prompt if request.max_tokens == 0 else num_prompt + 1
+        is_computed = request.max_tokens != 0 or request.num_prompt_logprobs is not None
+        num_at_least = num_prompt + 1 if is_computed else num_prompt
         if num_at_least > self.max_context:
             hint = "Shorten the prompt."
             if self.max_context < limits.max_context:
@@ -485,8 +486,7 @@ class Engine:
                 param="prompt",
                 hint=hint,
             )
-        biased = [token for token, _ in request.sampling.logit_bias]
-        for param, tokens in (("prompt", request.prompt_tokens), ("logit_bias", biased)):
+        for param, tokens in {"prompt": request.prompt_tokens, **request.sampling.named_tokens}.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
                 raise RequestError(
                     f"{param} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
@@ -512,7 +512,7 @@ def _rows_of(share: Share[TokenSequence]) -> Rows:
     """What the scheduler gave to a sequence."""
     lane = share.sequence.exact
     end = lane.num_computed + share.num_tokens
-    return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last))
+    return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last), share.sequence.scores)
 
 
 def _no_tokens() -> GenerationEvent:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import ModelError
-from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, TokenLogprob
+from ..step.requests import FinishReason, GenerationEvent, GenerationRequest, PromptLogprobs, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class GenerationResult:
     num_drafted: int = 0  # as `GenerationEvent` has them
     num_accepted: int = 0
     num_rejected: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Generation:
@@ -140,6 +141,9 @@ class Generation:
             num_drafted=sum(event.num_drafted for event in events),
             num_accepted=sum(event.num_accepted for event in events),
             num_rejected=sum(event.num_rejected for event in events),
+            prompt_logprobs=next(
+                (event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None
+            ),
         )
 
     def mark_started(self, *, num_cached_tokens: int = 0) -> bool:

@@ -237,7 +237,7 @@ class Lending:
 
     def _hashes_to_find(self, sequence: Sequence) -> list[bytes]:
         """Of the full blocks before its last token, which is computed in any case."""
-        if not self._options.prefix_cache:
+        if not self._options.prefix_cache or sequence.needs_all_rows:
             return []
         return self._hashes(sequence, (sequence.num_tokens - 1) // self._block_size)
 
@@ -245,6 +245,8 @@ class Lending:
         """Lend the sequence, which has its full blocks, the one that goes on like it for longest, for its first tokens.
         Returns how many of the available blocks that takes, until they are copied: nobody does without a place for it.
         """
+        if sequence.needs_all_rows:
+            return 0
         lane, size = sequence.exact, self._block_size
         tokens = sequence.tokens[lane.num_computed : min(lane.num_computed + size, sequence.num_tokens - 1)]
         previous = self._chain(sequence, len(lane.blocks))[-1]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from ..kv.blocks import Epoch
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.fetch import Fetch
+from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from ..step.state import Choice, SamplingState
 from ..text.detokenizer import Detokenizer, DetokenizerSource
@@ -62,6 +63,8 @@ class Sequence:
         "priority",
         "queue_name",
         "sampling",
+        "scores",
+        "stopped_by",
         "tokens",
     )
 
@@ -85,18 +88,31 @@ class Sequence:
         self.end_tokens = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
-        self.sampling = SamplingState(request)
+        self.sampling = SamplingState(request, self.end_tokens)
+        num_logprobs = request.num_prompt_logprobs
+        # Of the prompt, until the first event brings them.
+        self.scores = None if num_logprobs is None else PromptScores(request.prompt_tokens, num_logprobs)
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks that others can find
         self.fetch: Fetch | None = None  # of its blocks that are no longer in the pool, since it waits
         self._hashes: list[bytes] = []  # of full blocks, the seed's before them
-        self._detokenizer = Detokenizer(source, request.prompt_tokens)
-        self._stop_strings = StopStrings(request.stop)
+        self._detokenizer = Detokenizer(
+            source, request.prompt_tokens, skips_special_tokens=request.skips_special_tokens
+        )
+        self.stopped_by: str | int | None = (
+            None  # of the request's stop strings and tokens, the one that came
+        )
+        self._stop_strings = StopStrings(request.stop, included=request.includes_stop)
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         return (self.exact,) if self.draft is None else (self.exact, self.draft)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """True while log-probabilities of the prompt are missing: cached rows are computed, too."""
+        return self.scores is not None and not self.scores.is_complete
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -127,21 +143,31 @@ class Sequence:
         text, finish = self._append_forced()
         self.num_given_tokens = len(self.tokens)
         tokens = tuple(self.tokens[begun:])
-        return GenerationEvent(text, tokens, (), finish) if tokens else None
+        return GenerationEvent(text, tokens, (), finish, stopped_by=self.stopped_by) if tokens else None
 
     def accept(self, choice: Choice) -> GenerationEvent:
         """Appends the token, and those that the grammar forces behind it, and gives the event that tells of them, the
         last one if the sequence ends with them.
 
-        A token that ends the sequence is counted among its tokens and has no text.
+        A token that ends the sequence is counted among its tokens and has no text. One that may have no tokens, and was
+        computed for its prompt's log-probabilities, takes none.
         """
+        prompt_logprobs = None
+        if self.scores is not None:
+            assert self.scores.is_complete, "an answer before its prompt was computed"
+            prompt_logprobs, self.scores = self.scores.result(), None
+        if not self.max_new_tokens:
+            return GenerationEvent("", (), finish_reason=FinishReason.LENGTH, prompt_logprobs=prompt_logprobs)
         begun = len(self.tokens)
         text, finish = self._append(choice.token)
         if finish is None:
             more, finish = self._append_forced()
             text += more
         logprobs = () if choice.logprob is None else (choice.logprob,)
-        return GenerationEvent(text, tuple(self.tokens[begun:]), logprobs, finish)
+        tokens = tuple(self.tokens[begun:])
+        return GenerationEvent(
+            text, tokens, logprobs, finish, prompt_logprobs=prompt_logprobs, stopped_by=self.stopped_by
+        )
 
     def _append_forced(self) -> tuple[str, FinishReason | None]:
         """The text of the tokens that the grammar forces now, and whether the sequence ends with them."""
@@ -155,14 +181,22 @@ class Sequence:
 
     def _append(self, token: int) -> tuple[str, FinishReason | None]:
         """The text that the token adds, and whether the sequence ends with it."""
+        request = self.generation.request
         self.tokens.append(token)
         self.sampling.add(token)
         text, finish = "", None
         if token in self.end_tokens:
             finish = FinishReason.STOP
+            self.stopped_by = token if token in request.stop_token_ids else None
+            if request.includes_stop:
+                text = self._stop_strings.flush() + self._detokenizer.push(token)
         else:
-            text, stopped = self._stop_strings.push(self._detokenizer.push(token))
+            counts = self.sampling.num_outputs > request.min_tokens
+            shown = request.shown_tokens.get(token)
+            shown = self._detokenizer.push(token) if shown is None else shown
+            text, stopped = self._stop_strings.push(shown, counts=counts)
             if stopped:
+                self.stopped_by = self._stop_strings.found
                 return text, FinishReason.STOP
             if self.sampling.grammar is not None and self.sampling.grammar.is_finished:
                 finish = FinishReason.STOP

@@ -148,7 +148,7 @@ def _compiled(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> llguidanc
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        source = _source(spec)
+        source = _composed(spec, tokenizer) if spec.markers or spec.answer else _source(spec)
     except (ValueError, RecursionError) as error:
         raise _refused(spec, str(error)) from None
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
@@ -179,6 +179,25 @@ def _source(spec: GrammarSpec) -> str:
         except GbnfToLarkError as error:
             raise ValueError(str(error)) from None
     return str(LLMatcher.grammar_from_lark(spec.text))
+
+
+def _composed(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> str:
+    """A grammar with markers and another grammar in it, in the library's own terms. Raises `ValueError`."""
+    rules = [spec.text]
+    for number, marker in enumerate(spec.markers):
+        tokens = tokenizer.tokenize_str(marker, parse_special=True)
+        if len(tokens) == 1 and tokenizer.is_special_token(tokens[0]):
+            rules += [f"marker_{number}: <[{tokens[0]}]>", f"until_{number}: TEXT_{number}? <[{tokens[0]}]>"]
+        else:
+            literal = json.dumps(marker)
+            rules += [f"marker_{number}: {literal}", f"until_{number}[lazy]: TEXT_{number}? {literal}"]
+        rules.append(f"TEXT_{number}: /(?s:.+)/")
+    grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(rules)}]
+    if spec.answer is not None:
+        source = _source(spec.answer)
+        answer = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+        grammars.append({**answer, "name": "answer"})
+    return json.dumps({"grammars": grammars})
 
 
 def _whitespace(pattern: str) -> Any:

@@ -21,6 +21,7 @@ MAX_GRAMMAR_CHARS = 16 << 10
 MAX_CHOICES = 1 << 10
 MAX_CHOICES_CHARS = 64 << 10
 MAX_WHITESPACE_CHARS = 128
+MAX_COMPOSED_CHARS = 256 << 10  # of a grammar that is made of several schemas
 MAX_REPETITION = 5_000  # symbols that nested and consecutive counts such as (a{20}){30} come to
 COMPACT = ""  # a whitespace pattern: no whitespace between the tokens of JSON
 FREE_WHITESPACE = r"[ \n\t]{0,16}"  # bounded, or a model could go on with spaces for ever
@@ -42,6 +43,8 @@ class GrammarSpec:
     text: str  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
     whitespace: str = COMPACT  # between the tokens of JSON: an expression
     param: str = ""  # the field that asked for it, for error messages
+    markers: tuple[str, ...] = ()  # texts that may be one special token: see `composed`
+    answer: GrammarSpec | None = None  # another grammar, which the text refers to as @answer
 
     @classmethod
     def json_schema(
@@ -95,6 +98,33 @@ class GrammarSpec:
         _check_counts(grammar, param)
         kind = GrammarKind.GBNF if "::=" in grammar else GrammarKind.LARK
         return cls(kind, grammar, param=param)
+
+    @classmethod
+    def composed(
+        cls, lark: str, *, markers: Sequence[str] = (), answer: GrammarSpec | None = None, param: str = ""
+    ) -> GrammarSpec:
+        """A grammar of this server's own making, in Lark's notation, from parts that were checked already.
+
+        Its rules may refer to `marker_N`, which is `markers[N]`: the special token of that text where the vocabulary
+        has one, else its characters; to `until_N`, which is any text up to and with that marker; and to `@answer`. A
+        special token never comes in other text. Raises `RequestError` for one that is too long.
+        """
+        if len(lark) > MAX_COMPOSED_CHARS:
+            raise RequestError(
+                f"{param} come to a grammar of {len(lark)} characters, but it may have {MAX_COMPOSED_CHARS}",
+                param=param,
+                hint="Send fewer functions, or smaller schemas.",
+            )
+        return cls(GrammarKind.LARK, lark, param=param, markers=tuple(markers), answer=answer)
+
+    def embedded_schema(self) -> str:
+        """A JSON schema as a part of a composed grammar."""
+        schema = json.loads(self.text)
+        if not isinstance(schema, dict):
+            schema = {"allOf": [schema]}
+        compact: dict[str, Any] = {"whitespace_flexible": False}
+        whitespace = compact if self.whitespace == COMPACT else {"whitespace_pattern": self.whitespace}
+        return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
 
 
 def _check_text(text: object, limit: int, what: str, param: str) -> None:

@@ -1,1 +1,1 @@
-"""Model code, written for reading: decoders of the Llama family, and BERT-type encoders."""
+"""Model code, written for reading: decoders of many families, and BERT-type encoders."""

@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 
 from ..errors import ModelError
 from ..weights import Weights
-from .config import DecoderConfig, EncoderConfig, is_encoder
+from .config import is_encoder
 from .decoder import Decoder, take_decoder
-from .encoder import Encoder, take_encoder
+from .decoder_config import DecoderConfig
+from .encoder import Encoder
+from .encoder_config import EncoderConfig
+from .encoder_tensors import DenseTensors, take_encoder
 from .executor import ComputeDtype, ExecutorFactory
 from .spec import DecoderSpec, EncoderSpec
 
@@ -24,20 +27,25 @@ def build_model(
     weights: Weights,
     backends: Iterable[ExecutorFactory],
     *,
+    max_context: int | None = None,
     modules: Any = None,
     pooling: Any = None,
     sentence_bert: Any = None,
+    dense: Mapping[str, Any] | None = None,
+    dense_weights: DenseTensors | None = None,
 ) -> Decoder | Encoder:
     """The model that a parsed config.json describes, over weights that may still be empty.
 
+    A decoder whose rotary embedding is stretched for contexts beyond its own (`DecoderConfig.admitting`) is made for
+    `max_context` tokens.
     Encoders also take what modules.json, 1_Pooling/config.json and sentence_bert_config.json hold, where they are
-    there. The first of `backends`, at least one, that implements the model computes it, in a dtype of its choice; each
-    one that refuses is logged with its reason. Every tensor that the model needs is looked up and checked; none is
-    copied, and no content is read. Raises `ModelError` when the config is not supported by any of them, or a tensor is
-    missing or does not fit.
+    there, and the config.json and weights of each folder with a Dense module. The first of `backends`, at least one,
+    that implements the model computes it, in a dtype of its choice; each one that refuses is logged with its reason.
+    Every tensor that the model needs is looked up and checked; none is copied, and no content is read. Raises
+    `ModelError` when the config is not supported by any of them, or a tensor is missing or does not fit.
     """
     if not is_encoder(config):
-        decoder = DecoderConfig.from_json(config)
+        decoder = DecoderConfig.from_json(config).admitting(max_context or 0)
         own, stored = take_decoder(decoder, weights)
         backend, spec, computes = _first_that_can(
             backends,
@@ -46,8 +54,10 @@ def build_model(
             lambda backend, spec: backend.refuses_decoder(spec, own),
         )
         return Decoder(decoder, spec, own, backend.decoder(spec, own), computes)
-    encoder = EncoderConfig.from_json(config, modules=modules, pooling=pooling, sentence_bert=sentence_bert)
-    taken, stored = take_encoder(encoder, weights)
+    encoder = EncoderConfig.from_json(
+        config, modules=modules, pooling=pooling, sentence_bert=sentence_bert, dense=dense
+    )
+    taken, stored = take_encoder(encoder, weights, dense_weights)
     backend, text_spec, computes = _first_that_can(
         backends,
         lambda backend: backend.compute_dtype(stored, is_quantised=False),

@@ -8,6 +8,7 @@ they arrive. It does not know where weights come from, how they are computed wit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ...loader.format.manifest import Tier
@@ -17,10 +18,10 @@ from ..step.backend import OnLayer
 from ..step.batch import Int64s, StepBatch
 from ..tensors import Tensor
 from ..weights import Weights
-from .config import DecoderConfig
+from .decoder_config import DecoderConfig, Experts
 from .executor import ComputeDtype, Executor
 from .forward_pass import ForwardPass
-from .matrices import DecoderLayerWeights, DecoderWeights
+from .matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
 from .parameters import Parameters, check_computable
 from .projections import take_embeddings, take_linear, take_stacked
 from .spec import DecoderSpec
@@ -49,6 +50,12 @@ class Decoder:
     def dtype(self) -> DType:
         """Of activations, keys and values."""
         return self.spec.dtype
+
+    @property
+    def numerics(self) -> str:
+        """Of the executor. Keys and values of a stretched context are no others': their rotary tables differ."""
+        own = self.executor.numerics
+        return f"{own} context {self.config.max_context}" if self.config.is_stretched else own
 
     @property
     def device(self) -> str:
@@ -119,7 +126,7 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     embeddings = take_embeddings(entry, "embed_tokens", config.vocab_size, config.hidden_size)
     entry_gate = entry.row_gate("embed_tokens.weight")
     layers = tuple(
-        _take_layer(config, parameters(f"{root}layers.{index}.")) for index in range(config.num_layers)
+        _take_layer(config, index, parameters(f"{root}layers.{index}.")) for index in range(config.num_layers)
     )
     final = parameters("")
     norm = final.take_norm(f"{root}norm.weight", config.hidden_size)
@@ -138,37 +145,81 @@ def take_decoder(config: DecoderConfig, weights: Weights) -> tuple[DecoderWeight
     return taken, stored
 
 
-def _take_layer(config: DecoderConfig, parameters: Parameters) -> DecoderLayerWeights:
+def _take_layer(config: DecoderConfig, index: int, parameters: Parameters) -> DecoderLayerWeights:
+    names = config.names
     hidden_size, inner_size = config.hidden_size, config.intermediate_size
     query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention_norm = parameters.take_norm("input_layernorm.weight", hidden_size)
-    names = [
-        ("self_attn.q_proj", query_size),
-        ("self_attn.k_proj", key_size),
-        ("self_attn.v_proj", key_size),
-    ]
-    qkv = take_stacked(parameters, names, hidden_size, bias=config.qkv_bias)
+    attention_norm = _take_norm(parameters, names.attention_norm, hidden_size)
+    qkv_sizes = (query_size, key_size, key_size)
+    qkv = take_stacked(parameters, _sized(names.qkv, qkv_sizes), hidden_size, bias=config.qkv_bias)
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
     if config.qk_norm:
-        query_norm = parameters.take_norm("self_attn.q_norm.weight", config.head_dim)
-        key_norm = parameters.take_norm("self_attn.k_norm.weight", config.head_dim)
+        sizes = (query_size, key_size) if config.joint_qk_norm else (config.head_dim, config.head_dim)
+        query_norm = parameters.take_norm("self_attn.q_norm.weight", sizes[0])
+        key_norm = parameters.take_norm("self_attn.k_norm.weight", sizes[1])
     output = take_linear(parameters, "self_attn.o_proj", query_size, hidden_size, bias=config.output_bias)
-    mlp_norm = parameters.take_norm("post_attention_layernorm.weight", hidden_size)
-    inner = [("mlp.gate_proj", inner_size), ("mlp.up_proj", inner_size)]
-    gate_up = take_stacked(parameters, inner, hidden_size, bias=config.mlp_bias)
-    down = take_linear(parameters, "mlp.down_proj", inner_size, hidden_size, bias=config.mlp_bias)
+    mixture = config.experts if config.experts is not None and config.experts.layers[index] else None
+    own = None if mixture else _take_mlp(config, parameters, inner_size, "", names.gate_up, "mlp.down_proj")
     return DecoderLayerWeights(
         attention_norm=attention_norm,
         qkv=qkv,
         query_norm=query_norm,
         key_norm=key_norm,
         output=output,
-        mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        down=down,
+        attention_output_norm=_take_norm(parameters, names.attention_output_norm, hidden_size),
+        mlp_norm=_take_norm(parameters, names.mlp_norm, hidden_size),
+        gate_up=None if own is None else own.gate_up,
+        down=None if own is None else own.down,
+        router=take_linear(parameters, names.router, hidden_size, mixture.num, bias=False)
+        if mixture
+        else None,
+        experts=_take_experts(config, mixture, parameters) if mixture else (),
+        mlp_output_norm=_take_norm(parameters, names.mlp_output_norm, hidden_size),
         gate=parameters.gate(),
     )
+
+
+def _take_experts(
+    config: DecoderConfig, mixture: Experts, parameters: Parameters
+) -> tuple[ExpertWeights, ...]:
+    names = config.names
+    return tuple(
+        _take_mlp(
+            config,
+            parameters,
+            mixture.size,
+            names.expert.format(number),
+            names.expert_gate_up,
+            names.expert_down,
+        )
+        for number in range(mixture.num)
+    )
+
+
+def _take_mlp(
+    config: DecoderConfig,
+    parameters: Parameters,
+    inner_size: int,
+    prefix: str,
+    gate_up: Sequence[str],
+    down: str,
+) -> ExpertWeights:
+    hidden_size, bias = config.hidden_size, config.mlp_bias
+    names = _sized([f"{prefix}{name}" for name in gate_up], (inner_size, inner_size))
+    return ExpertWeights(
+        take_stacked(parameters, names, hidden_size, bias=bias),
+        take_linear(parameters, f"{prefix}{down}", inner_size, hidden_size, bias=bias),
+    )
+
+
+def _take_norm(parameters: Parameters, name: str | None, size: int) -> Tensor | None:
+    return None if name is None else parameters.take_norm(f"{name}.weight", size)
+
+
+def _sized(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """Matrices with their numbers of rows: one that is stored by itself has all of them."""
+    return list(zip(names, sizes, strict=True)) if len(names) > 1 else [(names[0], sum(sizes))]
 
 
 def _stored_dtype(config: DecoderConfig, weights: Weights, embeddings: str) -> DType:

@@ -84,6 +84,9 @@ class TextBatch:
 
     tokens: Int64s  # (T,)
     starts: Int64s  # (N + 1,), ascending from 0 to T: text i has the tokens [starts[i], starts[i + 1]), at least one
+    types: Int64s | None = (
+        None  # (T,): each token's row of the table of types, where there is one; None: 0 for all
+    )
 
 
 class EncoderExecutor(Protocol):
@@ -96,7 +99,7 @@ class EncoderExecutor(Protocol):
     def runs_layers_together(self) -> bool: ...
 
     def embed(self, batch: TextBatch) -> Activations:
-        """norm(word + position + type 0) of each token."""
+        """norm(word + position + type) of each token."""
 
     def layers(self, batch: TextBatch, first: int, end: int, x: Activations) -> Activations:
         """x through the layers [first, end). x may be changed, and is not used again."""

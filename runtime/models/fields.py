@@ -72,6 +72,20 @@ class Fields:
             raise self.wrong(key, f"but must be a number from {low:g} to {high:g}")
         return float(value)
 
+    def numbers(self, key: str, *, length: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of that many finite numbers in [low, high], which must be there."""
+        value = self._data.get(key)
+        if value is None:
+            return self._required(key, None)
+        if (
+            not isinstance(value, list)
+            or len(value) != length
+            or any(isinstance(one, bool) or not isinstance(one, (int, float)) for one in value)
+            or not all(low <= one <= high for one in value)
+        ):
+            raise self.wrong(key, f"but must be a list of {length} numbers from {low:g} to {high:g}")
+        return tuple(float(one) for one in value)
+
     def boolean(self, key: str, *, default: bool) -> bool:
         value = self._data.get(key)
         if value is None:

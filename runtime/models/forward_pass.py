@@ -12,9 +12,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...loader.format.manifest import Tier
 from ..step.backend import OnLayer
 from ..step.batch import StepBatch, join, select
+from ..step.logprobs import rows_at_once
 from ..weights import Gate
 
 if TYPE_CHECKING:
@@ -123,6 +126,7 @@ class ForwardPass:
             return "embed"
         assert self._x is not None
         if stage > decoder.num_layers:
+            self._score()
             self._x = executor.logits(self._x, self.batch.logit_rows)
             return "head"
         if self._step is None:
@@ -131,6 +135,15 @@ class ForwardPass:
             self.stage = decoder.num_layers + 1
         self._x = executor.layers(self._step, stage - 1, self.stage - 1, self._x)
         return f"layers.{stage - 1}" if self.stage == stage + 1 else "layers"
+
+    def _score(self) -> None:
+        """The logits of prompts that are asked for, some rows at a time."""
+        num_at_once = rows_at_once(self._decoder.spec.vocab_size)
+        for scored in self.batch.scored:
+            for first in range(0, scored.length, num_at_once):
+                end = min(scored.length, first + num_at_once)
+                rows = np.arange(scored.start + first, scored.start + end)
+                scored.scores.add(scored.position + first, self._decoder.executor.logits(self._x, rows))
 
 
 def _ignore(index: int, name: str, start_s: float, end_s: float) -> None:

@@ -137,18 +137,28 @@ class EmbeddingTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayerWeights:
-    """Norm weights are (size,) of any of BF16, F16, F32, and are rounded to the spec's dtype before they multiply."""
-
-    attention_norm: Tensor  # (hidden,)
-    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each
-    query_norm: Tensor | None  # (head_dim,)
-    key_norm: Tensor | None
-    output: Projection
-    mlp_norm: Tensor
+class ExpertWeights:
     gate_up: Projection  # gate, then up
     down: Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayerWeights:
+    """Norm weights are (size,) of any of BF16, F16, F32. `Norm.RMS` rounds them to the spec's dtype first."""
+
+    attention_norm: Tensor | None  # (hidden,)
+    qkv: Projection  # query heads, key heads, value heads, (head_dim) numbers each
+    query_norm: Tensor | None  # (head_dim,), or of all heads together
+    key_norm: Tensor | None
+    output: Projection
+    mlp_norm: Tensor | None
+    gate_up: Projection | None  # gate, then up; None: the layer has experts
+    down: Projection | None
     gate: Gate
+    router: Projection | None = None  # to the experts' scores
+    experts: tuple[ExpertWeights, ...] = ()
+    attention_output_norm: Tensor | None = None  # (hidden,)
+    mlp_output_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,15 +184,15 @@ class LayerNormWeights:
     """(hidden,) each, of any of BF16, F16, F32."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderLayerWeights:
     qkv: Projection
     output: Projection
-    attention_norm: LayerNormWeights
-    up: Projection
+    attention_norm: LayerNormWeights | None  # None: the layer's attention takes x itself
+    up: Projection  # of a gated MLP: gate, then up
     down: Projection
     mlp_norm: LayerNormWeights
     gate: Gate
@@ -190,17 +200,24 @@ class EncoderLayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderWeights:
-    """An encoder's weights; a classifier's have `dense` and `scores`."""
+    """An encoder's weights; a classifier's have `dense` and `scores`. None: the model has none of the kind."""
 
     words: Tensor  # (vocab, hidden)
-    positions: Tensor  # (max_positions, hidden)
-    types: Tensor  # (type_vocab, hidden): only row 0 is used
+    positions: Tensor | None  # (max_positions, hidden)
+    types: Tensor | None  # (type_vocab, hidden): row 0 is that of single texts
     norm: LayerNormWeights
     layers: tuple[EncoderLayerWeights, ...]
-    entry_gate: RowGate
+    entry_gate: RowGate  # of all that a layer does not hold
+    relative: Tensor | None = (
+        None  # of a position bias (num_buckets, num_heads); disentangled (2 span, hidden)
+    )
+    relative_norm: LayerNormWeights | None = None  # of disentangled positions
+    final_norm: LayerNormWeights | None = None
     dense: Projection | None = None
+    head_norm: LayerNormWeights | None = None
     scores: Projection | None = None
-    head_gate: Gate | None = None  # of dense and scores
+    sentence: tuple[DenseMatrix, ...] = ()  # what embeddings pass through, there from the start
+    head_gate: Gate | None = None  # of the final norm and a classifier's head
 
     @property
     def device(self) -> str:

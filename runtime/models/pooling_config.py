@@ -1,59 +1,136 @@
-"""How sentence-transformers makes one embedding of many token states: modules.json, 1_Pooling/config.json.
+"""From token states to an embedding, as sentence-transformers describes it: modules.json and config.json of modules.
 
-Both spellings of the latter are read: a flag for each mode (`pooling_mode_mean_tokens`), and `pooling_mode`
-by name.
+Both spellings of 1_Pooling/config.json are read: a flag for each mode (`pooling_mode_mean_tokens`), and
+`pooling_mode` by name. After pooling come Dense modules, if any, and then Normalize, if it is there. Unknown modules,
+and those in another order, are refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelError
 from .fields import Fields
 
-POOLING_MODES = ("mean", "cls")
+POOLING_MODES = ("mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean")
+DENSE_FOLDERS = ("2_Dense", "3_Dense")
+DENSE_WEIGHTS = "model.safetensors"  # in the folder of a Dense module
 
 _HINT = f"Supported: {', '.join(POOLING_MODES)}."
-_MODE_OF_FLAG = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-_MODULES = ("Transformer", "Pooling", "Normalize")
-_OTHER_FLAGS = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens",
-    "pooling_mode_lasttoken",
-)
+_MODE_OF_FLAG = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+# What a Dense module's `activation_function` is called, which is the name of a class of torch's.
+_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+_MAX_WIDTH = 1 << 16
 
 
-def pooling_of(modules: Any, pooling: Any) -> tuple[str, bool]:
-    """(one of POOLING_MODES, whether embeddings are scaled to unit length). Either file may be None.
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A layer that embeddings pass through: activation(x @ weight.T + bias)."""
+
+    folder: str  # one of DENSE_FOLDERS, which holds its weights
+    num_in: int
+    num_out: int
+    has_bias: bool
+    activation: str  # "tanh", or one of the names that config.json files use; "": none
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceConfig:
+    """From token states to an embedding."""
+
+    pooling: str  # one of POOLING_MODES
+    dense: tuple[Dense, ...]
+    normalize: bool  # to unit length
+
+
+def sentence_of(modules: Any, pooling: Any, dense: Mapping[str, Any], hidden_size: int) -> SentenceConfig:
+    """Any of the files may be None; `dense` has the config.json of each folder with a Dense module.
 
     Without modules.json embeddings are normalised, which is what clients of an embeddings endpoint expect.
     Raises `ModelError` for a module or a mode that is not supported.
     """
     mode = "mean" if pooling is None else _mode(Fields(pooling, file="1_Pooling/config.json"))
-    return mode, modules is None or "Normalize" in _module_kinds(modules)
+    layers = []
+    for folder in dense_folders(modules):
+        layer = _dense(folder, dense.get(folder), hidden_size)
+        hidden_size = layer.num_out
+        layers.append(layer)
+    normalize = modules is None or any(kind == "Normalize" for kind, _ in _modules(modules))
+    return SentenceConfig(mode, tuple(layers), normalize)
 
 
-def _module_kinds(modules: Any) -> list[str]:
-    """What a text passes through, in order: the last word of each module's class name."""
+def dense_folders(modules: Any) -> list[str]:
+    """The folders of the Dense modules that modules.json lists, in order. Raises `ModelError` where it is wrong."""
+    if modules is None:
+        return []
+    folders = []
+    for position, (kind, fields) in enumerate(_modules(modules)):
+        if kind == "Dense":
+            folders.append(fields.choice("path", DENSE_FOLDERS))
+        if kind in ("Transformer", "Pooling") and position != ("Transformer", "Pooling").index(kind):
+            raise fields.wrong("type", "but Transformer must come first, and Pooling second")
+    return folders
+
+
+def _modules(modules: Any) -> list[tuple[str, Fields]]:
+    """The modules in order: the last word of each one's class name, and its fields."""
     if not isinstance(modules, list):
         raise ModelError("modules.json must be a list of modules")
-    kinds = []
+    if len(modules) > len(_MODULES) + len(DENSE_FOLDERS):
+        raise ModelError(f"modules.json has {len(modules)} modules, which is more than are supported")
+    found: list[tuple[str, Fields]] = []
     for position, module in enumerate(modules):
         fields = Fields(module, file="modules.json", where=f"[{position}].")
-        name = fields.text("type")
-        kinds.append(name.rsplit(".", 1)[-1])
-        if kinds[-1] not in _MODULES:
+        kind = fields.text("type").rsplit(".", 1)[-1]
+        if kind not in _MODULES:
             raise fields.wrong("type", "which is not supported", hint=f"Supported: {', '.join(_MODULES)}.")
-    return kinds
+        if any(before == "Normalize" for before, _ in found):
+            raise fields.wrong("type", "but Normalize must be the last module")
+        found.append((kind, fields))
+    return found
+
+
+def _dense(folder: str, data: Any, num_in: int) -> Dense:
+    file = f"{folder}/config.json"
+    if data is None:
+        raise ModelError(f"modules.json has a Dense module in {folder}, but there is no {file}")
+    fields = Fields(data, file=file)
+    stated = fields.integer("in_features", low=1, high=_MAX_WIDTH)
+    if stated != num_in:
+        raise fields.wrong("in_features", f"but what comes before it has {num_in}")
+    for key, only in (
+        ("module_input_name", "sentence_embedding"),
+        ("module_output_name", "sentence_embedding"),
+    ):
+        fields.choice(key, (only,), default=only)
+    stated_activation = fields.text("activation_function") if "activation_function" in fields else "Tanh"
+    activation = _ACTIVATIONS.get(stated_activation.rsplit(".", 1)[-1])
+    if activation is None:
+        raise fields.wrong(
+            "activation_function", "which is not supported", hint=f"Supported: {', '.join(_ACTIVATIONS)}."
+        )
+    return Dense(
+        folder=folder,
+        num_in=num_in,
+        num_out=fields.integer("out_features", low=1, high=_MAX_WIDTH),
+        has_bias=fields.boolean("bias", default=True),
+        activation=activation,
+    )
 
 
 def _mode(pooling: Fields) -> str:
     if "pooling_mode" in pooling:
         return pooling.choice("pooling_mode", POOLING_MODES)
-    for flag in _OTHER_FLAGS:
-        if pooling.boolean(flag, default=False):
-            raise pooling.wrong(flag, "which is not supported", hint=_HINT)
     modes = [mode for flag, mode in _MODE_OF_FLAG.items() if pooling.boolean(flag, default=False)]
     if len(modes) != 1:
         raise ModelError(

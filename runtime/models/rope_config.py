@@ -15,6 +15,10 @@ from typing import Any
 from ..errors import ModelError
 from .fields import Fields
 
+LOCAL_KIND = "sliding_attention"
+LAYER_KINDS = ("full_attention", LOCAL_KIND)  # that may have a rotary embedding each
+_NO_SPELLINGS: Mapping[str, str] = {}
+
 MAX_POSITIONS = 1 << 24  # positions are multiplied in float32, which holds whole numbers exactly up to here
 
 
@@ -26,6 +30,7 @@ class RopeType(enum.StrEnum):
     DYNAMIC = "dynamic"  # NTK: the base grows with the context (see `rope.py` for when)
     LLAMA3 = "llama3"  # low ones divided, high ones kept, those between interpolated
     YARN = "yarn"  # likewise by rotations within the pretraining's context, and the result is scaled
+    LONGROPE = "longrope"  # each divided by a factor of its own, with others beyond the pretraining's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +49,49 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # cos and sin are multiplied by it
+    short_factors: tuple[float, ...] = ()  # (rotary_dim / 2,) of longrope, within the pretraining's context
+    long_factors: tuple[float, ...] = ()  # beyond it
 
     @classmethod
-    def from_fields(cls, config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
-        key, rope = _rope_fields(config)
-        rope_type = RopeType(
-            rope.choice("rope_type" if "rope_type" in rope else "type", list(RopeType), default="default")
+    def from_fields(
+        cls,
+        config: Fields,
+        *,
+        head_dim: int,
+        max_positions: int,
+        kind: str = "",
+        theta_key: str = "rope_theta",
+        default_theta: float = 10_000.0,
+        default_original: int | None = None,
+        may_be_partial: bool = False,
+        default_partial: float = 1.0,
+        spellings: Mapping[str, str] = _NO_SPELLINGS,
+    ) -> RopeConfig:
+        """`kind` names the one for layers of this kind, of families that have several; `theta_key` where older files
+        keep its base. `default_original` is the pretraining's context of files that do not state it, `spellings` are
+        older names of types.
+        """
+        key, rope = _rope_fields(config, kind)
+        rope_type = _rope_type(rope, spellings)
+        theta = (
+            rope.number("rope_theta", low=2.0, high=1e12)
+            if "rope_theta" in rope
+            else config.number(theta_key, low=2.0, high=1e12, default=default_theta)
         )
-        theta_at = rope if "rope_theta" in rope else config
-        theta = theta_at.number("rope_theta", low=2.0, high=1e12, default=10_000.0)
-        rotary_dim = _rotary_dim(rope if "partial_rotary_factor" in rope else config, head_dim)
+        partial_at = rope if "partial_rotary_factor" in rope else config
+        rotary_dim = _rotary_dim(partial_at, head_dim, default_partial, may_be_partial=may_be_partial)
         if rope_type is RopeType.DEFAULT:
             return cls(rope_type, theta, rotary_dim, max_positions, max_positions)
 
         # Some files keep the pretraining's context outside; then that one counts.
         original_at = config if "original_max_position_embeddings" in config else rope
         original = original_at.integer(
-            "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
+            "original_max_position_embeddings",
+            low=1,
+            high=MAX_POSITIONS,
+            default=default_original or max_positions,
         )
-        implied = max_positions / original if rope_type is RopeType.YARN else None
+        implied = max_positions / original if rope_type in (RopeType.YARN, RopeType.LONGROPE) else None
         factor = rope.number("factor", low=1e-3, high=1e6, default=implied)
         common = (rope_type, theta, rotary_dim, max_positions, original, factor)
         if rope_type is RopeType.LLAMA3:
@@ -82,6 +111,14 @@ class RopeConfig:
                 truncate=rope.boolean("truncate", default=True),
                 attention_factor=_yarn_attention_factor(rope, factor),
             )
+        if rope_type is RopeType.LONGROPE:
+            length = rotary_dim // 2
+            return cls(
+                *common,
+                attention_factor=_longrope_attention_factor(rope, factor, original),
+                short_factors=rope.numbers("short_factor", length=length, low=1e-3, high=1e6),
+                long_factors=rope.numbers("long_factor", length=length, low=1e-3, high=1e6),
+            )
         return cls(*common)
 
     @property
@@ -90,20 +127,39 @@ class RopeConfig:
 
         Linear stretching multiplies the positions that were trained, YaRN those of the pretraining; Llama
         3 files state the stretched number already. Dynamic NTK is exact up to `max_position_embeddings`,
-        and changes the model beyond (see `rope.py`), so going beyond has to be asked for.
+        and changes the model beyond (see `rotary.py`), so going beyond has to be asked for; as with longrope, whose
+        other factors begin behind the context of the pretraining.
         """
+        if self.rope_type is RopeType.LONGROPE:
+            return min(self.max_positions, self.original_max_positions)
         if self.rope_type is RopeType.LINEAR:
             return min(MAX_POSITIONS, max(self.max_positions, int(self.max_positions * self.factor)))
         if self.rope_type is RopeType.YARN:
             return min(MAX_POSITIONS, max(self.max_positions, int(self.original_max_positions * self.factor)))
         return self.max_positions
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens that a sequence may have where that is asked for: not less than `max_context`."""
+        if self.rope_type is RopeType.LONGROPE:
+            return max(self.max_context, self.max_positions)
+        if self.rope_type is RopeType.DYNAMIC:
+            return min(MAX_POSITIONS, max(self.max_positions, int(self.max_positions * self.factor)))
+        return self.max_context
 
-def _rope_fields(config: Fields) -> tuple[str, Fields]:
-    """The object that describes the rotary embedding, empty when there is none, and its key."""
+
+def _rope_fields(config: Fields, kind: str) -> tuple[str, Fields]:
+    """The object that describes the rotary embedding of layers of this kind, empty when there is none, and its key."""
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     data = config.get(key)
     rope = Fields({} if data is None else data, where=f"{key}.")
+    nested = [name for name in LAYER_KINDS if name in rope]
+    if kind and nested:
+        if config.get("rope_scaling") not in (None, {}, data):
+            raise _contradiction()
+        return f"{key}.{kind}", Fields({} if kind not in rope else rope.get(kind), where=f"{key}.{kind}.")
+    if kind == LOCAL_KIND:
+        return key, Fields({})  # older files have its base, and nothing else
     other = config.get("rope_scaling")
     if (
         other
@@ -111,14 +167,23 @@ def _rope_fields(config: Fields) -> tuple[str, Fields]:
         and isinstance(data, Mapping)
         and _stretching(data) != _stretching(other)
     ):
-        raise ModelError(
-            "config.json: rope_parameters and rope_scaling contradict each other",
-            hint="Remove the one that the model was not trained with.",
-        )
-    for nested in ("full_attention", "sliding_attention"):
-        if nested in rope:
-            raise rope.wrong(nested, "but one embedding for all layers is all that is supported")
+        raise _contradiction()
+    for name in nested:
+        raise rope.wrong(name, "but one embedding for all layers is all that is supported")
     return key, rope
+
+
+def _contradiction() -> ModelError:
+    return ModelError(
+        "config.json: rope_parameters and rope_scaling contradict each other",
+        hint="Remove the one that the model was not trained with.",
+    )
+
+
+def _rope_type(rope: Fields, spellings: Mapping[str, str]) -> RopeType:
+    key = "rope_type" if "rope_type" in rope else "type"
+    stated = rope.choice(key, [*RopeType, *spellings], default="default")
+    return RopeType(spellings.get(stated, stated))
 
 
 def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,14 +194,21 @@ def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rotary_dim(fields: Fields, head_dim: int) -> int:
-    """All of the head. transformers turns whole heads in these families: it ignores another factor, or fails by it."""
-    partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
-    if partial != 1.0:
+def _rotary_dim(fields: Fields, head_dim: int, default: float, *, may_be_partial: bool) -> int:
+    """The rotated dimensions of a head. In most families transformers turns whole heads: it ignores another
+    factor, or fails by it.
+    """
+    partial = fields.number("partial_rotary_factor", low=0.0, high=1.0, default=default)
+    if partial != 1.0 and not may_be_partial:
         raise fields.wrong("partial_rotary_factor", "but models of this family turn all of a head")
-    if head_dim % 2:
-        raise ModelError(f"config.json: head_dim is {head_dim}, but must be even")
-    return head_dim
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or rotary_dim < 2:
+        if partial == 1.0:
+            raise ModelError(f"config.json: head_dim is {head_dim}, but must be even")
+        raise fields.wrong(
+            "partial_rotary_factor", f"but must turn an even number of a head's {head_dim}, not {rotary_dim}"
+        )
+    return rotary_dim
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
@@ -153,3 +225,11 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 def _yarn_scale(factor: float, mscale: float) -> float:
     """Equation 22 of the YaRN paper (arXiv 2309.00071), with DeepSeek's `mscale`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _longrope_attention_factor(rope: Fields, factor: float, original: int) -> float:
+    """Equation 6 of the LongRoPE paper (arXiv 2402.13753), unless the file states another."""
+    stated = rope.optional_number("attention_factor", low=0.0, high=1e6)
+    if stated is not None:
+        return stated
+    return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 and original > 1 else 1.0

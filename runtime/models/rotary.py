@@ -3,7 +3,8 @@
 Dynamic NTK stretches its base with the context. Keys that are already in a cache cannot be turned again,
 so the base is set once, for the longest context that is admitted: up to `max_position_embeddings` that is
 transformers' own result, and beyond it one consistent model, where re-stretching at each step would leave
-old and new keys on different bases.
+old and new keys on different bases. Likewise longrope has its short factors up to the pretraining's context, and the
+long ones for all positions where longer contexts are admitted.
 """
 
 from __future__ import annotations
@@ -25,19 +26,28 @@ _ROWS_AT_A_TIME = 4_096
 class Rotary:
     """The first `dim` numbers of each query and key head turn by position · frequency.
 
-    Number i pairs with number i + dim / 2, as in the checkpoints that transformers writes. What turns them is
+    Number i pairs with number i + dim / 2, or `interleaved` number 2 i with number 2 i + 1. What turns them is
     cos · factor and sin · factor.
     """
 
     dim: int  # even
     frequencies: tuple[float, ...]  # (dim / 2,) radians a position, each of them an fp32 number
     factor: float = 1.0
+    interleaved: bool = False
 
     @classmethod
-    def of(cls, rope: RopeConfig, max_context: int) -> Rotary:
+    def of(cls, rope: RopeConfig, max_context: int, *, interleaved: bool = False) -> Rotary:
         """`max_context` is that of the longest sequence that will be admitted."""
         frequencies = frequencies_of(rope, max_context)
-        return cls(rope.rotary_dim, tuple(frequencies.tolist()), rope.attention_factor)
+        return cls(rope.rotary_dim, tuple(frequencies.tolist()), rope.attention_factor, interleaved)
+
+    @classmethod
+    def whole(cls, theta: float | None, head_dim: int) -> Rotary | None:
+        """Of a whole head of `head_dim`, which is even, whose frequencies are not stretched; None without `theta`."""
+        if theta is None:
+            return None
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        return cls(head_dim, tuple(_inverse_powers(theta, exponents).tolist()))
 
     def tables(self, begin: int, end: int) -> tuple[Floats, Floats]:
         """(cos, sin) of the positions [begin, end), (end - begin, dim / 2) fp32 each, times the factor. Angles are
@@ -66,6 +76,9 @@ def frequencies_of(rope: RopeConfig, max_context: int) -> Floats:
             frequencies = _inverse_powers(_ntk_theta(rope, max_context), exponents)
         case RopeType.LLAMA3:
             frequencies = _llama3(rope, _inverse_powers(rope.theta, exponents))
+        case RopeType.LONGROPE:
+            factors = rope.long_factors if max_context > rope.original_max_positions else rope.short_factors
+            frequencies = _inverse_powers(rope.theta, exponents, np.array(factors, np.float32))
         case RopeType.YARN:
             frequencies = _yarn(rope, _inverse_powers(rope.theta, exponents))
         case RopeType.DEFAULT:
@@ -73,10 +86,10 @@ def frequencies_of(rope: RopeConfig, max_context: int) -> Floats:
     return frequencies.astype(np.float32)
 
 
-def _inverse_powers(theta: float, exponents: Floats) -> Floats:
+def _inverse_powers(theta: float, exponents: Floats, factors: Floats | None = None) -> Floats:
     # A power by way of fp64 is the same with every version of numpy.
     powers = np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
-    inverse: Floats = np.float32(1.0) / powers
+    inverse: Floats = np.float32(1.0) / (powers if factors is None else factors * powers)
     return inverse
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 
-from ..dtypes import DType
-from .config import DecoderConfig, EncoderConfig
+import numpy as np
+
+from ..dtypes import DType, from_float32, to_float32
+from .decoder_config import DecoderConfig, Experts, LayerRotary, Norm
+from .encoder_config import Disentangled, EncoderConfig, PositionBias
 from .rotary import Rotary
 
 
@@ -22,6 +26,7 @@ class Activation(enum.StrEnum):
     GELU = "gelu"  # x · Φ(x), by the error function
     GELU_TANH = "gelu_tanh"  # its approximation by a tanh
     RELU = "relu"
+    TANH = "tanh"
 
 
 _ACTIVATIONS = {
@@ -32,22 +37,32 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "tanh": Activation.TANH,
 }
 
 
+def activation_of(name: str) -> Activation | None:
+    """By a name that a config has; None of an empty one."""
+    return _ACTIVATIONS[name] if name else None
+
+
 class Pooling(enum.StrEnum):
-    """How the states of a text's tokens become one row."""
+    """The reduction of a text's token states to one row. `pooling_config.POOLING_MODES` has these names."""
 
     MEAN = "mean"
     CLS = "cls"  # the first token's
+    MAX = "max"  # of each column
+    LAST = "lasttoken"
+    MEAN_SQRT = "mean_sqrt_len_tokens"  # their sum, divided by the root of their number
+    WEIGHTED_MEAN = "weightedmean"  # token p, from 1, counts p times
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A decoder whose layers are x + attention(norm(x)), then x + down(activation(gate(y)) · up(y)) of y = norm(x).
 
-    Norms are RMS norms: x / sqrt(mean(x²) + eps), rounded to `dtype`, times the weight. Keys and values are what the
-    rotation (of keys) and the projections give, in `dtype`. A token sees itself and what came before it.
+    Where there are output norms, what attention and MLP add to x is normalised first, and then scaled. Keys and values
+    are what the rotation (of keys) and the projections give, in `dtype`. A token sees itself and what came before it.
     """
 
     dtype: DType  # of activations, keys and values: BF16, F16 or F32; sums are in fp32
@@ -58,22 +73,47 @@ class DecoderSpec:
     num_heads: int  # a multiple of num_kv_heads
     num_kv_heads: int
     head_dim: int
+    norm: Norm  # of all norms
     norm_eps: float
+    input_norms: bool  # before attention and MLP
+    output_norms: bool  # behind them
+    is_parallel: bool  # x + attention(y) + mlp(y) of y = norm(x)
     attention_scale: float  # scores are query · key times this
+    score_cap: float | None  # scores s become cap · tanh(s / cap)
+    logit_cap: float | None  # likewise, after logits_scale
+    embedding_scale: (
+        float  # what the embeddings' rows are multiplied with: rows and products are rounded to dtype
+    )
+    residual_scale: float  # likewise what attention and MLP add
+    logits_scale: float
     activation: Activation
+    experts: Experts | None  # in place of the MLP of some layers
     rotary: Rotary
+    local_rotary: Rotary | None  # of the same dim
+    layer_rotary: tuple[LayerRotary, ...]  # which of them turns a layer's queries and keys
+    wide_rotary: (
+        bool  # they are turned in fp32 and rounded once; otherwise cos, sin and each product are rounded
+    )
     max_context: int  # tokens of prompt and answer together
     windows: tuple[int | None, ...]  # a layer: how many tokens back a token sees, itself included; None: all
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     mlp_bias: bool  # of gate, up and down
     head_norms: (
-        bool  # each query head and key head is normalised before it is turned; the weight is (head_dim,)
+        bool  # queries and keys are normalised before they are turned; a weight is (head_dim,) for each head
+    )
+    joint_head_norms: (
+        bool  # all heads of a row as one instead, with weights of (num_heads * head_dim,) and likewise
     )
     tied_head: bool  # the head's matrix is the embeddings'
 
     @classmethod
     def of(cls, config: DecoderConfig, dtype: DType) -> DecoderSpec:
+        names, local = config.names, config.local_rope
+        rotary = partial(Rotary.of, interleaved=config.interleaved_rotary)
+        embedding_scale = config.embedding_scale
+        if config.scales_embeddings:
+            embedding_scale = _rounded(config.hidden_size**0.5, dtype)
         return cls(
             dtype=dtype,
             vocab_size=config.vocab_size,
@@ -83,26 +123,57 @@ class DecoderSpec:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            norm=config.norm,
             norm_eps=config.norm_eps,
-            attention_scale=config.head_dim**-0.5,
+            input_norms=names.attention_norm is not None,
+            output_norms=names.attention_output_norm is not None,
+            is_parallel=config.is_parallel,
+            attention_scale=config.attention_scale or config.head_dim**-0.5,
+            score_cap=config.score_cap,
+            logit_cap=config.logit_cap,
+            embedding_scale=embedding_scale,
+            residual_scale=config.residual_scale,
+            logits_scale=config.logits_scale,
             activation=_ACTIVATIONS[config.activation],
-            rotary=Rotary.of(config.rope, config.max_context),
+            experts=config.experts,
+            rotary=rotary(config.rope, config.max_context),
+            local_rotary=None if local is None else rotary(local, config.max_context),
+            layer_rotary=config.layer_rotary or (LayerRotary.MAIN,) * config.num_layers,
+            wide_rotary=config.wide_rotary,
             max_context=config.max_context,
             windows=config.windows,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
             mlp_bias=config.mlp_bias,
             head_norms=config.qk_norm,
+            joint_head_norms=config.joint_qk_norm,
             tied_head=config.tie_word_embeddings,
         )
 
 
+def _rounded(number: float, dtype: DType) -> float:
+    """The nearest number of this dtype."""
+    wide = np.array([number], np.float32)
+    return float(to_float32(from_float32(wide, dtype), dtype)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """activation(x @ weight.T + bias) of embeddings, in fp32."""
+
+    num_out: int
+    activation: Activation | None
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """An encoder whose layers are x = norm(x + attention(x)), then norm(x + down(activation(up(x)))).
+    """An encoder whose layers are x = norm(x + attention(x)), then norm(x + mlp(x)); or, with `pre_norm`,
+    x + attention(norm(x)), then x + mlp(norm(x)), where the first layer's attention takes x itself.
 
-    The first x is norm(word + position + type 0). Norms are LayerNorms, whose statistics are fp32; all projections have
-    biases; each token sees all tokens of its own text. Position p of a text takes row position_offset + p.
+    The first x is norm(word + type + position). The MLP is down(activation(up(x))), or, `gated`,
+    down(activation(gate(x)) · up(x)). Norms are LayerNorms, whose statistics are fp32. Each token sees the tokens of
+    its own text that are in its layer's window. Position p of a text takes row position_offset + p of their table. What
+    turns queries and keys is computed in fp32, and rounded once.
     """
 
     dtype: DType
@@ -115,16 +186,34 @@ class EncoderSpec:
     norm_eps: float
     attention_scale: float
     activation: Activation
-    max_positions: int  # rows of the position table
-    type_vocab_size: int
+    gated: bool
+    pre_norm: bool
+    final_norm: bool  # of what the last layer makes
+    norm_bias: bool
+    qkv_bias: bool
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    max_positions: int  # rows of the position table; 0: there is none
     position_offset: int
-    pooling: Pooling  # not of a classifier, which takes the first token's state
-    normalize: bool  # embeddings to unit length; not of a classifier
-    num_labels: int  # of a classifier: its rows are scores(tanh(dense(first token's state))); 0: embeddings
+    type_vocab_size: int  # 0: there is none
+    windows: tuple[int | None, ...]  # a layer: how many tokens to each side a token sees; None: all
+    rotary: Rotary | None  # of layers without a window; None: positions do not turn them
+    local_rotary: Rotary | None  # of layers with a window
+    position_bias: PositionBias | None
+    disentangled: Disentangled | None
+    pooling: Pooling  # of a classifier, what its head sees
+    dense: tuple[DenseSpec, ...]  # what embeddings pass through then
+    normalize: bool  # embeddings to unit length, at last
+    num_labels: int  # of a classifier: its rows are scores(norm(activation(dense(pooled)))); 0: embeddings
+    head_activation: Activation
+    head_bias: bool  # of a classifier's dense layer
+    head_norm: bool  # whether a classifier's head has one
 
     @classmethod
     def of(cls, config: EncoderConfig, dtype: DType) -> EncoderSpec:
         head_dim = config.hidden_size // config.num_heads
+        # Of content, and with disentangled positions of both kinds of them: three terms.
+        num_terms = 1 if config.disentangled is None else 3
         return cls(
             dtype=dtype,
             vocab_size=config.vocab_size,
@@ -134,17 +223,35 @@ class EncoderSpec:
             num_heads=config.num_heads,
             head_dim=head_dim,
             norm_eps=config.norm_eps,
-            attention_scale=head_dim**-0.5,
+            attention_scale=(num_terms * head_dim) ** -0.5,
             activation=_ACTIVATIONS[config.activation],
+            gated=config.is_gated,
+            pre_norm=config.has_pre_norm,
+            final_norm=bool(config.names.final_norm),
+            norm_bias=config.has_norm_bias,
+            qkv_bias=config.has_qkv_bias,
+            output_bias=config.has_output_bias,
+            mlp_bias=config.has_mlp_bias,
             max_positions=config.max_positions,
-            type_vocab_size=config.type_vocab_size,
             position_offset=config.position_offset,
+            type_vocab_size=config.type_vocab_size,
+            windows=config.windows or (None,) * config.num_layers,
+            rotary=Rotary.whole(config.rope_theta, head_dim),
+            local_rotary=Rotary.whole(config.local_rope_theta, head_dim),
+            position_bias=config.position_bias,
+            disentangled=config.disentangled,
             pooling=Pooling(config.pooling),
+            dense=tuple(DenseSpec(layer.num_out, activation_of(layer.activation)) for layer in config.dense),
             normalize=config.normalize,
             num_labels=len(config.labels),
+            head_activation=_ACTIVATIONS[config.head_activation],
+            head_bias=config.has_head_bias,
+            head_norm=config.has_head_norm,
         )
 
     @property
     def num_columns(self) -> int:
         """Of what comes out: a row for each text."""
-        return self.num_labels or self.hidden_size
+        if self.num_labels:
+            return self.num_labels
+        return self.dense[-1].num_out if self.dense else self.hidden_size

@@ -12,27 +12,20 @@ from typing import Any
 import torch
 
 from ...loader.artifact import open_artifact
-from ...loader.errors import UsageError
-from ...loader.format.manifest import Manifest, Part
-from ...loader.load.options import LoadOptions
+from ...loader.format.manifest import Manifest
 from ...loader.memory.limits import available, check_fits
 from ...loader.process.cpu import available_cores
 from ...loader.sources.base import Source
-from ...loader.tools.part_reader import PartReader
-from ...loader.tools.progress_bar import TransferProgress, format_bytes
-from ..backends.torch.backend import TorchBackend
-from ..backends.torch.compute_dtype import ComputePolicy
+from ...loader.tools.progress_bar import format_bytes
 from ..errors import ModelError
-from ..files import ModelFiles
 from ..kv.kinds import KVKind
-from ..models.build import build_model
 from ..models.decoder import Decoder
 from .decoders import DecoderQuality, compare_decoders
-from .evaluate import WORK_BYTES, OnProgress, check_max_tokens
+from .evaluate import WORK_BYTES, OnProgress, PartCounter, check_max_tokens
 from .inputs import InputReader
 from .report import aligned, decoder_rows, describe_text, quality_json
 from .text import EvaluationText
-from .tiers import TieredWeights, usable_tiers
+from .whole_decoder import WholeDecoder
 
 SCHEMA = 1
 
@@ -52,6 +45,10 @@ class Size:
     url: str
     weight_bytes: int  # in memory
     stored_bytes: int  # the weights as they are stored
+
+    @classmethod
+    def of(cls, source: Source, manifest: Manifest) -> Size:
+        return cls(source.url, manifest.weight_bytes, sum(part.size_bytes for part in manifest.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +130,15 @@ def evaluate_against(
         made_of="the weights of both, and room to compute in",
     )
     total_bytes = sum(part.size_bytes for manifest in manifests for part in manifest.parts)
-    count = _Counter(progress, total_bytes)
-    ours = _Model(artifact.source, manifests[0], threads, count)
-    theirs = _Model(original.source, manifests[1], threads, count)
+    count = PartCounter(progress, total_bytes)
+    ours = WholeDecoder(artifact.source, manifests[0], threads=threads, on_part=count)
+    theirs = WholeDecoder(original.source, manifests[1], threads=threads, on_part=count)
     _check_comparable(ours.decoder, theirs.decoder)
     read = InputReader(theirs.files).for_decoder(text, max_tokens)
     quality = compare_decoders(ours.decoder, theirs.decoder, read.tokens, prefix=read.prefix, kv=kv)
     return AgainstReport(
-        artifact=ours.size,
-        original=theirs.size,
+        artifact=Size.of(artifact.source, manifests[0]),
+        original=Size.of(original.source, manifests[1]),
         text=text,
         num_tokens=len(read.tokens),
         computing=Computing(ours.decoder.dtype.label, kv.value),
@@ -160,40 +157,3 @@ def _check_comparable(ours: Decoder, theirs: Decoder) -> None:
                 f"the artifact {what.format(our_count)}, and the original {their_count}",
                 hint="Give what the artifact was made of.",
             )
-
-
-class _Counter:
-    """Tells how far reading is, over both models."""
-
-    def __init__(self, progress: OnProgress | None, total_bytes: int) -> None:
-        self._progress = progress
-        self._done_bytes = 0
-        self._total_bytes = total_bytes
-
-    def __call__(self, part: Part) -> None:
-        self._done_bytes += part.size_bytes
-        if self._progress is not None:
-            self._progress(TransferProgress(self._done_bytes, self._total_bytes))
-
-
-class _Model:
-    """One of the two, with all its weights."""
-
-    def __init__(self, source: Source, manifest: Manifest, threads: int | None, count: _Counter) -> None:
-        self.files = ModelFiles(source, manifest, LoadOptions())
-        self.size = Size(source.url, manifest.weight_bytes, sum(part.size_bytes for part in manifest.parts))
-        weights = TieredWeights(manifest)
-        built = build_model(
-            self.files.json("config.json", required=True),
-            weights.tensors(),
-            [TorchBackend(ComputePolicy.of_this_machine())],
-        )
-        if not isinstance(built, Decoder):
-            raise UsageError(
-                f"{source.url} is an encoder, and only decoders are compared so",
-                key="artifact",
-                hint="`teneral eval-draft` judges an encoder's draft.",
-            )
-        self.decoder = built
-        for tier in usable_tiers(manifest)[-1:]:
-            weights.fill(tier, PartReader(source, manifest), threads=threads, on_part=count)

@@ -22,10 +22,10 @@ from ...loader.tools.progress_bar import TransferProgress
 from ..backends.torch.backend import TorchBackend
 from ..backends.torch.compute_dtype import ComputePolicy
 from ..files import ModelFiles
-from ..instance import SENTENCE_FILES
 from ..models.build import build_model
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
+from ..sentence_files import sentence_files
 from .decoders import DecoderQuality, compare_decoders
 from .encoders import EncoderQuality, compare_encoders
 from .inputs import MIN_TOKENS, InputReader
@@ -84,6 +84,20 @@ def check_max_tokens(max_tokens: int) -> None:
         raise UsageError(
             f"max_tokens must be from {MIN_TOKENS} to {MAX_TOKENS}, not {max_tokens}", key="max_tokens"
         )
+
+
+class PartCounter:
+    """Tells how far reading is, over all parts of all models."""
+
+    def __init__(self, progress: OnProgress | None, total_bytes: int) -> None:
+        self._progress = progress
+        self._done_bytes = 0
+        self._total_bytes = total_bytes
+
+    def __call__(self, part: Part) -> None:
+        self._done_bytes += part.size_bytes
+        if self._progress is not None:
+            self._progress(TransferProgress(self._done_bytes, self._total_bytes))
 
 
 class _Reading:
@@ -155,7 +169,7 @@ def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
         files.json("config.json", required=True),
         weights.tensors(),
         [TorchBackend(ComputePolicy.of_this_machine())],
-        **{key: files.json(name) for key, name in SENTENCE_FILES.items()},
+        **sentence_files(files),
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .logprobs import PromptScores
 
 Int64s = npt.NDArray[np.int64]
 
@@ -26,6 +29,16 @@ class SequenceSpan:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows [start, start + length) of the batch, a prompt's tokens from `position` on: their logits go to `scores`."""
+
+    scores: PromptScores
+    position: int
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
     """T tokens of all sequences together, R rows whose logits are wanted. All arrays are contiguous."""
@@ -36,16 +49,19 @@ class StepBatch:
     spans: tuple[SequenceSpan, ...]
     logit_rows: Int64s  # (R,), indices into the T rows
     on_device: Any = None  # the same once more, where a backend has sent it to a device
+    scored: tuple[ScoredRows, ...] = ()
 
 
 def join(batches: Sequence[StepBatch]) -> StepBatch:
     """All of them as one, their rows behind one another."""
     spans: list[SequenceSpan] = []
     logit_rows: list[Int64s] = []
+    scored: list[ScoredRows] = []
     num_rows = 0
     for batch in batches:
         spans += [replace(span, start=span.start + num_rows) for span in batch.spans]
         logit_rows.append(batch.logit_rows + num_rows)
+        scored += [replace(rows, start=rows.start + num_rows) for rows in batch.scored]
         num_rows += len(batch.tokens)
     return StepBatch(
         np.concatenate([batch.tokens for batch in batches]),
@@ -53,6 +69,7 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
         np.concatenate([batch.slots for batch in batches]),
         tuple(spans),
         np.concatenate(logit_rows),
+        scored=tuple(scored),
     )
 
 
@@ -74,5 +91,6 @@ def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]
         batch.slots[index],
         tuple(spans),
         np.array(logit_rows, dtype=np.int64),
+        scored=tuple(replace(own, start=place[own.start]) for own in batch.scored if own.start in place),
     )
     return chosen, index

@@ -5,18 +5,29 @@ is known.
 from __future__ import annotations
 
 import enum
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...loader.errors import TeneralError
 from ..errors import RequestError
 from ..grammar.matcher import Grammar
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1_024
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_SALT_CHARS = 256
 MAX_NAME_CHARS = 128  # of a session or a tenant
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a prompt: its tokens, each with the best in its place
+MAX_ALLOWED_TOKENS = 1 << 16
+MAX_BAD_WORDS = 512  # as sequences of tokens
+MAX_BAD_WORD_TOKENS = 64
 _NAME = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_NAME_CHARS}}}")
 
 
@@ -64,6 +75,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # the same seed, prompt and parameters give the same tokens on the same machine
+    allowed_tokens: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that an answer never completes
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -77,6 +90,27 @@ class SamplingParams:
             _in_range("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         for _, bias in self.logit_bias:
             _in_range("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_tokens is not None and not 0 < len(self.allowed_tokens) <= MAX_ALLOWED_TOKENS:
+            raise RequestError(
+                f"allowed_token_ids takes 1 to {MAX_ALLOWED_TOKENS} tokens, not {len(self.allowed_tokens)}",
+                param="allowed_token_ids",
+            )
+        if len(self.bad_words) > MAX_BAD_WORDS or any(
+            not 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words
+        ):
+            raise RequestError(
+                f"bad_words takes up to {MAX_BAD_WORDS} spellings of 1 to {MAX_BAD_WORD_TOKENS} tokens",
+                param="bad_words",
+            )
+
+    @property
+    def named_tokens(self) -> dict[str, tuple[int, ...]]:
+        """The tokens that the model must have, by the field that names them."""
+        return {
+            "logit_bias": tuple(token for token, _ in self.logit_bias),
+            "allowed_token_ids": self.allowed_tokens or (),
+            "bad_words": tuple(token for word in self.bad_words for token in word),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +121,20 @@ class GenerationRequest:
     prompt_tokens: tuple[int, ...]
     max_tokens: int | None = None  # None: until the context is full
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: tuple[str, ...] = ()  # never part of the text that is given out
+    min_tokens: int = 0  # before which no end-of-sequence token comes, and no stop token or string counts
+    stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    includes_stop: bool = (
+        False  # the text that is given out has the stop string, or the stop token's text, at its end
+    )
+    skips_special_tokens: bool = True  # they have no text
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
     grammar: Grammar | None = None  # what the answer must follow
+    shown_tokens: Mapping[int, str] = field(
+        default_factory=dict
+    )  # special ones that have a text in this answer
     first_token: FirstToken = FirstToken.EXACT
     cache_salt: str = ""  # who gives another one shares no keys and values with this one
     session: str = ""  # what is computed of it is kept for the next request that names the same; '': none
@@ -103,6 +146,7 @@ class GenerationRequest:
             raise RequestError("the prompt is empty", param="prompt")
         if self.max_tokens is not None:
             _in_range("max_tokens", self.max_tokens, 0, 1 << 31)
+        _in_range("min_tokens", self.min_tokens, 0, 1 << 31 if self.max_tokens is None else self.max_tokens)
         if len(self.stop) > MAX_STOP_STRINGS or any(
             not 0 < len(text) <= MAX_STOP_STRING_CHARS for text in self.stop
         ):
@@ -113,6 +157,15 @@ class GenerationRequest:
         check_owner(session=self.session, tenant=self.tenant, cache_salt=self.cache_salt)
         if self.num_top_logprobs is not None:
             _in_range("top_logprobs", self.num_top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.num_prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.num_prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            if len(self.prompt_tokens) * (1 + self.num_prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+                raise RequestError(
+                    f"{len(self.prompt_tokens)} tokens with {self.num_prompt_logprobs} log-probabilities for each "
+                    f"are more than {MAX_PROMPT_LOGPROBS}",
+                    param="prompt_logprobs",
+                    hint="Ask for fewer of them, or send a shorter prompt.",
+                )
 
     @property
     def queue_name(self) -> str:
@@ -136,6 +189,33 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # (token, logprob), best first
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Of all tokens of a prompt but the first, N of them, each after those before it; k of the best in its place."""
+
+    tokens: npt.NDArray[np.int32]  # (N,)
+    logprobs: npt.NDArray[np.float32]  # (N,)
+    ranks: npt.NDArray[np.int32]  # (N,), from 1: one more than the tokens that are likelier
+    top_tokens: npt.NDArray[np.int32]  # (N, k), best first
+    top_logprobs: npt.NDArray[np.float32]  # (N, k)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        for token, logprob, others, values in zip(
+            self.tokens.tolist(),
+            self.logprobs.tolist(),
+            self.top_tokens.tolist(),
+            self.top_logprobs.tolist(),
+            strict=True,
+        ):
+            pairs = zip(others, values, strict=True)
+            yield TokenLogprob(
+                token, logprob, tuple((other, value) for other, value in pairs if value > -math.inf)
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationEvent:
     """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a
@@ -143,7 +223,7 @@ class GenerationEvent:
 
     `num_drafted` of its tokens were chosen by weights that were not exact yet, which the request allowed. The other two
     count proposals of the draft that the exact weights judged in this step: those that they would have chosen, too,
-    and those behind the first that they would not.
+    and those behind the first that they would not. `prompt_logprobs` come with the first event of a request for them.
     """
 
     text: str
@@ -154,6 +234,10 @@ class GenerationEvent:
     num_drafted: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    stopped_by: str | int | None = (
+        None  # the request's stop string or stop token; None: nothing that it names
+    )
 
 
 def check_owner(*, session: str = "", tenant: str = "", cache_salt: str = "") -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ..kv.blocks import Epoch
-from .batch import SequenceSpan, StepBatch
+from .batch import ScoredRows, SequenceSpan, StepBatch
+
+if TYPE_CHECKING:
+    from .logprobs import PromptScores
 
 
 class LaneLike(Protocol):
@@ -24,7 +27,7 @@ class LaneLike(Protocol):
 class Rows:
     """The tokens [first, end) of one sequence, whose keys and values go to a lane that holds the blocks for them.
 
-    Logits are wanted of the last `num_logits` of them.
+    Logits are wanted of the last `num_logits` of them, and those of the prompt's rows go to `scores`.
     """
 
     lane: LaneLike
@@ -32,6 +35,14 @@ class Rows:
     first: int
     end: int
     num_logits: int
+    scores: PromptScores | None = None
+
+    def scored(self, start: int) -> tuple[ScoredRows, ...]:
+        """Those whose logits go to `scores`; `start` is the first row of these tokens in the batch. None or one."""
+        end = 0 if self.scores is None else min(self.end, self.scores.num_rows)
+        if self.scores is None or end <= self.first:
+            return ()
+        return (ScoredRows(self.scores, self.first, start, end - self.first),)
 
 
 def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
@@ -42,8 +53,10 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     slots: list[int] = []
     logit_rows: list[int] = []
     spans: list[SequenceSpan] = []
+    scored: list[ScoredRows] = []
     for part in parts:
         blocks = part.lane.blocks
+        scored += part.scored(len(tokens))
         spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
         tokens += part.tokens[part.first : part.end]
         positions += range(part.first, part.end)
@@ -64,4 +77,5 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
         numbers[2 * num_tokens : 3 * num_tokens],
         tuple(spans),
         numbers[3 * num_tokens :],
+        scored=tuple(scored),
     )

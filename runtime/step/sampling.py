@@ -1,10 +1,10 @@
 """From logits to the next token, sequence by sequence.
 
 Order, as in transformers: logit bias; repetition penalty (prompt and output), presence and frequency penalty
-(output); the grammar, which leaves only the tokens that may come next; temperature; top-k (values equal to the
-k-th are kept); top-p of what is left, renormalised (the smallest set of best tokens that reaches p, at least one);
-min-p (against the best token's probability).
-Log-probabilities are taken before the grammar and the temperature.
+(output); the grammar and the request's limits, which leave only the tokens that may come next; temperature; top-k
+(values equal to the k-th are kept); top-p of what is left, renormalised (the smallest set of best tokens that reaches
+p, at least one); min-p (against the best token's probability).
+Log-probabilities are taken before the grammar, the limits and the temperature.
 
 A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
 wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import GrammarError, ModelError
-from ..grammar.matcher import Matcher
-from .requests import TokenLogprob
+from .logprobs import token_logprob
 from .state import Choice, Chosen, SamplingState
+
+if TYPE_CHECKING:
+    from ..grammar.matcher import MaskWords
 
 NUM_BUCKETS = 1_024
 MAX_BUCKET_DEPTH = 30.0  # of scores below the best; all tokens beyond together have next to no probability
@@ -57,9 +60,10 @@ def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
 def _choose(logits: Floats, state: SamplingState) -> Chosen:
     scores = _adjust(logits, state)  # (vocab,)
     try:
-        legal = scores if state.grammar is None else _masked(scores, state.grammar)
+        words = state.mask(scores.size)
     except GrammarError as error:
         return error
+    legal = scores if words is None else _masked(scores, words)
     ((score, token),) = _best(legal[None])
     if not math.isfinite(score):
         return not_finite()
@@ -67,7 +71,7 @@ def _choose(logits: Floats, state: SamplingState) -> Chosen:
         token = _draw(legal - np.float32(score), state)
     if state.num_top_logprobs is None:
         return Choice(token)
-    return Choice(token, _logprob(scores, token, state.num_top_logprobs))
+    return Choice(token, token_logprob(scores, token, state.num_top_logprobs))
 
 
 def _best(scores: Floats) -> list[tuple[float, int]]:
@@ -96,13 +100,9 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
     return scores
 
 
-def _masked(scores: Floats, grammar: Matcher) -> Floats:
+def _masked(scores: Floats, words: MaskWords) -> Floats:
     """(vocab,) scores, minus infinity for tokens that may not come next."""
-    words = np.zeros(grammar.num_mask_words, dtype=np.uint32)
-    grammar.mask_into(words)
-    bits = np.unpackbits(words.view(np.uint8), count=min(scores.size, 32 * len(words)), bitorder="little")
-    if len(bits) < scores.size:  # a model may have rows for tokens that its tokenizer does not know
-        bits = np.pad(bits, (0, scores.size - len(bits)))
+    bits = np.unpackbits(words.view(np.uint8), count=scores.size, bitorder="little")
     return np.where(bits.view(np.bool_), scores, np.float32(-math.inf))
 
 
@@ -148,20 +148,6 @@ def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     keep: npt.NDArray[np.bool_] = buckets < last
     keep[inside[order[:num_inside]]] = True
     return keep
-
-
-def _logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:
-    wide = scores.astype(np.float64)
-    wide -= wide.max()
-    logprobs = (wide - math.log(float(np.exp(wide).sum()))).astype(np.float32)
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        count = min(num_top, logprobs.size)
-        able = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
-        best = able[np.argsort(-logprobs[able], kind="stable")[:count]]
-        pairs = zip(best.tolist(), logprobs[best].tolist(), strict=True)
-        top = tuple((other, value) for other, value in pairs if value > -math.inf)
-    return TokenLogprob(token, logprobs.item(token), top)
 
 
 def not_finite() -> ModelError:

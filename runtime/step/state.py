@@ -5,16 +5,26 @@ from __future__ import annotations
 import copy
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..errors import GrammarError, ModelError
 from ..grammar.matcher import Matcher
 from .requests import GenerationRequest, SamplingParams, TokenLogprob
+from .token_limits import TokenLimits
+
+if TYPE_CHECKING:
+    from ..grammar.matcher import MaskWords
 
 
 class SamplingState:
     """All that the choice of a sequence's next token depends on but its logits."""
 
     __slots__ = (
+        "_is_all_computed",
+        "_limits",
+        "_tail",
         "grammar",
         "is_plain_greedy",
         "num_outputs",
@@ -25,8 +35,15 @@ class SamplingState:
         "seen",
     )
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, end_tokens: frozenset[int] = frozenset()) -> None:
+        """`end_tokens` are those with which the sequence ends."""
         params = request.sampling
+        self._limits = TokenLimits.of(request, end_tokens)
+        # Log-probabilities are of what is computed, so that no token comes without that.
+        self._is_all_computed = (
+            request.num_top_logprobs is not None or request.num_prompt_logprobs is not None
+        )
+        self._tail: list[int] = []  # the last outputs, as many as the limits look at
         self.params: SamplingParams = params
         # Its place in the request's grammar, which follows the tokens that are added.
         self.grammar: Matcher | None = None if request.grammar is None else request.grammar.start()
@@ -45,13 +62,15 @@ class SamplingState:
             and params.presence_penalty == params.frequency_penalty == 0
             and request.num_top_logprobs is None
             and request.grammar is None
+            and self._limits is None
         )
 
     def for_draft(self) -> SamplingState:
         """The same choices from the same logits, so far; nobody asks for the draft's logprobs."""
         other = copy.copy(self)
-        other.num_top_logprobs = None
+        other.num_top_logprobs, other._is_all_computed = None, False
         other.output_counts, other.seen = dict(self.output_counts), dict(self.seen)
+        other._tail = list(self._tail)
         other.grammar = None if self.grammar is None else self.grammar.copy()
         return other
 
@@ -63,12 +82,34 @@ class SamplingState:
         self.output_counts[token] = self.output_counts.get(token, 0) + 1
         if self.params.repetition_penalty != 1.0:
             self.seen[token] = None
+        if self._limits is not None and self._limits.tail_length:
+            self._tail.append(token)
+            del self._tail[: -self._limits.tail_length]
+
+    def mask(self, vocab_size: int) -> MaskWords | None:
+        """The tokens that may come next, (ceil(vocab_size / 32),) uint32; None: all of them. Tokens that only the
+        model knows are not in a grammar's mask. Raises `GrammarError`.
+        """
+        words: MaskWords | None = None
+        if self.grammar is not None:
+            own = np.zeros(self.grammar.num_mask_words, dtype=np.uint32)
+            self.grammar.mask_into(own)
+            words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+            words[: len(own)] = own[: len(words)]
+        if self._limits is None:
+            return words
+        return self._limits.mask(words, vocab_size, self._tail, self.num_outputs)
 
     def forced(self) -> list[int]:
         """The tokens that the grammar leaves no choice of: they need not be computed. None where logprobs are asked
-        for, which only computing gives.
+        for, which only computing gives, and where other limits may exclude them.
         """
-        if self.grammar is None or self.num_top_logprobs is not None or self.grammar.is_finished:
+        if (
+            self.grammar is None
+            or self.grammar.is_finished
+            or self._is_all_computed
+            or self._limits is not None
+        ):
             return []
         return self.grammar.forced()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ModelError, RequestError
+from .pairs import SPECIAL, EncodedPair
 from .token_bytes import max_token_bytes
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ class Backend(Protocol):
         """The most bytes of a text that one token can stand for; None: not known."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+        """Each pair, or single text, as the tokenizer's template for it has it."""
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Which characters each token of `encode(text, add_special_tokens=False)` stands for, half-open."""
@@ -92,6 +96,17 @@ class LocalBackend:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         tokens: list[int] = encoding.ids
         return tokens
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+        inputs = [text if other is None else (text, other) for text, other in pairs]
+        return [
+            EncodedPair(
+                tuple(encoding.ids),
+                tuple(encoding.type_ids),
+                tuple(SPECIAL if part is None else part for part in encoding.sequence_ids),
+            )
+            for encoding in self.tokenizer.encode_batch(inputs)
+        ]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         # Not the fast one, which tells no places.

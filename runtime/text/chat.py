@@ -31,14 +31,6 @@ MAX_RENDER_S = 5.0  # a template takes about a millisecond
 MAX_START_S = 30.0  # starting takes 0.1 s of CPU, which a container that loads a model may not have at once
 MEMORY_BYTES = 256 << 20  # address space of the process that renders; 25 MiB of it are taken at the start
 
-# For models without a template: a transcript for them to go on with, in words that base models have seen.
-DEFAULT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ message['role'] | capitalize }}: {{ message['content'] | trim }}\n\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-
 MAX_ANSWER_BYTES = 16 << 20  # the longest prompt, every character escaped as two halves of six bytes
 
 Message = Mapping[str, Any]
@@ -78,6 +70,11 @@ class ChatTemplate:
         self._broken = ""  # why no template can be rendered
         self._lock = threading.Lock()
 
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """The templates by name; none where the model has none."""
+        return self._templates
+
     def start(self) -> None:
         """Start the process now, so that the first prompt need not wait for it. Returns at once, and raises
         nothing: when it cannot be started, `render` says so to those who need it.
@@ -107,12 +104,25 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        source: str | None = None,
     ) -> str:
-        """The prompt, special tokens included as text. `variables` go to the template beside the rest.
+        """The prompt, special tokens included as text. `variables` are passed to the template as well. `source` is a
+        template in place of the model's.
 
-        Raises `RequestError` when the template refuses these messages or they make it fail, `ModelError` when
+        Raises `RequestError` when there is no template, when it refuses these messages or they make it fail, or when
+        `source` is at fault, `ModelError` when the model's template
         the template is at fault (also when it takes too long), `CapacityError` when too many wait for it.
         """
+        if source is None and not self._templates:
+            raise RequestError(
+                "the model has no chat template",
+                param="messages",
+                hint="Serve it with --chat-template FILE, or send the prompt as text to /v1/completions.",
+            )
+        if source is not None and len(source) > MAX_TEMPLATE_CHARS:
+            raise RequestError(
+                f"chat_template may have {MAX_TEMPLATE_CHARS} characters", param="chat_template"
+            )
         given = {
             **self._special_tokens,
             **(variables or {}),
@@ -121,15 +131,21 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        request = _encode({"template": name, "variables": given})
+        request = _encode({"template": name, "source": source, "variables": given})
         if not self._lock.acquire(timeout=MAX_START_S):
             raise CapacityError("too many prompts wait for the chat template")
         try:
             answer = self._ask(request)
+            if "error" in answer:
+                raise _error(str(answer["error"]), str(answer.get("message", "")))
+        except ModelError as error:
+            if source is None:
+                raise
+            raise RequestError(
+                f"chat_template cannot be used: {error.message}", param="chat_template"
+            ) from error
         finally:
             self._lock.release()
-        if "error" in answer:
-            raise _error(str(answer["error"]), str(answer.get("message", "")))
         return str(answer["text"])
 
     def _ask(self, request: bytes) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def main() -> None:
                 answer: dict[str, Any] = {}
             else:
                 _limit_cpu(limits["cpu_s"])
-                template = templates[message["template"]]
+                source = message.get("source")
+                template = templates[message["template"]] if source is None else compiled(source)
                 answer = {"text": _render(template, message["variables"], limits["output_chars"])}
         except Exception as error:  # noqa: BLE001 - whatever the template did is an answer
             answer = {"error": _kind(error), "message": str(error)[:MAX_ERROR_CHARS] or type(error).__name__}

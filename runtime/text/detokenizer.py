@@ -12,7 +12,8 @@ about two tokens a token. What a sequence ends with of an incomplete character i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -24,15 +25,21 @@ MAX_OPEN_TOKENS = 32  # each may end one character and begin the next; the windo
 class DetokenizerSource(Protocol):
     """What is needed of a tokenizer."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of these tokens together. Special tokens have none; bytes that are no UTF-8 come as U+FFFD."""
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of these tokens together; bytes that are no UTF-8 come as U+FFFD. Special tokens have none unless asked
+        for.
+        """
 
 
 class Detokenizer:
     """Continues the text of `prompt_tokens`, whose own text is not given out."""
 
-    def __init__(self, source: DetokenizerSource, prompt_tokens: Sequence[int]) -> None:
-        self._decode = source.decode
+    def __init__(
+        self, source: DetokenizerSource, prompt_tokens: Sequence[int], *, skips_special_tokens: bool = True
+    ) -> None:
+        self._decode: Callable[[list[int]], str] = (
+            source.decode if skips_special_tokens else partial(source.decode, skip_special_tokens=False)
+        )
         self._window: list[int] = []
         self._num_settled = 0  # tokens of the window before which no character was open
         self._given = ""  # of the window's text

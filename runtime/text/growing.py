@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import ModelError
 from .backend import LocalBackend
+from .pairs import EncodedPair
 from .subset import SubsetTokenizer
 
 
@@ -57,6 +58,9 @@ class GrowingBackend:
         return (
             self.complete().encode(text, add_special_tokens=add_special_tokens) if tokens is None else tokens
         )
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+        return self.complete().encode_pairs(pairs)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         offsets = self.current.offsets(text)

@@ -14,7 +14,7 @@ import pickle
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from io import BufferedRWPair
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from ...loader.errors import TeneralError
 from ...loader.timeline import Timeline
 from ..errors import ModelError
 from .launch import LaunchedTokenizer, PreparedTokenizer
+from .pairs import EncodedPair
 from .tokenizer import TextTokenizer, make_chat_template
 
 if TYPE_CHECKING:
@@ -58,13 +59,19 @@ class TokenizerProcess:
         """Of the child that there is now."""
         return self._child.pid
 
-    def load(self, manifest: Manifest) -> TextTokenizer:
-        """Blocks until the child has parsed the tokenizer. The result closes this. Raises what reading it raises, and
-        `ModelError`; the child has ended then.
+    def load(
+        self,
+        manifest: Manifest,
+        *,
+        adjust: Callable[[TextSettings], TextSettings] = lambda settings: settings,
+    ) -> TextTokenizer:
+        """Blocks until the child has parsed the tokenizer. The result closes this. `adjust` is given the model's
+        settings as soon as they are there, before the vocabulary, and gives those to use. Raises what reading it
+        raises, and `ModelError`; the child has ended then.
         """
         self._manifest = manifest.without_weights()
         try:
-            settings = self._child.settings(self._manifest)
+            settings = adjust(self._child.settings(self._manifest))
             worker, self._chat_worker = self._chat_worker, None
             chat_template = make_chat_template(settings, worker)
             try:
@@ -84,6 +91,10 @@ class TokenizerProcess:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokens: list[int] = self._ask("encode", text, add_special_tokens=add_special_tokens)
         return tokens
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+        encoded: list[EncodedPair] = self._ask("encode_pairs", list(pairs))
+        return encoded
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         offsets: list[tuple[int, int]] = self._ask("offsets", text)
@@ -227,4 +238,9 @@ class _Child:
 
 
 def _is_long(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) > 0 and isinstance(arguments[0], str | list) and len(arguments[0]) > LONG_CHARS
+    match arguments:
+        case [[(str(), _), *_] as pairs, *_]:
+            return sum(len(text) + len(other or "") for text, other in pairs) > LONG_CHARS
+        case [str() | list() as text_or_tokens, *_]:
+            return len(text_or_tokens) > LONG_CHARS
+    return False

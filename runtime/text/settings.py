@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...loader.errors import UsageError
 from ..errors import ModelError
+
+MAX_TEMPLATE_BYTES = 256 << 10  # of a file in place of the model's own
 
 Files = Callable[[str], bytes | None]  # a file of the model directory by its name; None when there is none
 
@@ -17,6 +20,10 @@ class TextSettings:
     special_tokens: dict[str, str]  # "bos_token" and so on → its text
     templates: dict[str, str]  # chat templates by name; none where the model has none
     eos_token_ids: frozenset[int]  # those that the model's own files name; the tokenizer's comes to them
+
+    def with_template(self, text: str) -> TextSettings:
+        """The same with this chat template, for requests with tools and without."""
+        return replace(self, templates={"default": text})
 
     @classmethod
     def read(cls, files: Files) -> TextSettings:
@@ -29,6 +36,30 @@ class TextSettings:
             _chat_templates(settings.get("chat_template"), files("chat_template.jinja")),
             _eos_token_ids(files),
         )
+
+
+def read_template(path: str) -> str:
+    """A chat template from a file of this machine. Raises `UsageError`."""
+    hint = "--chat-template takes a file with a Jinja template, such as a model's chat_template.jinja."
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_TEMPLATE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the chat template {path}: {error.strerror}", key="chat_template", hint=hint
+        ) from error
+    if len(data) > MAX_TEMPLATE_BYTES:
+        raise UsageError(
+            f"the chat template {path} is larger than {MAX_TEMPLATE_BYTES} bytes",
+            key="chat_template",
+            hint=hint,
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the chat template {path} is not UTF-8: {error}", key="chat_template", hint=hint
+        ) from error
 
 
 def read_tokenizer_file(files: Files) -> bytes:

@@ -1,4 +1,5 @@
-"""Stop strings in a stream of text: neither they nor any part of them is given out, the text before them is.
+"""Stop strings in a stream of text: unless included, neither they nor any part of them is given out, the text before
+them is.
 
 What could be the beginning of a stop string is held back until the next text decides. The result does not
 depend on how the text is cut into pieces. Nothing is known here of tokens.
@@ -12,25 +13,36 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one sequence's text. Holds back less than the longest stop string."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, included: bool = False) -> None:
+        """`included`: the stop string that ends the text is given out with it."""
         self._stop = tuple(stop)
+        self._included = included
         self._held = ""
+        self.found: str | None = None  # the one that is complete
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
         """The text that can be given out now, and whether a stop string is complete (then nothing more may
         come).
 
         Of several stop strings the one that is complete first counts, as if the text came character by
-        character; of those that end together, the longest.
+        character; of those that end together, the longest. Unless `counts`, none is complete with this text.
         """
         if not self._stop or not text:
             return text, False
+        num_old = len(self._held)
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
-        if found:
-            self._held = ""
-            return text[: min(found)[1]], True
-        held = max(_open_length(text, stop) for stop in self._stop)
+        if counts:
+            found = [
+                (start + len(stop), start)
+                for stop in self._stop
+                if (start := text.find(stop, max(0, num_old - len(stop) + 1))) >= 0
+            ]
+            if found:
+                self._held = ""
+                end, start = min(found)
+                self.found = text[start:end]
+                return text[: end if self._included else start], True
+        held = max(open_length(text, stop) for stop in self._stop)
         cut = len(text) - held
         self._held = text[cut:]
         return text[:cut], False
@@ -41,7 +53,7 @@ class StopStrings:
         return held
 
 
-def _open_length(text: str, stop: str) -> int:
+def open_length(text: str, stop: str) -> int:
     """The length of the longest end of `text` with which `stop` begins."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -7,7 +7,7 @@ process or in another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ContextLengthError, RequestError
@@ -15,7 +15,8 @@ from ..grammar.compiler import GrammarCompiler
 from ..grammar.matcher import Grammar
 from ..grammar.spec import GrammarSpec
 from .backend import MAX_TOKEN, Backend, LocalBackend
-from .chat import DEFAULT_TEMPLATE, ChatTemplate, ChatWorker, Message
+from .chat import ChatTemplate, ChatWorker, Message
+from .pairs import EncodedPair
 from .settings import Files, TextSettings, read_tokenizer_file
 
 MAX_TEXT_CHARS = 1 << 20  # tokenising takes up to 0.7 s for so many, and more than in proportion beyond
@@ -41,12 +42,15 @@ class TextTokenizer:
         self._grammars = GrammarCompiler(backend.tokenizer_json, self.eos_token_ids)
 
     @classmethod
-    def from_files(cls, files: Files) -> TextTokenizer:
-        """In this process. `files` gives a file of the model directory by its name, None when there is none.
+    def from_files(
+        cls, files: Files, *, adjust: Callable[[TextSettings], TextSettings] = lambda settings: settings
+    ) -> TextTokenizer:
+        """In this process. `files` gives a file of the model directory by its name, None when there is none. `adjust`
+        is given the model's settings before the vocabulary is read, and gives those to use.
 
         Raises `ModelError` for what is missing or damaged.
         """
-        settings = TextSettings.read(files)
+        settings = adjust(TextSettings.read(files))
         chat_template = make_chat_template(settings)
         backend = LocalBackend.from_file(read_tokenizer_file(files), settings.special_tokens)
         return cls(backend, settings, chat_template=chat_template)
@@ -65,6 +69,17 @@ class TextTokenizer:
         if max_tokens is not None:
             self._check_length(num_bytes, max_tokens)
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
+        """Each pair of texts, or each text by itself, as the model's own template has it, special tokens included.
+
+        Raises `RequestError` for a text that is too long or is not Unicode.
+        """
+        for pair in pairs:
+            for text in pair:
+                if text is not None:
+                    _check_text(text)
+        return self._backend.encode_pairs(pairs)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Which of the text's characters each of its tokens stands for, from and up to, without special tokens.
@@ -97,12 +112,17 @@ class TextTokenizer:
     ) -> str:
         """The prompt that the model's chat template makes of the messages, special tokens included as text.
 
-        `variables` are handed to the template, as `enable_thinking` is. A model without a template gets a
-        transcript to go on with. Blocks for about a millisecond; errors are those of `ChatTemplate.render`.
+        `variables` are handed to the template, as `enable_thinking` is. Blocks for about a millisecond; errors are
+        those of `ChatTemplate.render`.
         """
         return self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
+
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """The chat templates by name; none where the model has none."""
+        return self.chat_template.templates
 
     def _check_length(self, num_bytes: int, max_tokens: int) -> None:
         most = self._backend.max_token_bytes
@@ -139,11 +159,13 @@ def _check_text(text: str) -> int:
 
 
 def make_chat_template(settings: TextSettings, worker: ChatWorker | None = None) -> ChatTemplate:
-    """The model's template, its process started; or the default one. Takes over a `worker` that waits, or ends it."""
+    """The model's template, its process started; or one that says that there is none. Takes over a `worker` that waits,
+    or ends it.
+    """
     if not settings.templates:
         if worker is not None:
             worker.end()
-        return ChatTemplate({"default": DEFAULT_TEMPLATE}, settings.special_tokens)
+        return ChatTemplate({}, settings.special_tokens)
     template = ChatTemplate(settings.templates, settings.special_tokens, worker=worker)
     template.start()  # beside the parsing of tokenizer.json, which takes as long
     return template

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 TABLE_DELAY_S = 1.0
 MAX_GROWING_S = 10.0
 SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
-METHODS = frozenset(("encode", "offsets", "decode", "id_to_piece", "piece_to_id", "tokenizer_json"))
+METHODS = frozenset(
+    ("encode", "encode_pairs", "offsets", "decode", "id_to_piece", "piece_to_id", "tokenizer_json")
+)
 
 
 def main(control_fd: int, files_fd: int, *line_fds: int) -> None:

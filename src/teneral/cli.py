@@ -21,8 +21,8 @@ from .cli_flags import parse
 from .loader import errors as loading
 
 if TYPE_CHECKING:
-    from .loader.sources.base import SourceOptions
-    from .loader.tools.pack.quantize_plan import QuantizeOptions
+    from .loader.sources.base import Source, SourceOptions
+    from .loader.tools.pack.quantize_plan import MomentsOf, QuantizeOptions
 
 # One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
 # docs/cli.md.
@@ -158,12 +158,14 @@ def _pack(options: argparse.Namespace) -> int:
     keep_integers = quantize is None and not options.dequantize
     source = open_model(options.model, _source_options(options), keep_integers=keep_integers)
     store = open_store(options.artifact, _source_options(options))
+    moments_of = _calibrate(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
             source,
             store,
             tiers=tiers,
             quantize=quantize,
+            moments_of=moments_of,
             force=options.force,
             threads=options.threads,
             progress=bar.update,
@@ -184,6 +186,39 @@ def _quantize_options(options: argparse.Namespace) -> QuantizeOptions | None:
             "--group-size and --asymmetric say how to quantise", key="quantize", hint="Add --quantize int4."
         )
     return None
+
+
+def _calibrate(
+    options: argparse.Namespace, source: Source, quantize: QuantizeOptions | None
+) -> MomentsOf | None:
+    """Moments of the inputs of the model's matrices, over the text of `--calibrate`; None without one."""
+    if options.calibrate is None:
+        return None
+    if quantize is None or quantize.bits != 4:
+        raise loading.UsageError(
+            "--calibrate is for int4: other weights are not chosen by what they do",
+            key="calibrate",
+            hint="Add --quantize int4, or leave it out.",
+        )
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.quality.text import read_text
+
+    text = read_text(options.calibrate)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
+    from .runtime.torch_import import require_torch
+
+    require_torch("teneral pack --calibrate")
+    from .runtime.quality.calibration import calibrate
+
+    with ProgressBar("reading", quiet=options.quiet) as bar:
+        calibration = calibrate(
+            source,
+            text,
+            max_tokens=options.calibrate_tokens,
+            threads=options.threads,
+            progress=bar.update,
+        )
+    return calibration.moments
 
 
 def _unpack(options: argparse.Namespace) -> int:
@@ -215,13 +250,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .loader.artifact import open_artifact, open_model
+    from .loader.artifact import find_file, open_artifact, open_model, read_file
     from .loader.pin import split_pin
     from .loader.tools.inspect import describe, render_table
+    from .runtime.backends.describe import describe_model
 
     address, digest = split_pin(options.artifact)
     source = open_model(address, _source_options(options))
-    description = describe(open_artifact(source, digest=digest), source.url)
+    manifest = open_artifact(source, digest=digest)
+    description = describe(manifest, source.url)
+    if find_file(manifest, "config.json") is not None:
+        description["model"] = describe_model(read_file(source, manifest, "config.json"))
     _print_json(description) if options.json else print(render_table(description))
     return 0
 

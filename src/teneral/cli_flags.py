@@ -98,6 +98,20 @@ def _pack(command: argparse.ArgumentParser) -> None:
         "--asymmetric", action="store_true", help="of int4: every group has a zero of its own"
     )
     weights.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        default=None,
+        help="of int4: text like what the model will read, UTF-8, which it reads so that integers are chosen for what "
+        "they do to its products; needs torch, and memory for the model",
+    )
+    weights.add_argument(
+        "--calibrate-tokens",
+        type=_natural,
+        default=8192,
+        metavar="N",
+        help="how much of that text to use (default: 8192)",
+    )
+    weights.add_argument(
         "--dequantize",
         action="store_true",
         help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",

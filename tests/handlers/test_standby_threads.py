@@ -68,7 +68,7 @@ def test_who_forks_has_one_thread_and_so_have_its_forks(pool: Pool, model: Path)
         server.complete()
         until(lambda: len(set(pool.waiting()) - set(before)) == 1, "another in its place")
         for waiting in pool.wait_full():
-            until(lambda pid=waiting: len(children(pid)) == 3, "its loader, tokenizer and chat renderer")
+            until(lambda pid=waiting: len(children(pid)) == 2, "its tokenizer and chat renderer")
             assert num_threads(waiting) == 1
         assert num_threads(pool.process.pid) == 1
 
@@ -93,7 +93,7 @@ def test_openmps_threads_sleep_unless_the_user_says_otherwise(
 ) -> None:
     handler, environment = _handler(tmp_path, POLICY), {"OMP_WAIT_POLICY": users} | SHOWN
     flags = (handler, "--backend", "torch")
-    with Server(model, tmp_path / "nobody.sock", *flags, environment=environment) as server:
+    with Server(model, tmp_path / "absent.sock", *flags, environment=environment) as server:
         assert server.get("/invoke", {}) == (200, expected)
         code, said = server.end()
     assert code == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
+from tests.support.infra_validators import read_documents
 from tests.support.pool_files import PLAIN, VERSIONED, pool_files, render_text
 
 from teneral.infra.render.helm import values_schema
@@ -54,10 +55,8 @@ def helm(*arguments: str, values: str) -> subprocess.CompletedProcess[str]:
 def assert_equal_documents(text: str) -> None:
     result = helm("template", "release", str(CHART), values=render_text(text, "helm").stream())
     assert result.returncode == 0, result.stderr
-    made = {
-        (each["kind"], each["metadata"]["name"]): each for each in yaml.safe_load_all(result.stdout) if each
-    }
-    rendered = yaml.safe_load_all(render_text(text, "kubernetes").stream())
+    made = {(each["kind"], each["metadata"]["name"]): each for each in read_documents(result.stdout) if each}
+    rendered = read_documents(render_text(text, "kubernetes").stream())
     assert made == {(each["kind"], each["metadata"]["name"]): each for each in rendered}
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 import urllib.request
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,14 @@ def test_the_health_check_needs_no_packages():
         set(re.findall(r"^import (\w+)", (IMAGE / "healthcheck.py").read_text(), re.MULTILINE))
         <= sys.stdlib_module_names
     )
+
+
+def test_each_stage_with_an_entry_point_has_a_command():
+    """Builders drop the command of the stage before, where a stage sets an entry point."""
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)
+    assert sum("ENTRYPOINT" in stage for stage in stages) == 2
+    for stage in stages:
+        assert stage.find("\nCMD") > stage.find("\nENTRYPOINT") or "ENTRYPOINT" not in stage
 
 
 # The built image
@@ -220,6 +229,16 @@ def test_a_release_changes_small_layers_only():
 
     assert size("opt/teneral-code") < 32 << 20
     assert not list(Path(BUILT, "opt/teneral/lib").glob("python*/site-packages/teneral/"))
+
+
+@needs_image
+def test_the_bill_of_materials_names_what_is_installed():
+    bill = json.loads(Path(BUILT, "opt/teneral/sbom.cdx.json").read_text())
+    (site,) = Path(BUILT, "opt/teneral/lib").glob("python*/site-packages")
+    there = {(each.metadata["Name"].lower(), each.version) for each in distributions(path=[str(site)])}
+    listed = {(each["name"], each["version"]) for each in bill["components"]}
+    assert {(re.sub("[-_.]+", "-", name), version) for name, version in there} <= listed
+    assert "tini" in {name for name, _ in listed}
 
 
 @needs_image

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import platform
 import re
@@ -25,9 +24,7 @@ from teneral.loader.memory.arena import (
     PREFAULT_STEP_BYTES,
     Arena,
     Reserve,
-    Reserved,
     as_array,
-    held_bytes,
     map_bytes,
 )
 
@@ -118,56 +115,62 @@ def test_pages_that_another_process_has_taken_can_be_mapped_ahead() -> None:
     os.close(fd)
 
 
-def reserved(size_bytes: int) -> tuple[int, Reserved]:
-    """A memory file all of which a reserve has taken from the system, and what that leaves."""
-    fd = os.memfd_create("test")
-    os.ftruncate(fd, size_bytes)
-    reserve = Reserve(fd)
+def reserved(size_bytes: int) -> Reserve:
+    """A reserve that has taken all of its memory from the system."""
+    reserve = Reserve(size_bytes)
     until_s = time.monotonic() + patience_s(30)
-    while reserve._taken_bytes < size_bytes:
+    while reserve.taken_bytes < size_bytes:
         assert time.monotonic() < until_s
         time.sleep(0.01)
-    assert held_bytes(fd) == size_bytes
-    return fd, reserve.hand_over()
+    return reserve
 
 
 @prefaults
 def test_slabs_lie_in_memory_that_was_taken_ahead_and_its_rest_is_given_back() -> None:
-    fd, mapping = reserved(8 * PREFAULT_STEP_BYTES)
-    arena = Arena([2 * PREFAULT_STEP_BYTES, 5], shared_fd=fd, reserve=mapping)
+    reserve = reserved(8 * PREFAULT_STEP_BYTES)
+    arena = Arena([2 * PREFAULT_STEP_BYTES, 5], reserve=reserve)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     as_array(arena.slabs[0])[:] = 7
     as_array(arena.slabs[1])[:] = 8
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20  # of 1,024 pages
-    assert held_bytes(fd) == 2 * PREFAULT_STEP_BYTES + mmap.PAGESIZE
+    slab = as_array(arena.slabs[0])
+    assert int(mapping_of(slab.ctypes.data)["Size"].split()[0]) << 10 < 3 * PREFAULT_STEP_BYTES
     assert all(int(as_array(slab).max()) == value for slab, value in zip(arena.slabs, (7, 8), strict=True))
-    other = Arena([2 * PREFAULT_STEP_BYTES, 5], shared_fd=fd)
-    assert bytes(other.slabs[1]) == b"\x08" * 5
-    os.close(fd)
 
 
 @prefaults
-def test_pages_that_were_taken_ahead_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    fd, mapping = reserved(4 * PREFAULT_STEP_BYTES)
+@pytest.mark.parametrize("taken_steps", [4, 1])
+def test_pages_that_were_taken_ahead_are_not_looked_at_again(
+    taken_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve = reserved(4 * PREFAULT_STEP_BYTES)
+    reserve._taken_bytes = taken_steps * PREFAULT_STEP_BYTES
     advised: list[int] = []
     monkeypatch.setattr(arena_module, "adviser", lambda _: lambda offset, *_: advised.append(offset) is None)
-    for taken_bytes, expected in ((mapping.taken_bytes, []), (PREFAULT_STEP_BYTES, [PREFAULT_STEP_BYTES])):
-        arena = Arena([2 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=Reserved(mapping.memory, taken_bytes))
-        assert arena.prefault(stopped=lambda: False)
-        assert advised == expected
-        arena.map_ahead()
-        assert advised == expected * 2
-    os.close(fd)
+    arena = Arena([2 * PREFAULT_STEP_BYTES], reserve=reserve)
+    assert arena.prefault(stopped=lambda: False)
+    assert advised == ([] if taken_steps == 4 else [PREFAULT_STEP_BYTES])
 
 
 @prefaults
 def test_weights_that_are_larger_than_what_was_taken_ahead_use_it_all_the_same() -> None:
-    fd, mapping = reserved(2 * PREFAULT_STEP_BYTES)
-    arena = Arena([4 * PREFAULT_STEP_BYTES], shared_fd=fd, reserve=mapping)
-    assert held_bytes(fd) == 2 * PREFAULT_STEP_BYTES
-    as_array(arena.slabs[0])[:] = 9
-    assert mapping.memory[-1] == 9, "they are the same pages"
-    os.close(fd)
+    arena = Arena([4 * PREFAULT_STEP_BYTES], reserve=reserved(2 * PREFAULT_STEP_BYTES))
+    slab = as_array(arena.slabs[0])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    slab[: 2 * PREFAULT_STEP_BYTES] = 9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20  # of 1,024 pages
+    slab[:] = 9
+    assert int(slab.min()) == 9
+
+
+def test_a_reserve_that_is_released_holds_no_memory_and_ends_its_thread() -> None:
+    reserve = Reserve(64 * PREFAULT_STEP_BYTES)
+    reserve.release()
+    until_s = time.monotonic() + patience_s(30)
+    while reserve.taken_bytes or reserve._thread.is_alive():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert len(reserve._memory) == 0
 
 
 def flags_of(slab: np.ndarray, offset: int) -> list[str]:

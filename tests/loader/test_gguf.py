@@ -35,7 +35,7 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.loader.tools.pack.quantize import to_float32
 from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
 from teneral.loader.tools.unpack import unpack
-from teneral.runtime.models.config import DecoderConfig
+from teneral.runtime.models.decoder_config import DecoderConfig
 
 gguf = pytest.importorskip("gguf")
 

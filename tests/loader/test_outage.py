@@ -111,6 +111,16 @@ def test_the_timeline_shows_that_an_outage_lasts_and_its_end(clock: Clock) -> No
     assert seen == [(100.1, None, "503 again"), (100.1, 102.1, "503")]
 
 
+def test_an_outage_of_one_failure_and_a_long_pause_is_shown(clock: Clock) -> None:
+    seen: list[tuple[float, float | None, str]] = []
+    outage = Outage(clock=clock)
+    outage.watch(lambda *note: seen.append(note))
+    outage.failed("503")
+    clock.now_s += 1
+    outage.succeeded()
+    assert seen == [(100.0, None, "503"), (100.0, 101.0, "503")]
+
+
 @pytest.fixture(scope="module")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyStore]:
     with faulty_store(tmp_path_factory.mktemp("outage"), LAYERS) as made:

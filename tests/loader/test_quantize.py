@@ -10,6 +10,7 @@ from tests.support.quantized import slow_dequantize
 
 from teneral.loader.tools.pack.quantize import (
     MAX_WEIGHT,
+    InputMoments,
     Quantized,
     first_unusable,
     from_bf16,
@@ -156,3 +157,62 @@ def test_every_dtype_is_read_as_the_numbers_that_it_holds(dtype: str, name: str)
     assert np.array_equal(to_float32(values.view(np.uint8), name), values.astype(np.float32))
     bits = np.array([0x3FC0, 0xBE80], "<u2")
     assert to_float32(bits.view(np.uint8), "BF16").tolist() == [1.5, -0.25]
+
+
+def inputs(num_rows: int, num_columns: int, seed: int) -> np.ndarray:
+    """(num_rows, num_columns): some columns are large, and many follow others."""
+    rng = np.random.default_rng(seed)
+    mixed = rng.standard_normal((num_rows, num_columns // 4)) @ rng.standard_normal(
+        (num_columns // 4, num_columns)
+    )
+    scales = rng.lognormal(0, 1, num_columns)
+    return ((mixed + 0.3 * rng.standard_normal(mixed.shape)) * scales).astype(np.float32)
+
+
+def moments_of(x: np.ndarray) -> InputMoments:
+    return InputMoments.of(x.T @ x / len(x))
+
+
+def product_error(weights: np.ndarray, quantized: Quantized, x: np.ndarray) -> float:
+    return float(np.square(x @ (weights - meant(quantized)).T).mean())
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_moments_of_inputs_halve_the_error_of_products(group_size: int, asymmetric: bool) -> None:
+    weights = np.random.default_rng(5).standard_normal((48, 256)).astype(np.float32)
+    seen, new = inputs(4_000, 256, 1)[:2_000], inputs(4_000, 256, 1)[2_000:]
+    plain = quantize_int4(weights, group_size, asymmetric=asymmetric)
+    chosen = quantize_int4(weights, group_size, asymmetric=asymmetric, moments=moments_of(seen))
+    assert chosen.weight.shape == plain.weight.shape
+    assert chosen.scale.shape == plain.scale.shape
+    assert (chosen.zero is None) is (plain.zero is None)
+    assert product_error(weights, chosen, new) < 0.5 * product_error(weights, plain, new)
+
+
+def test_rows_are_quantised_alike_in_any_company() -> None:
+    weights = np.random.default_rng(6).standard_normal((9, 128)).astype(np.float32)
+    moments = moments_of(inputs(600, 128, 2))
+    whole = quantize_int4(weights, 64, moments=moments)
+    for begin, end in ((0, 4), (4, 9)):
+        part = quantize_int4(weights[begin:end], 64, moments=moments)
+        np.testing.assert_allclose(meant(part), meant(whole)[begin:end], atol=1e-3)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_moments_of_few_inputs_or_of_silent_ones_leave_numbers(num_rows: int) -> None:
+    """Fewer inputs than columns: the moments are singular."""
+    weights = np.random.default_rng(7).standard_normal((5, 128)).astype(np.float32)
+    x = inputs(num_rows, 128, 3)
+    x[:, :40] = 0
+    quantized = quantize_int4(weights, 64, moments=moments_of(x))
+    assert np.isfinite(meant(quantized)).all()
+    assert np.abs(weights - meant(quantized))[:, :40].max() < 1  # no input says anything of them
+
+
+def test_inputs_that_are_all_0_say_nothing() -> None:
+    weights = np.random.default_rng(8).standard_normal((5, 64)).astype(np.float32)
+    moments = InputMoments.of(np.zeros((64, 64), np.float32))
+    np.testing.assert_array_equal(
+        meant(quantize_int4(weights, 64, moments=moments)), meant(quantize_int4(weights, 64))
+    )

@@ -75,8 +75,8 @@ static tn_kv new_pool(const tn_decoder *model, int64_t num_blocks, bool int8) {
 }
 
 /* Rows [begin, end) of a sequence whose tokens lie in blocks from the last one down. */
-static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const float *turns, const char *x,
-                char *out, int64_t begin, int64_t end) {
+static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks, const float *const turns[2],
+                const char *x, char *out, int64_t begin, int64_t end) {
     const int64_t num = end - begin, row_bytes = model->hidden_size * (model->dtype == TN_F32 ? 4 : 2);
     int64_t *turn = exactly(8 * (size_t)num), *slots = exactly(8 * (size_t)num);
     for (int64_t i = 0; i < num; i++) {
@@ -88,7 +88,8 @@ static void run(const tn_decoder *model, const tn_kv *kv, const int64_t *blocks,
     void *scratch = aligned_alloc(64, (size_t)scratch_bytes);
     char *rows = exactly((size_t)(num * row_bytes));
     memcpy(rows, x + begin * row_bytes, (size_t)(num * row_bytes));
-    tn_decoder_step_args args = {.size = sizeof args, .model = model, .kv = kv, .spans = &span, .turns = turns,
+    tn_decoder_step_args args = {.size = sizeof args, .model = model, .kv = kv, .spans = &span,
+                                 .turns = turns[0], .local_turns = turns[1],
                                  .turn = turn, .slots = slots, .x = rows, .scratch = scratch, .num_spans = 1,
                                  .num_rows = num, .first = 0, .end = LAYERS};
     if (random_below(2)) { /* left after a layer */
@@ -107,26 +108,50 @@ static void check_decoder(int dtype, bool int8) {
     tn_decoder model = {.layers = layers, .hidden_size = 5 + random_below(70), .num_heads = heads * group,
                         .intermediate_size = 3 + random_below(90), .num_kv_heads = heads, .head_dim = head_dim,
                         .rotary_dim = head_dim - 2 * random_below(2), .norm_eps = 1e-6f, .attention_scale = 0.1f,
-                        .activation = random_below(4), .dtype = dtype};
+                        .score_cap = random_below(2) ? 0.5f : 0.0f, .residual_scale = random_below(2) ? 0.3f : 1.0f,
+                        .activation = random_below(4), .dtype = dtype, .norm = random_below(4),
+                        .joint_norms = random_below(2), .wide_turns = random_below(2),
+                        .interleaved = random_below(2), .parallel = random_below(2)};
+    if (random_below(3) == 0 && !model.parallel) {
+        model.num_experts = 1 + random_below(9);
+        model.num_experts_used = 1 + random_below((int)model.num_experts);
+        model.expert_size = 1 + random_below(40);
+        model.expert_weights_sum_to_1 = random_below(2), model.expert_weights_rounded = random_below(2);
+    }
+    const bool has_input_norms = random_below(3), has_output_norms = random_below(2);
     const int64_t attended = model.num_heads * head_dim;
     const int64_t widest = attended > model.hidden_size ? attended : model.hidden_size;
     model.permuted_size = PARTS * (widest > model.intermediate_size ? widest : model.intermediate_size);
     for (int n = 0; n < LAYERS; n++) {
         const tn_vector none = {0};
         const bool has_norms = random_below(2);
+        const int64_t hidden = model.hidden_size, inner = model.intermediate_size;
         layers[n] = (tn_decoder_layer){
-            vector(model.hidden_size, dtype), has_norms ? vector(head_dim, dtype) : none,
-            has_norms ? vector(head_dim, dtype) : none, vector(model.hidden_size, TN_F32),
-            projection(3, model.hidden_size, attended + 2 * heads * head_dim, dtype, true),
-            projection(1, attended, model.hidden_size, dtype, true),
-            projection(2, model.hidden_size, 2 * model.intermediate_size, dtype, true),
-            projection(1, model.intermediate_size, model.hidden_size, dtype, true), n ? 1 + random_below(300) : 0};
+            .attention_norm = has_input_norms ? vector(hidden, dtype) : none,
+            .query_norm = has_norms ? vector(model.joint_norms ? attended : head_dim, dtype) : none,
+            .key_norm = has_norms ? vector(model.joint_norms ? heads * head_dim : head_dim, dtype) : none,
+            .attention_output_norm = has_output_norms ? vector(hidden, dtype) : none,
+            .mlp_norm = has_input_norms && !model.parallel ? vector(hidden, TN_F32) : none,
+            .mlp_output_norm = has_output_norms ? vector(hidden, TN_F32) : none,
+            .qkv = projection(3, hidden, attended + 2 * heads * head_dim, dtype, true),
+            .output = projection(1, attended, hidden, dtype, true),
+            .gate_up = projection(2, hidden, 2 * inner, dtype, true),
+            .down = projection(1, inner, hidden, dtype, true),
+            .window = n ? 1 + random_below(300) : 0,
+            .rotary = random_below(3)};
+        if (!model.num_experts || random_below(3) == 0) continue; /* some layers have an MLP */
+        tn_expert *experts = exactly(sizeof(tn_expert) * (size_t)model.num_experts);
+        for (int64_t e = 0; e < model.num_experts; e++)
+            experts[e] = (tn_expert){projection(2, hidden, 2 * model.expert_size, dtype, false),
+                                     projection(1, model.expert_size, hidden, dtype, false)};
+        layers[n].experts = experts;
+        layers[n].router = projection(1, hidden, model.num_experts, dtype, false);
     }
     const int64_t num = 1 + random_below(300), num_blocks = (num + BLOCK_SIZE - 1) / BLOCK_SIZE;
     const size_t bytes = (size_t)(num * model.hidden_size * (dtype == TN_F32 ? 4 : 2));
     int64_t *blocks = exactly(8 * (size_t)num_blocks);
     for (int64_t n = 0; n < num_blocks; n++) blocks[n] = num_blocks - 1 - n;
-    const float *turns = numbers(num * model.rotary_dim, TN_F32);
+    const float *const turns[2] = {numbers(num * model.rotary_dim, TN_F32), numbers(num * model.rotary_dim, TN_F32)};
     const char *x = numbers(num * model.hidden_size, dtype);
     char *whole = exactly(bytes), *pieces = exactly(bytes);
     const tn_kv first = new_pool(&model, num_blocks, int8), second = new_pool(&model, num_blocks, int8);
@@ -141,23 +166,44 @@ static void check_decoder(int dtype, bool int8) {
 }
 
 static void check_encoder(int dtype) {
-    const int64_t heads = 1 + random_below(3), head_dim = 1 + random_below(40), hidden = heads * head_dim;
+    enum { BUCKETS = 5, REACH = 300 };
+    const bool has_turns = random_below(2), has_bias = random_below(3) == 0, has_keys = !has_bias && random_below(2);
+    const int64_t heads = 1 + random_below(3), hidden_part = 1 + random_below(40);
+    const int64_t head_dim = has_turns ? 2 * hidden_part : hidden_part, hidden = heads * head_dim;
     tn_encoder_layer layers[LAYERS];
-    const tn_encoder model = {layers, hidden, 1 + random_below(90), heads, head_dim, 1e-6f, 0.1f, random_below(4), dtype};
-    for (int n = 0; n < LAYERS; n++)
+    const tn_encoder model = {.layers = layers, .hidden_size = hidden, .intermediate_size = 1 + random_below(90),
+                              .num_heads = heads, .head_dim = head_dim, .rotary_dim = has_turns ? head_dim : 0,
+                              .norm_eps = 1e-6f, .attention_scale = 0.1f, .activation = random_below(4), .dtype = dtype,
+                              .pre_norm = random_below(2), .gated = random_below(2)};
+    for (int n = 0; n < LAYERS; n++) {
+        const tn_vector none = {0};
+        const bool has_norm = n || !model.pre_norm;
         layers[n] = (tn_encoder_layer){projection(3, hidden, 3 * hidden, dtype, false),
                                        projection(1, hidden, hidden, dtype, false),
-                                       projection(1, hidden, model.intermediate_size, dtype, false),
+                                       projection(1 + random_below(2), hidden,
+                                                  model.intermediate_size * (model.gated ? 2 : 1), dtype, false),
                                        projection(1, model.intermediate_size, hidden, dtype, false),
-                                       vector(hidden, dtype), vector(hidden, dtype), vector(hidden, dtype),
-                                       vector(hidden, TN_F32)};
+                                       has_norm ? vector(hidden, dtype) : none, has_norm ? vector(hidden, dtype) : none,
+                                       vector(hidden, dtype), vector(hidden, TN_F32),
+                                       has_keys ? numbers(BUCKETS * hidden, dtype) : NULL,
+                                       has_keys ? numbers(BUCKETS * hidden, dtype) : NULL, n ? random_below(60) : 0};
+    }
+    int64_t *buckets = exactly(8 * (2 * REACH + 1));
+    for (int n = 0; n < 2 * REACH + 1; n++) buckets[n] = random_below(BUCKETS);
     const int64_t lengths[2] = {1 + random_below(290), 1 + random_below(40)};
     const int64_t starts[3] = {0, lengths[0], lengths[0] + lengths[1]}, item = dtype == TN_F32 ? 4 : 2;
     char *x = numbers(starts[2] * hidden, dtype);
     char *alone = exactly((size_t)(lengths[0] * hidden * item));
     memcpy(alone, x, (size_t)(lengths[0] * hidden * item));
+    int64_t *turn = exactly(8 * (size_t)starts[2]);
+    for (int64_t i = 0; i < starts[2]; i++) turn[i] = i < starts[1] ? i : i - starts[1];
+    const int64_t longest = lengths[0] > lengths[1] ? lengths[0] : lengths[1];
     void *scratch = aligned_alloc(64, (size_t)tn_encoder_scratch_bytes(&model, starts[2]));
-    tn_encoder_step_args args = {.size = sizeof args, .model = &model, .starts = starts, .x = x, .scratch = scratch,
+    tn_encoder_step_args args = {.size = sizeof args, .model = &model, .starts = starts, .turn = turn,
+                                 .turns = numbers(longest * head_dim, TN_F32),
+                                 .local_turns = numbers(longest * head_dim, TN_F32),
+                                 .bias = has_bias ? numbers(heads * (2 * REACH + 1), TN_F32) : NULL,
+                                 .buckets = has_keys ? buckets : NULL, .x = x, .scratch = scratch, .reach = REACH,
                                  .num_texts = 2, .num_rows = starts[2], .first = 0, .end = LAYERS};
     tn_set_threads(3);
     if (tn_encoder_step(&args) != TN_OK) fail("a status");
@@ -179,7 +225,8 @@ static void check_embeddings(int dtype, int table_dtype) {
                                 .scale = table_dtype == TN_I8 ? numbers(5 * groups, TN_BF16) : NULL,
                                 .out = exactly((size_t)(3 * columns * (dtype == TN_F32 ? 4 : 2))),
                                 .num_columns = columns, .table_dtype = table_dtype, .scale_dtype = TN_BF16,
-                                .dtype = dtype, .group_size = (int32_t)(columns / groups)};
+                                .dtype = dtype, .group_size = (int32_t)(columns / groups),
+                                 .factor = random_below(2) ? 1.0f : 5.5f};
     if (tn_embed(&args) != TN_OK) fail("a status");
 }
 

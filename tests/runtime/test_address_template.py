@@ -36,11 +36,11 @@ def test_the_folder_is_what_all_keys_begin_with(text: str, folder: str) -> None:
 
 
 def test_it_is_known_in_which_buckets_an_address_can_be() -> None:
-    assert parse("s3://results/{key}").may_be_bucket("results")
-    assert not parse("s3://results/{key}").may_be_bucket("results2")
-    assert parse("s3://{bucket}/a/{key}").may_be_bucket("anything")
-    assert parse("s3://{bucket}-out/{key}").may_be_bucket("in-out")
-    assert not parse("s3://{bucket}-out/{key}").may_be_bucket("in")
+    assert parse("s3://results/{key}").may_hold("s3://results")
+    assert not parse("s3://results/{key}").may_hold("s3://results2")
+    assert parse("s3://{bucket}/a/{key}").may_hold("s3://anything")
+    assert parse("s3://{bucket}-out/{key}").may_hold("s3://in-out")
+    assert not parse("s3://{bucket}-out/{key}").may_hold("s3://in")
 
 
 @pytest.mark.parametrize(

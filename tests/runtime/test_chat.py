@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from teneral.runtime.errors import ModelError, RequestError
 from teneral.runtime.text.chat import (
-    DEFAULT_TEMPLATE,
     MAX_MESSAGES,
     MAX_TEMPLATE_CHARS,
     ChatTemplate,
@@ -140,7 +139,14 @@ INST = """{{ bos_token }}{% for message in messages %}
 {% endfor %}
 """
 
-TEMPLATES = {"headers": HEADERS, "chatml": CHATML, "inst": INST, "default": DEFAULT_TEMPLATE}
+PLAIN = """
+{% for message in messages %}
+{{ message['role'] }}: {{ message['content'] | trim }}
+{% endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}
+"""
+
+TEMPLATES = {"headers": HEADERS, "chatml": CHATML, "inst": INST, "plain": PLAIN}
 
 TOOLS = [
     {
@@ -268,10 +274,24 @@ def test_text_in_parts_becomes_one_text(ours):
     assert ours["inst"].render([{"role": "user", "content": parts}]) == ours["inst"].render(USER)
 
 
-def test_the_default_is_a_transcript(ours):
-    messages = [{"role": "system", "content": "Be kind. "}, *USER]
-    assert ours["default"].render(messages) == "System: Be kind.\n\nUser: hi\n\nAssistant:"
-    assert ours["default"].render(messages, add_generation_prompt=False) == "System: Be kind.\n\nUser: hi\n\n"
+def test_a_template_of_the_caller_stands_in_for_the_models_own(template):
+    one = template("model's")
+    assert one.render(USER, source="{{ messages[0].content }}!") == "hi!"
+    assert one.render(USER) == "model's"
+    for source in ("{% if %}", "{{ namespace(_x=1) }}", "x" * (MAX_TEMPLATE_CHARS + 1)):
+        with pytest.raises(RequestError) as caught:
+            one.render(USER, source=source)
+        assert caught.value.param == "chat_template"
+
+
+def test_a_model_without_a_template_says_what_to_do():
+    one = ChatTemplate({}, SPECIAL_TOKENS)
+    with pytest.raises(RequestError) as caught:
+        one.render(USER)
+    assert "--chat-template" in caught.value.hint
+    assert "/v1/completions" in caught.value.hint
+    assert one.render(USER, source="{{ messages[0].content }}") == "hi"
+    one.close()
 
 
 # Invalid messages.
@@ -297,7 +317,7 @@ def test_the_default_is_a_transcript(ours):
 )
 def test_invalid_messages_are_refused_where_they_are_wrong(ours, messages, param):
     with pytest.raises(RequestError) as caught:
-        ours["default"].render(messages)
+        ours["plain"].render(messages)
     assert caught.value.param == param
 
 
@@ -499,8 +519,8 @@ def test_one_that_waits_ends_where_the_model_has_no_template():
     settings = TextSettings.read({"tokenizer_config.json": b"{}"}.get)
     template = make_chat_template(settings, worker)
     assert worker.process.poll() is not None
-    assert template.render(USER) == "User: hi\n\nAssistant:"
-    template.close()
+    with pytest.raises(RequestError, match="no chat template"):
+        template.render(USER)
 
 
 def test_the_time_is_told_as_it_is_where_the_server_was_asked_for(monkeypatch):

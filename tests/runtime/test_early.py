@@ -72,6 +72,33 @@ def test_exact_tokens_are_those_of_the_exact_model_however_much_was_drafted(arti
         assert statistics.drafted_tokens_total == 0
 
 
+def test_limits_of_tokens_hold_for_proposals_and_exact_tokens_alike(artifact):
+    limits = {"allowed_tokens": tuple(range(60)), "bad_words": ((7,), (5, 9))}
+    requests = [
+        GenerationRequest(
+            "r",
+            PROMPTS[1],
+            NUM_TOKENS,
+            min_tokens=NUM_TOKENS - 2,
+            stop_token_ids=frozenset(range(0, 60, 3)),
+            sampling=SamplingParams(temperature=3.0, seed=seed, **limits),
+        )
+        for seed in range(3)
+    ]
+    engine = exact_engine()
+    expected = [engine.submit(request).result(TIMEOUT_S).tokens for request in requests]
+    engine.stop()
+    with EarlyRig(artifact) as rig:
+        rig.start()
+        generations = [rig.engine.submit(request) for request in requests]
+        wait_until(lambda: num_proposed(rig) >= 3 * 4)
+        rig.refine()
+        assert [generation.result(TIMEOUT_S).tokens for generation in generations] == expected
+    for tokens in expected:
+        assert set(tokens) <= set(range(60)) - {7}
+        assert len(tokens) >= NUM_TOKENS - 1
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_pass_that_stops_at_every_layer_changes_no_token(artifact, expected, sampling):
     with EarlyRig(artifact) as rig:

@@ -39,7 +39,7 @@ class ToyEncoder:
         self.error = None
         self.batches = []
 
-    def embed(self, token_lists):
+    def embed(self, token_lists, type_lists=None):
         self.batches.append([list(tokens) for tokens in token_lists])
         self.entered.set()
         self.gate.wait()

@@ -24,7 +24,7 @@ class HeldModel:
         self.began = threading.Semaphore(0)
         self.texts: list[int] = []
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+    def embed(self, token_lists: Sequence[Sequence[int]], type_lists: object = None) -> np.ndarray:
         self.began.release()
         self.may_go.acquire()
         self.texts.append(len(token_lists))

@@ -99,6 +99,10 @@ def test_the_first_layer_has_executed_before_the_last_layers_bytes_arrive(
         assert instance.timeline.first("execute", "layers.3") is None
         assert instance.state is State.PARTIAL
         assert instance.timeline.first("ready", "layers.3 exact") is None
+        forecast = instance.forecast()
+        assert forecast is not None
+        assert forecast.rate_bytes_per_s > 0
+        assert forecast.first_token_s > 0
         last.release()
         tokens = [token for event in generation.events(WAIT_S) for token in event.tokens]
     with Instance(CONFIG, source=artifact.reopen()) as whole:
@@ -135,6 +139,7 @@ def test_an_instance_says_when_it_is_ready(artifact: MemoryStore) -> None:
         generate(instance)
         assert instance.state is State.READY
         assert instance.progress()["fraction"] == 1.0
+        assert instance.forecast() is None
         assert instance.kind.result(WAIT_S) == "decoder"
         assert instance.statistics()["state"] == "ready"
     assert instance.state is State.DRAINING

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from teneral.runtime.errors import ModelError
+from teneral.runtime.errors import GrammarError, ModelError
 from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.sampling import exponentials
@@ -294,6 +294,63 @@ def test_logits_that_are_no_numbers_fail_their_row_alone(params, value):
     assert isinstance(choices[1], ModelError)
     assert not isinstance(choices[0], ModelError)
     assert not isinstance(choices[2], ModelError)
+
+
+def test_only_allowed_tokens_are_drawn_with_their_own_proportions():
+    logits = random_logits(seed=31)
+    allowed = (3, 11, 40)
+    counts = draw(logits, 4_000, allowed_tokens=allowed)
+    wanted = torch.full((VOCAB,), -math.inf)
+    wanted[list(allowed)] = logits[0, list(allowed)]
+    assert_distributed(counts, wanted.softmax(-1))
+
+
+def test_a_bad_word_is_never_completed():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 9.0
+    words = ((7,), (1, 2, 8))
+    assert choose_tokens(logits, [state(temperature=0, bad_words=words)])[0].token != 7
+    logits[0, 7], logits[0, 8] = 0.0, 9.0
+    params = {"temperature": 0, "bad_words": words}
+    outputs = [(), (2,), (1, 1, 2), (5, 1, 2), (1, 2, 3)]
+    chosen = [choose_tokens(logits, [state(outputs=each, **params)])[0].token for each in outputs]
+    assert [token == 8 for token in chosen] == [True, True, False, False, True]
+
+
+def test_the_prompt_is_no_part_of_a_bad_word():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 8] = 9.0
+    made = state(prompt=(1, 2), temperature=0, bad_words=((1, 2, 8),))
+    assert choose_tokens(logits, [made])[0].token == 8
+
+
+def test_an_answer_does_not_end_before_its_least_number_of_tokens():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 4] = 9.0
+    request = GenerationRequest("r", (0,), min_tokens=2, sampling=SamplingParams(temperature=0))
+    made = SamplingState(request, frozenset({4, 60}))  # one that the model does not have
+    chosen = []
+    for _ in range(3):
+        chosen.append(choose_tokens(logits, [made])[0].token)
+        made.add(chosen[-1])
+    assert [token == 4 for token in chosen] == [False, False, True]
+
+
+def test_limits_that_leave_nothing_are_an_error_of_their_own_row():
+    made = [state(allowed_tokens=(3,), bad_words=((3,),)), state(temperature=0)]
+    error, choice = choose_tokens(random_logits(rows=2), made)
+    assert isinstance(error, GrammarError)
+    assert error.param == "allowed_token_ids"
+    assert not isinstance(choice, ModelError)
+
+
+def test_a_drafts_copy_goes_on_by_itself():
+    made = state(outputs=(1,), temperature=0, bad_words=((1, 2, 8),))
+    other = made.for_draft()
+    other.add(2)
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 8] = 9.0
+    assert [choice.token == 8 for choice in choose_tokens(logits, [made, other])] == [True, False]
 
 
 def test_the_same_seed_draws_the_same_alone_or_in_company():

@@ -67,6 +67,28 @@ def test_text_held_back_for_a_stop_string_comes_at_the_end_token():
     assert [event.text for event in events] == ["", "", "BC"]
 
 
+def test_a_stop_string_counts_after_the_least_number_of_tokens():
+    events = feed(make(stop=("C",), min_tokens=2), C, A, C)
+    assert summary(events) == [("C", (C,), None), ("A", (A,), None), ("", (C,), FinishReason.STOP)]
+
+
+def test_stops_are_part_of_the_text_where_that_is_asked_for():
+    assert feed(make(stop=("BC",), includes_stop=True), A, B, C)[-1].text == "BC"
+    events = feed(make(stop=("BCA",), includes_stop=True), B, C, EOS)
+    assert events[-1].text == "BCJ"
+
+
+def test_special_tokens_are_shown_where_that_is_asked_for():
+    class Special(ToyTokenizer):
+        def decode(self, tokens, skip_special_tokens=True):
+            return super().decode([token for token in tokens if token != C or not skip_special_tokens])
+
+    for skips in (True, False):
+        request = GenerationRequest("r", (A, B), skips_special_tokens=skips)
+        sequence = Sequence(Generation(request), Special(), eos_token_ids=frozenset(), max_new_tokens=9)
+        assert "".join(event.text for event in feed(sequence, A, C, B)) == ("AB" if skips else "ACB")
+
+
 def test_a_stop_string_in_the_prompt_does_not_end_the_sequence():
     events = feed(make(prompt=(B, C), stop=("BCA",)), A)
     assert summary(events) == [("A", (A,), None)]

@@ -76,3 +76,17 @@ letters = st.text(alphabet="ab", max_size=12)
 )
 def test_the_result_does_not_depend_on_how_the_text_is_cut(stop, pieces):
     assert run(stop, pieces) == cut_at_first_complete(stop, "".join(pieces))
+
+
+def test_an_included_stop_string_ends_the_text():
+    watch = StopStrings(["END"], included=True)
+    assert watch.push("some E") == ("some ", False)
+    assert watch.push("ND and more") == ("END", True)
+
+
+def test_a_stop_string_counts_from_the_text_that_may_end_it():
+    watch = StopStrings(["ab", "abc"])
+    assert watch.push("xab", counts=False) == ("x", False)
+    assert watch.push("d") == ("abd", False)  # complete before
+    assert watch.push("a", counts=False) == ("", False)
+    assert watch.push("b") == ("", True)

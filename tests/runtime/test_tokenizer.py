@@ -11,9 +11,10 @@ from tests.support.small_host import BEGIN, END, small_backend
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from teneral.loader.errors import UsageError
 from teneral.runtime.errors import ModelError, RequestError
 from teneral.runtime.text.backend import LocalBackend
-from teneral.runtime.text.settings import TextSettings
+from teneral.runtime.text.settings import MAX_TEMPLATE_BYTES, TextSettings, read_template
 from teneral.runtime.text.tokenizer import MAX_TEXT_CHARS, TextTokenizer
 
 TEXT = "The dragonfly, newly emerged, is called a teneral: pale, soft. C'est l'été 蜻蛉 🐉\n\tEnd.  " * 3
@@ -253,3 +254,17 @@ def test_special_tokens_are_variables_of_the_template_and_may_be_overruled(backe
     assert tokenizer.chat(messages, mood="calm") == f"{BEGIN}calm"
     assert tokenizer.chat(messages, bos_token="") == ""
     tokenizer.close()
+
+
+def test_a_template_file_stands_in_for_the_models_own(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text("mine")
+    settings = TextSettings({}, {"default": "theirs", "tool_use": "theirs"}, frozenset())
+    assert settings.with_template(read_template(str(path))).templates == {"default": "mine"}
+    path.write_bytes(b"\xff")
+    for wrong in (str(path), str(tmp_path / "missing"), str(tmp_path)):
+        with pytest.raises(UsageError, match="chat template"):
+            read_template(wrong)
+    path.write_bytes(b"x" * (MAX_TEMPLATE_BYTES + 1))
+    with pytest.raises(UsageError, match="larger"):
+        read_template(str(path))

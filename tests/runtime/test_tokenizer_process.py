@@ -66,6 +66,8 @@ def local(folder: Path) -> Iterator[TextTokenizer]:
 
 
 def test_it_gives_what_a_tokenizer_in_this_process_gives(remote: TextTokenizer, local: TextTokenizer) -> None:
+    pairs = [("one", "another"), ("alone", None), ("x" * 40_000, "long")]
+    assert remote.encode_pairs(pairs) == local.encode_pairs(pairs)
     assert remote.vocab_size == local.vocab_size
     assert remote.eos_token_ids == local.eos_token_ids
     assert remote.special_tokens == local.special_tokens

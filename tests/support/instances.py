@@ -23,12 +23,14 @@ from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.errors import ModelError
-from teneral.runtime.instance import Instance
+from teneral.runtime.instance import Forecast, Instance
+from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 from .tiny_models import config_json, save_tiny, tiny_model
 
 MODEL_NAME = "tiny/model"
+NO_SETTINGS = TextSettings({}, {}, frozenset())  # of a model without special tokens or chat templates
 HELD_S = 40.0  # a test that holds a model longer has failed
 
 
@@ -36,16 +38,24 @@ HELD_S = 40.0  # a test that holds a model longer has failed
 class TinyParts:
     model: Any
     tokenizer: TextTokenizer
+    settings: TextSettings = NO_SETTINGS
 
     @classmethod
     def make(cls, family: str, directory: Path) -> TinyParts:
         save_tiny(family, directory)
-        model = tiny_model(family)
+        return cls.read(directory, tiny_model(family))
+
+    @classmethod
+    def read(cls, directory: Path, model: Any) -> TinyParts:
+        """Those of a folder with this model's weights."""
+
+        def files(name: str) -> bytes | None:
+            return path.read_bytes() if (path := directory / name).exists() else None
+
         return cls(
             model=build_model(config_json(model), DictWeights(load_file(directory / "model.safetensors"))),
-            tokenizer=TextTokenizer.from_files(
-                lambda name: path.read_bytes() if (path := directory / name).exists() else None
-            ),
+            tokenizer=TextTokenizer.from_files(files),
+            settings=TextSettings.read(files),
         )
 
 
@@ -85,14 +95,19 @@ class StagedInstance(Instance):
     def __init__(self, parts: TinyParts, **settings: Any) -> None:
         super().__init__(ServeConfig(model="unused", name=MODEL_NAME, **settings))
         self._parts = parts
+        self.text_settings.set_result(parts.settings)
         self.model = SteeredModel(parts.model)
         self.fraction = 0.0
+        self.expected: Forecast | None = None
 
     def start(self) -> StagedInstance:
         return self
 
     def progress(self) -> dict[str, Any]:
         return {"stored_bytes": 1000, "fetched_bytes": int(1000 * self.fraction), "fraction": self.fraction}
+
+    def forecast(self) -> Forecast | None:
+        return self.expected
 
     def let_in(self) -> StagedInstance:
         """The load ends well: the tokenizer is there, and the engine or the embedder."""

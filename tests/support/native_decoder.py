@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tests.support.models import DictWeights
 from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.loader.tools.pack.quantize import quantize_int4, quantize_int8
 from teneral.runtime.backends.native.pools import Pool
 from teneral.runtime.dtypes import DType, to_float32
-from teneral.runtime.models.config import DecoderConfig
+from teneral.runtime.models.decoder import take_decoder
+from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.matrices import (
-    DecoderLayerWeights,
     DecoderWeights,
     DenseMatrix,
-    EmbeddingTable,
     IntegerMatrix,
     StoredProjection,
     Tensor,
@@ -71,41 +71,8 @@ def spec_of(model: Any, dtype: DType) -> DecoderSpec:
 
 def weights_of(model: Any) -> DecoderWeights:
     """Those of a transformers model, each matrix by itself."""
-    tensors = tensors_of(model)
-
-    def dense(name: str) -> DenseMatrix:
-        bias = tensors.get(f"{name}.bias")
-        weight = tensor_of(tensors[f"{name}.weight"])
-        return DenseMatrix(weight, None if bias is None else tensor_of(bias))
-
-    def vector(name: str) -> Tensor | None:
-        return tensor_of(tensors[name]) if name in tensors else None
-
-    def layer(index: int) -> DecoderLayerWeights:
-        root = f"model.layers.{index}."
-        return DecoderLayerWeights(
-            attention_norm=tensor_of(tensors[f"{root}input_layernorm.weight"]),
-            qkv=StoredProjection(tuple(dense(f"{root}self_attn.{one}_proj") for one in "qkv")),
-            query_norm=vector(f"{root}self_attn.q_norm.weight"),
-            key_norm=vector(f"{root}self_attn.k_norm.weight"),
-            output=StoredProjection((dense(f"{root}self_attn.o_proj"),)),
-            mlp_norm=tensor_of(tensors[f"{root}post_attention_layernorm.weight"]),
-            gate_up=StoredProjection(tuple(dense(f"{root}mlp.{one}_proj") for one in ("gate", "up"))),
-            down=StoredProjection((dense(f"{root}mlp.down_proj"),)),
-            gate=OpenGate(),
-        )
-
-    embeddings = tensor_of(tensors["model.embed_tokens.weight"])
-    head = DenseMatrix(embeddings) if model.config.tie_word_embeddings else dense("lm_head")
-    return DecoderWeights(
-        embeddings=EmbeddingTable(embeddings),
-        layers=tuple(layer(index) for index in range(model.config.num_hidden_layers)),
-        norm=tensor_of(tensors["model.norm.weight"]),
-        head=StoredProjection((head,)),
-        entry_gate=OpenGate(),
-        head_gate=OpenGate(),
-        all_gate=OpenGate(),
-    )
+    config = DecoderConfig.from_json(config_json(model))
+    return take_decoder(config, DictWeights(tensors_of(model)))[0]
 
 
 def quantized(weights: DecoderWeights, *, bits: int, group_size: int = 32) -> DecoderWeights:

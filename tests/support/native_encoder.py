@@ -10,7 +10,7 @@ from tests.support.native_decoder import OpenGate, tensor_of
 from tests.support.tiny_models import config_json, tensors_of
 
 from teneral.runtime.dtypes import DType
-from teneral.runtime.models.config import EncoderConfig
+from teneral.runtime.models.encoder_config import EncoderConfig
 from teneral.runtime.models.executor import TextBatch
 from teneral.runtime.models.matrices import (
     DenseMatrix,

@@ -94,7 +94,7 @@ def pool_files(draw: st.DrawFn, platform: str) -> str:
 
 @st.composite
 def models(draw: st.DrawFn, platform: str) -> dict[str, Any]:
-    """Any of the 15 keys, within what the platform can do."""
+    """Any of the model's keys, within what the platform can do."""
 
     def whole(key: str, low: int, high: int) -> int:
         low, high = map(int, bound(platform, key, low, high))

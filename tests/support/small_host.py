@@ -19,12 +19,17 @@ from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.text.backend import LocalBackend
+from teneral.runtime.text.chat import ChatTemplate
 from teneral.runtime.text.settings import TextSettings
 from teneral.runtime.text.tokenizer import TextTokenizer
 
 SENTENCE = " café dragonflies quickly shed worn skin"
 END = "</s>"
 BEGIN = "<s>"
+TRANSCRIPT = (
+    "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content | trim }}\n\n{% endfor %}"
+    "Assistant:"
+)
 
 
 def small_backend(*, texts: tuple[str, ...] = (SENTENCE * 3,), vocab_size: int = 320) -> Tokenizer:
@@ -85,7 +90,7 @@ class CountingModel:
         self.gate = threading.Event()
         self.gate.set()
 
-    def embed(self, token_lists: Sequence[Sequence[int]]) -> np.ndarray:
+    def embed(self, token_lists: Sequence[Sequence[int]], type_lists: object = None) -> np.ndarray:
         self.gate.wait()
         return np.array([[len(tokens), tokens[0]] for tokens in token_lists], np.float32)
 
@@ -100,7 +105,13 @@ class SmallHost:
         backend = small_backend()
         end = backend.token_to_id(END)
         settings = TextSettings({"bos_token": BEGIN, "eos_token": END}, {}, frozenset())
-        self.text_tokenizer = TextTokenizer(LocalBackend(backend, settings.special_tokens), settings)
+        self.text_tokenizer = TextTokenizer(
+            LocalBackend(backend, settings.special_tokens),
+            settings,
+            chat_template=ChatTemplate(
+                {"default": TRANSCRIPT}, settings.special_tokens
+            ),  # starts when it is needed
+        )
         self.model = RecitingModel(
             self.text_tokenizer.encode(SENTENCE, add_special_tokens=False), end, backend.get_vocab_size()
         )

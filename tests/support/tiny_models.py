@@ -19,7 +19,26 @@ with warnings.catch_warnings():
     import transformers
 transformers.utils.logging.disable_progress_bar()
 
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+DECODERS = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "olmo2",
+    "phi3",
+    "smollm3",
+    "ministral",
+    "glm",
+    "glm4",
+    "cohere",
+    "cohere2",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+)
 ENCODERS = ("bert", "roberta", "xlm-roberta")
 FAMILIES = DECODERS + ENCODERS
 
@@ -54,7 +73,45 @@ _ENCODER = {
     "num_attention_heads": 4,
     "max_position_embeddings": 96,
 }
-_OF_FAMILY: dict[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "mistral": {"sliding_window": None}}
+# Small numbers, so that caps and multipliers show; windows that a prompt of a few dozen tokens goes beyond
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": None},
+    "gemma2": {
+        "head_dim": 32,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        "head_dim": 32,
+        "sliding_window": 12,
+        "query_pre_attn_scalar": 24,
+        "sliding_window_pattern": 2,
+    },
+    "granite": {
+        "attention_multiplier": 0.125,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "ministral": {"head_dim": 16, "sliding_window": 12},
+    "glm": {"head_dim": 24},
+    "glm4": {"head_dim": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 3},
+    "cohere": {"logit_scale": 0.25},
+    "cohere2": {"logit_scale": 0.25, "sliding_window": 12, "sliding_window_pattern": 2},
+}
 
 
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
@@ -102,7 +159,24 @@ def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     if tied:
         state.pop("lm_head.weight", None)
-    return state
+    return _with_experts_apart(state, model.config.model_type)
+
+
+def _with_experts_apart(state: dict[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
+    """Experts as checkpoints have them; transformers holds all of a layer in one tensor."""
+    block = "block_sparse_moe" if family == "mixtral" else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        layer, is_of_experts, which = name.partition(".mlp.experts.")
+        if not is_of_experts:
+            apart[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            names = (gate, up) if which == "gate_up_proj" else (down,)
+            for part, rows in zip(names, matrix.chunk(len(names)), strict=True):
+                apart[f"{layer}.{block}.experts.{number}.{part}.weight"] = rows.clone()
+    return apart
 
 
 def config_json(model: Any) -> dict[str, Any]:

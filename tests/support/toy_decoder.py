@@ -90,6 +90,12 @@ class ToyDecoder:
             for row in batch.logit_rows.tolist():
                 if span.start <= row < span.start + span.length:
                     logits[row] = self.logits_after(history[: int(batch.positions[row]) + 1].tolist())
+            for scored in batch.scored:
+                if span.start <= scored.start < span.start + span.length:
+                    ends = range(scored.position + 1, scored.position + scored.length + 1)
+                    scored.scores.add(
+                        scored.position, np.stack([self.logits_after(history[:end].tolist()) for end in ends])
+                    )
         rows = [logits[row] for row in batch.logit_rows.tolist()]
         return np.stack(rows) if rows else np.empty((0, self.config.vocab_size), np.float32)
 
@@ -125,5 +131,5 @@ class ToyDecoder:
 class ToyTokenizer:
     """A letter a token."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(ord("A") + token) for token in tokens)

@@ -1,6 +1,7 @@
 """Batch jobs that events start: `teneral serve MODEL --handler teneral.handlers.batch:handler` (docs/batch.md).
 
-An ordinary handler: S3's and EventBridge's events, messages of SQS and SNS, items of Step Functions, and jobs by name.
+An ordinary handler: events of S3, EventBridge, Cloud Storage and Event Grid, messages of SQS, SNS and Pub/Sub, items of
+Step Functions, and jobs by name.
 Every job is one of `arun_job`'s, so the same event may come any number of times, at the same time too. A second before
 its time is up, it hands back what is not finished: as an error that is worth a retry, a failed message, or a report
 that says so, by what whoever sent the event understands. It knows no platform.
@@ -28,6 +29,7 @@ from .outputs import Outputs
 from .parse import (
     Asked,
     Call,
+    Handshake,
     Ignored,
     Items,
     Job,
@@ -68,6 +70,8 @@ async def handler(event: Any, context: Context) -> Any:
                 return await run.all_of(several)
             case Notice(several):
                 return {"results": await run.each_of(several)}
+            case Handshake(code):
+                return {"validationResponse": code}
     except TeneralError as error:
         found = as_job_error(error)
         if found is error:

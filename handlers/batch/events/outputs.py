@@ -1,8 +1,8 @@
 """Where the answers go when an event does not say it, and that they start no job in their turn.
 
-S3 tells of every new object, of those that a job writes as well. So answers have a place of their own: another bucket,
-or a folder of which all that is in it counts as answers. A job whose answers could not be told from inputs is refused.
-All of it is pure.
+A store tells of every new object, of those that a job writes as well. So answers have a place of their own: another
+bucket, or a folder of which all that is in it counts as answers. A job whose answers could not be told from inputs is
+refused. All of it is pure.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Self
 
 from ....loader.sources.base import MAX_NAME_BYTES
 from ....runtime.address_template import AddressTemplate
-from ...function.s3_events import ObjectRef
+from ...function.object_ref import ObjectRef
 from .errors import EventError, JobFailedError
 from .parse import Ignored, Job
 
-OUTPUT_FIELDS = ("bucket", "key", "etag")
+OUTPUT_FIELDS = ("account", "bucket", "key", "etag")
 ANSWER_FIELDS = ("queue", "id")
 LONGEST_NAME = ".parts/partial/000000.jsonl"  # that a job writes behind its output's name
 
@@ -49,7 +49,9 @@ class Outputs:
                 f"nothing says where the answers to {job.input.url} go",
                 hint="Set TENERAL_BATCH_OUTPUT, or name an output in the event.",
             )
-        if job.is_upload and template.may_be_bucket(job.input.bucket):
+        if job.is_upload:
+            _refuse_unclear_account(template, job.input)
+        if job.is_upload and template.may_hold(job.input.root):
             _refuse_without_folder(template, job.input)
             if job.input.key.startswith(template.folder):
                 return Ignored(f"{job.input.url} is in the folder of the answers")
@@ -57,14 +59,14 @@ class Outputs:
 
     def bucket_of_answers(self) -> str:
         """Raises `JobFailedError`."""
-        return f"s3://{self._for_answers().bucket}"
+        return self._for_answers().root
 
     def key_of_answer(self, queue: str, message_id: str) -> str:
         """Of the answer to a message that is one request. Raises `JobFailedError`."""
         template = self._for_answers()
         if not queue or "/" in queue + message_id:
             raise EventError("the message has no queue and id that an address can be made of")
-        return template.fill(queue=queue, id=message_id).removeprefix("s3://").partition("/")[2]
+        return template.key(queue=queue, id=message_id)
 
     def _for_answers(self) -> AddressTemplate:
         if self.answers is None:
@@ -79,8 +81,20 @@ def _refuse_without_folder(template: AddressTemplate, given: ObjectRef) -> None:
         return
     raise JobFailedError(
         f"the answers to {given.url} would start jobs themselves: they go into its bucket, to any key",
-        hint=f"Set TENERAL_BATCH_OUTPUT to another bucket, or to a folder: s3://{given.bucket}/answers/{{key}}.jsonl.",
+        hint=f"Set TENERAL_BATCH_OUTPUT to another bucket, or to a folder: {given.root}/answers/{{key}}.jsonl.",
     )
+
+
+def _refuse_unclear_account(template: AddressTemplate, given: ObjectRef) -> None:
+    """The store takes az://container/key too, where the account is set: that must not hide where answers go."""
+    if (
+        template.scheme == given.scheme == "az"
+        and template.root.split("/")[2] == given.bucket != given.account
+    ):
+        raise JobFailedError(
+            f"TENERAL_BATCH_OUTPUT does not name the account of {given.root}",
+            hint=f"Write az://{given.account}/container/{{key}}.jsonl.",
+        )
 
 
 def _filled(template: AddressTemplate, given: ObjectRef) -> str:
@@ -90,8 +104,10 @@ def _filled(template: AddressTemplate, given: ObjectRef) -> str:
             param="version",
             hint='Give it: "version": the ETag of the object.',
         )
-    address = template.fill(bucket=given.bucket, key=given.key, etag=given.etag)
-    key = address.removeprefix("s3://").partition("/")[2]
+    if "account" in template.fields and not given.account:
+        raise EventError(f"the output has {{account}} in it, but {given.root} has no account", param="input")
+    values = {"account": given.account, "bucket": given.bucket, "key": given.key, "etag": given.etag}
+    key = template.key(**values)
     if len((key + LONGEST_NAME).encode()) > MAX_NAME_BYTES:
         raise EventError(f"the key of {given.url[:200]} is too long for its output's", param="key")
-    return address
+    return template.fill(**values)

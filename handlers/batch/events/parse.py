@@ -1,23 +1,25 @@
-"""What an event asks for, told by its structure alone.
+"""Events into jobs and requests, by their structure alone.
 
-Events come in each other's wrappings: SQS brings what SNS was told by S3. Whatever an event is, `parse_event` gives
-values that are sound, or raises `EventError`. It does no I/O, and does not know what becomes of an answer.
+Events come in each other's wrappings: S3's in SNS's in SQS's, Cloud Storage's in Pub/Sub's. Of any event `parse_event`
+gives values that are sound, or raises `EventError`. It does no I/O, and does not know what becomes of an answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from ....loader.errors import UsageError
 from ....loader.sources.base import check_name
-from ....loader.sources.s3.address import parse_url
+from ....loader.sources.open import check_bucket
 from ....runtime.errors import RequestError
-from ...function.s3_events import CREATED, TEST_EVENT, ObjectRef, created_objects
+from ...function import az_events, gs_events
+from ...function.object_ref import FORMS, MAX_ADDRESS_CHARS, ObjectRef
+from ...function.s3_events import CREATED, TEST_EVENT, created_objects
 from ..spec import JobSpec, Share
 from .errors import EventError
 
@@ -25,7 +27,7 @@ MAX_MESSAGES = 10_000  # of one batch: what SQS may hand to a function
 MAX_ITEMS = 10_000  # of one batch of Step Functions'
 MAX_MESSAGE_CHARS = 1 << 20
 MAX_DEPTH = 4  # wrappings in each other
-MAX_ADDRESS_CHARS = 1_200
+MAX_GRID_EVENTS = 5_000  # of one delivery of Event Grid's
 _REQUEST_KEYS = ("prompt", "messages", "input", "custom_id", "url", "method", "body")
 _LIMITS = ("max_line_bytes", "max_lines", "part_lines")
 _JOB_KEYS = frozenset({"input", "output", "version", "worker", *_LIMITS})
@@ -33,6 +35,9 @@ _DECODER = msgspec.json.Decoder(Any)
 _MESSAGE_ID = re.compile(r"[\w.:-]{1,200}", re.ASCII)
 _QUEUE = re.compile(r"[\w-]{1,80}(\.fifo)?", re.ASCII)
 _ETAG = re.compile(r"[!-~]{0,200}")
+_STORES = tuple(FORMS)
+_PREFIXES = tuple(f"{scheme}://" for scheme in FORMS)
+_OTHER_NEWS = "the store tells of something else than a new object"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,14 @@ class Queue:
     messages: tuple[Message, ...]
 
 
-Event = Call | Items | Notice | Queue
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """Of Event Grid: the answer repeats the code, and the subscription begins."""
+
+    code: str
+
+
+Event = Call | Items | Notice | Queue | Handshake
 
 
 def parse_event(event: Any) -> Event:
@@ -123,6 +135,8 @@ def parse_message(body: Any) -> tuple[Asked, ...]:
 
 
 def _parse(event: Any, depth: int) -> Event:
+    if isinstance(event, list) and event and all(map(az_events.is_grid_event, event)):
+        return _grid(event)
     if not isinstance(event, dict):
         raise EventError(f"the event must be an object, not {type(event).__name__}")
     if depth > MAX_DEPTH:
@@ -134,15 +148,62 @@ def _parse(event: Any, depth: int) -> Event:
     if "detail" in event:
         return _eventbridge(event, depth)
     if "specversion" in event:
-        brought = _parse(event.get("data"), depth + 1)
-        # A CloudEvent has an answer, which is for requests. Of a job only an error makes it come again.
-        is_request = isinstance(brought, Call) and isinstance(brought.asked, Request)
-        return brought if is_request else Notice(_flat(brought))
+        return _cloudevent(event, depth)
+    if "message" in event and "subscription" in event:
+        return _pubsub(event["message"], depth)
+    if az_events.is_grid_event(event):
+        return _grid([event])
     if "Items" in event:
         return _items(event)
     if event.get("Type") == "Notification" and "Message" in event:
         return _parse(_decoded(event["Message"], "Message"), depth + 1)
     return Call(_asked(event))
+
+
+def _cloudevent(event: dict[str, Any], depth: int) -> Event:
+    kind = _text(event, "type")
+    try:
+        if kind.startswith(gs_events.EVENT_TYPES):
+            return Notice((_news(gs_events.finalized_object(event)),))
+        if kind.startswith(az_events.EVENT_TYPES):
+            return Notice((_news(az_events.created_blob(event)),))
+    except RequestError as error:
+        raise EventError(error.message, param=error.param, hint=error.hint) from error
+    data = event.get("data")
+    if kind == gs_events.PUBSUB_TYPE:
+        return _pubsub(data.get("message") if isinstance(data, dict) else None, depth)
+    brought = _parse(data, depth + 1)
+    # A CloudEvent has an answer, which is for requests. Of a job only an error makes it come again.
+    is_request = isinstance(brought, Call) and isinstance(brought.asked, Request)
+    return brought if is_request else Notice(_flat(brought))
+
+
+def _pubsub(message: Any, depth: int) -> Notice:
+    """One of Cloud Storage's notifications, or any other event as the message's data. Its answer is never read."""
+    try:
+        if gs_events.is_notification(message):
+            return Notice((_news(gs_events.notified_object(message)),))
+        text = gs_events.message_text(message)
+    except RequestError as error:
+        raise EventError(error.message, param=error.param) from error
+    return Notice(_flat(_parse(_decoded(text, "data"), depth + 1)))
+
+
+def _grid(events: list[dict[str, Any]]) -> Notice | Handshake:
+    """Events in Event Grid's own schema, which come as a list."""
+    if len(events) > MAX_GRID_EVENTS:
+        raise EventError(f"the delivery has more than {MAX_GRID_EVENTS} events")
+    try:
+        for event in events:
+            if event["eventType"] == az_events.VALIDATION:
+                return Handshake(az_events.validation_code(event))
+        return Notice(tuple(_news(az_events.created_blob(event)) for event in events))
+    except RequestError as error:
+        raise EventError(error.message, param=error.param) from error
+
+
+def _news(ref: ObjectRef | None) -> Asked:
+    return Ignored(_OTHER_NEWS) if ref is None else _upload(ref)
 
 
 def _flat(event: Event) -> tuple[Asked, ...]:
@@ -152,6 +213,8 @@ def _flat(event: Event) -> tuple[Asked, ...]:
             return (asked,)
         case Items(asked) | Notice(asked):
             return asked
+        case Handshake():
+            raise EventError("a subscription is validated by its own event, not inside of another one")
         case _:
             raise EventError("a message cannot bring a queue's messages", param="Records")
 
@@ -248,11 +311,11 @@ def _asked(fields: dict[str, Any]) -> Job | Request:
 
 
 def _is_job(fields: dict[str, Any]) -> bool:
-    """A text to be embedded may be anything but an address in S3: that is a job's input."""
+    """A text to be embedded may be anything but an address in a store: that is a job's input."""
     if "custom_id" in fields:
         return False
     given = fields.get("input")
-    return "output" in fields or (isinstance(given, str) and given.startswith("s3://"))
+    return "output" in fields or (isinstance(given, str) and given.startswith(_PREFIXES))
 
 
 def _job(fields: dict[str, Any]) -> Job:
@@ -265,15 +328,15 @@ def _job(fields: dict[str, Any]) -> Job:
         )
     output, worker, version = fields.get("output"), fields.get("worker"), fields.get("version", "")
     if not isinstance(version, str):
-        raise EventError("version must be an ETag", param="version")
+        raise EventError("version must be an ETag, or a generation", param="version")
     given = _address(fields.get("input"), "input")
-    ref = _checked(ObjectRef(given.bucket, given.key, version.strip('"')), "input")
+    ref = _checked(replace(given, etag=version.strip('"')), "input")
     limits = {name: fields[name] for name in _LIMITS if name in fields}
     if not all(type(value) is int for value in limits.values()):
         raise EventError(f"{', '.join(limits)} must be whole numbers", param=next(iter(limits)))
     if output is not None:
         place = _address(output, "output")
-        _checked(ObjectRef(place.bucket, place.key.removesuffix("/")), "output")
+        _checked(replace(place, key=place.key.removesuffix("/")), "output")
     try:
         share = Share.parse(str(worker)) if worker is not None else None
         job = Job(ref, output, share, limits)
@@ -284,9 +347,9 @@ def _job(fields: dict[str, Any]) -> Job:
 
 
 def _address(value: Any, param: str) -> ObjectRef:
-    """Only S3: an event comes from elsewhere, and must not reach this machine's files."""
+    """Only stores: an event comes from elsewhere, and must not reach this machine's files."""
     try:
-        return ObjectRef.parse(value, param=param)
+        return ObjectRef.parse(value, param=param, schemes=_STORES)
     except RequestError as error:
         raise EventError(error.message, param=param) from error
 
@@ -296,7 +359,7 @@ def _checked(ref: ObjectRef, param: str) -> ObjectRef:
     if not _ETAG.fullmatch(ref.etag):
         raise EventError(f"{ref.etag[:200]!r} is no ETag", param="version")
     try:
-        parse_url(f"s3://{ref.bucket}")
+        check_bucket(ref.root)
         check_name(ref.key)
     except (UsageError, ValueError) as error:
         raise EventError(f"{ref.url[:MAX_ADDRESS_CHARS]!r} cannot be read: {error}", param=param) from error

@@ -3,17 +3,24 @@
     import_path: teneral.handlers.contrib.ray.app:app        args: {settings: {…}}
     import_path: teneral.handlers.contrib.ray.app:ingress    args: {models: {name: {application: weight}}}
 
-`teneral pool render ray` writes them.
+`teneral pool render ray` writes them. No answer is cut off in silence: where a replica, its server or its node dies
+before the first byte, the request is asked again once, elsewhere; later, a stream ends with an error event, and any
+other answer with a broken connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import aiohttp
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +30,15 @@ from .replica import Replica
 MAX_BODY_BYTES = 8 << 20
 PREFIX_CHARACTERS = 256  # of a prompt: requests that share them go to the same replica
 READY_PATHS = frozenset({"/health", "/readyz", "/livez"})
+MAX_WHOLE_BYTES = (
+    1 << 20
+)  # of an answer that is not a stream: it is read to its end before the client gets any of it
+# Functions may act, and are not asked twice.
+ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})
+# A replica, its server or its node has died.
+LOST = (RayError, RayServeException, aiohttp.ClientError, ConnectionError, StopAsyncIteration)
+
+_log = logging.getLogger("teneral.ray")
 
 
 class RayReplica(Replica):
@@ -63,8 +79,20 @@ class Ingress:
             method_name="request", stream=True, session_id=key
         )
         query = f"?{request.url.query}" if request.url.query else ""
-        pieces = handle.remote(request.method, path + query, list(request.headers.items()), body)
-        return await _streamed(pieces)
+        asked = (request.method, path + query, list(request.headers.items()), body)
+        attempts = 1 if path in ACTING_PATHS else 2
+        for attempt in range(1, attempts + 1):
+            pieces = handle.remote(*asked)
+            try:
+                return await _answer(pieces)
+            except BackPressureError:
+                return _error(503, "too many requests wait", "overloaded", {"Retry-After": "1"})
+            except LOST as error:
+                _log.warning("attempt %d of %d: no answer: %s", attempt, attempts, type(error).__name__)
+            except asyncio.CancelledError:
+                pieces.cancel()
+                raise
+        return _error(502, "the instance ended before it answered", "instance_lost", {"Retry-After": "1"})
 
     def _handle(self, application: str) -> DeploymentHandle[Any]:
         if application not in self._handles:
@@ -72,19 +100,44 @@ class Ingress:
         return self._handles[application]
 
 
-async def _streamed(pieces: Any) -> Response:
+async def _answer(pieces: Any) -> Response:
+    """The replica's answer. Raises one of `LOST` where it is lost before the client has any of it."""
     status, headers = await anext(pieces)
-
-    async def rest() -> AsyncIterator[bytes]:
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            pieces.cancel()  # of no effect on what has ended
-
-    response = StreamingResponse(rest(), status_code=status)
-    response.raw_headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+    is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
+    first = [] if is_stream else await _beginning(pieces)
+    response = StreamingResponse(_rest(first, pieces, is_stream=is_stream), status_code=status)
+    response.raw_headers = raw
     return response
+
+
+async def _beginning(pieces: Any) -> list[bytes]:
+    """All of a short answer."""
+    first: list[bytes] = []
+    size_bytes = 0
+    while size_bytes <= MAX_WHOLE_BYTES:
+        try:
+            piece = await anext(pieces)
+        except StopAsyncIteration:
+            break
+        first.append(piece)
+        size_bytes += len(piece)
+    return first
+
+
+async def _rest(first: list[bytes], pieces: Any, *, is_stream: bool) -> AsyncIterator[bytes]:
+    try:
+        for piece in first:
+            yield piece
+        async for piece in pieces:
+            yield piece
+    except LOST as error:
+        if not is_stream:
+            raise ConnectionResetError("the instance ended while it answered") from error
+        lost = _error_body("the instance ended while it answered", "instance_lost", "server_error")
+        yield b"data: " + json.dumps(lost).encode() + b"\n\n"
+    finally:
+        pieces.cancel()  # of no effect on what has ended
 
 
 def session_key(header: str | None, fields: Mapping[str, Any]) -> str:
@@ -120,10 +173,13 @@ def _fields(body: bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _error(status: int, message: str, code: str) -> Response:
-    return JSONResponse(
-        {"error": {"message": message, "type": "invalid_request_error", "code": code}}, status
-    )
+def _error(status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse(_error_body(message, code, kind), status, headers=headers)
+
+
+def _error_body(message: str, code: str, kind: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def _deployment(kind: type, name: str) -> Any:

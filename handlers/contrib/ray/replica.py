@@ -93,6 +93,7 @@ class Replica:
         """For tests and people."""
         return {
             "awake": self._server.is_running,
+            "port": self._server.port,
             "in_work": self._in_work,
             "starts": self._starts,
             "start_s": self._start_s,

@@ -19,10 +19,8 @@ DEFAULT_MAX_TOKENS = 16  # that of /v1/completions, and of what Triton serves te
 MAX_TIMEOUT_S = 86_400.0
 
 _EXTRAS = frozenset(Extras.__struct_fields__)
-OPTIONS = (
-    frozenset(GenerationBody.__struct_fields__) - {"model", "n", "stream", "stream_options", "teneral"}
-    | _EXTRAS
-)
+_NOT_THERE = {"model", "n", "stream", "stream_options", "prompt_logprobs", "teneral"}
+OPTIONS = (frozenset(GenerationBody.__struct_fields__) - _NOT_THERE) | _EXTRAS
 # Those of the protocol itself; the third is that of a request, the rest are Triton's.
 _REFUSED = ("sequence_id", "sequence_start", "sequence_end")
 _IGNORED = ("binary_data_output", "timeout", "headers")

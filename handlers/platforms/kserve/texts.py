@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
@@ -13,7 +12,7 @@ from ....runtime.step.requests import FirstToken, GenerationRequest
 from ...http.json_bodies import Decoder, encode
 from ...http.sse import SSE, Framing
 from ...openai.generation import Outcome, Step
-from ...openai.parameters import check_extras, sequences, tokens_of, wanted_first_token
+from ...openai.parameters import check_extras, prompt_tokens, sequences, wanted_first_token
 from ...openai.responses import Usage
 from ...openai.schemas import GenerationBody
 from ...openai.structured import grammar_of
@@ -52,13 +51,23 @@ class TextRequest:
         self._request_id = request_id
 
     def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
-        encode_prompt = partial(tokenizer.encode, max_tokens=max_tokens)
-        prompts = [tokens_of(prompt, encode_prompt, param=TEXT_INPUTS[0]) for prompt in self._prompts]
-        self.num_prompt_tokens = sum(map(len, prompts))
         body = self.body
+        prompts = [
+            prompt_tokens(
+                body,
+                prompt,
+                tokenizer,
+                max_prompt_tokens=max_tokens,
+                max_tokens=self.max_tokens,
+                param=TEXT_INPUTS[0],
+            )
+            for prompt in self._prompts
+        ]
+        self.num_prompt_tokens = sum(map(len, prompts))
         return sequences(
             body,
             prompts,
+            tokenizer,
             request_id=self._request_id,
             n=1,
             max_tokens=self.max_tokens,
@@ -72,6 +81,7 @@ class GenerateFormat(TextRequest):
     """One `generate` or `generate_stream`: `respond.Format`."""
 
     looks_up_tokens = False
+    begins_with_grammar = None
 
     def __init__(
         self,

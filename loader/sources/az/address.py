@@ -41,6 +41,19 @@ class Settings:
         return f"Settings({self.account!r}, {str(self.origin)!r})"
 
 
+def parse_url(url: str) -> tuple[str, str, str]:
+    """Account, container and prefix of az://account/container/prefix, in this whole form. The prefix
+    has no '/' at its ends. Raises `UsageError`.
+    """
+    account, _, rest = url.partition("://")[2].partition("/")
+    container, _, prefix = rest.partition("/")
+    if not _ACCOUNT.fullmatch(account):
+        raise UsageError(f"{url}: {account!r} is not the name of a storage account", hint=_HINT)
+    if not _CONTAINER.fullmatch(container):
+        raise UsageError(f"{url}: {container!r} is not the name of a container", hint=_HINT)
+    return account, container, prefix.strip("/")
+
+
 def settings_from(
     url: str, options: SourceOptions, environment: Mapping[str, str]
 ) -> tuple[Settings, str, str]:

@@ -66,9 +66,8 @@ class Outage:
 
     def succeeded(self) -> None:
         """A reader got what it asked for."""
-        if (
-            self._began_s is None
-        ):  # nearly always; where another thread has just failed, either order is right
+        # Nearly always; where another thread has just failed, either order is right.
+        if self._began_s is None:
             return
         self.end()
 
@@ -78,9 +77,13 @@ class Outage:
         with self._lock:
             began_s, self._began_s = self._began_s, None
             self._number += 1
-            is_shown, reason = self._is_noted, self._reason
-        if began_s is not None and is_shown:
-            self._note(began_s, now_s, reason)
+            is_noted, reason = self._is_noted, self._reason
+        if began_s is None or (now_s - began_s < MIN_SHOWN_S and not is_noted):
+            return
+        # One long pause between two attempts lasts as well as many failures do.
+        if not is_noted:
+            self._note(began_s, None, reason)
+        self._note(began_s, now_s, reason)
 
 
 def show_outages(source: Source, timeline: Timeline) -> None:

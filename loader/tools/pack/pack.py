@@ -35,7 +35,14 @@ from ...process.cpu import available_cores
 from ...sources.base import Source, Store
 from ..progress_bar import TransferProgress, format_bytes
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
-from .quantize_plan import CONFIG_NAME, QuantizeOptions, QuantizePlan, QuantizingReader, plan_quantize
+from .quantize_plan import (
+    CONFIG_NAME,
+    MomentsOf,
+    QuantizeOptions,
+    QuantizePlan,
+    QuantizingReader,
+    plan_quantize,
+)
 from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish, remove_replaced
 
 if TYPE_CHECKING:
@@ -75,6 +82,7 @@ def pack(
     *,
     tiers: TierOptions | None = None,
     quantize: QuantizeOptions | None = None,
+    moments_of: MomentsOf | None = None,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
@@ -83,7 +91,8 @@ def pack(
     this thread.
 
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
-    integers, which have none (docs/quantize.md). `source` and `store` may be the same folder: the
+    integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
+    inputs. `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
     only with `force`, in one step; its old objects are then removed, which interrupts a reader that
     is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
@@ -113,7 +122,7 @@ def pack(
     writer = BlobWriter(store)
     try:
         manifest = _store_content(
-            source, checkpoint, plan, quantized, writer, progress=progress, threads=threads
+            source, checkpoint, plan, quantized, moments_of, writer, progress=progress, threads=threads
         )
         data = dump_manifest(manifest)
     except BaseException as error:
@@ -136,6 +145,7 @@ def _store_content(
     checkpoint: Checkpoint,
     plan: PackPlan,
     quantized: QuantizePlan | None,
+    moments_of: MomentsOf | None,
     writer: BlobWriter,
     *,
     progress: Callable[[TransferProgress], None] | None,
@@ -145,9 +155,8 @@ def _store_content(
     read_bytes = 0
     parts: list[Part] = []
     hashes = [blake3() for _ in plan.manifest.tensors]
-    encoder = Encoder(
-        source, checkpoint, QuantizingReader(source, checkpoint, quantized) if quantized is not None else None
-    )
+    reader = None if quantized is None else QuantizingReader(source, checkpoint, quantized, moments_of)
+    encoder = Encoder(source, checkpoint, reader)
     with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
         for job, content, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]

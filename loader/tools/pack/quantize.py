@@ -1,11 +1,13 @@
-"""Weights → integers of 8 or 4 bits and their scales, without looking at any data but the weights:
-pure functions.
+"""Weights → integers of 8 or 4 bits and their scales: pure functions.
 
 `docs/quantize.md` is the norm of what comes out. A row's columns are cut into groups that share a
 scale. Scales are rounded to bf16 first, and the integers are chosen against the rounded ones, so
 nothing else is lost by storing them so. With 8 bits the largest number of a group decides its
 scale. With 4 bits that wastes levels: there a few scales are tried, each is fitted to the integers
 that it leads to by least squares, and the one that leaves the smallest error is kept.
+
+What counts in the end is the error of products with the inputs of a matrix. Where these inputs'
+second moments are known, 4 bits are chosen to make that error small (`InputMoments`).
 
 Everything is worked out for a few rows at a time, on the caller's thread; it does not know files,
 tensors or names.
@@ -39,6 +41,7 @@ _EXTREME_LEVELS = (7.0, 7.4, 7.8, 8.1, 8.6, 9.3)
 # The same, as shares of the range between the least and the largest number that keep levels of
 # their own.
 _RANGES = (1.05, 1.0, 0.94, 0.88, 0.8)
+_DAMPING = 0.01  # of the mean square of a matrix' inputs
 _LEAST_SCALE = 2.0**-120  # below it the scale is 0, for its inverse may be infinite
 
 
@@ -50,6 +53,34 @@ class Quantized(NamedTuple):
     weight: NDArray[Any]  # (R, K) int8, or (R, K / 2) uint8
     scale: Bits  # (R, G)
     zero: Bytes | None  # (R, G)
+
+
+class InputMoments(NamedTuple):
+    """Second moments of the inputs x (K,) of a matrix, in the form that rounding its columns needs."""
+
+    importance: Floats  # (K,): the mean square of each input
+    # (K, K), upper triangular: Uᵀ U is the inverse of the moments. Row k over its diagonal says what
+    # the columns behind k are to take over of the error of column k.
+    factor: Floats
+
+    @classmethod
+    def of(cls, moments: Floats) -> InputMoments:
+        """Of the mean of x xᵀ, (K, K). Inputs that are always 0, or nearly tied to others, are kept
+        apart by a share of the mean square that is added to all. Memory besides: four times the
+        moments in fp64.
+        """
+        damped = moments.astype(np.float64)
+        diagonal = np.einsum("kk->k", damped)  # a view
+        mean = float(diagonal.mean()) or 1.0
+        damping = _DAMPING
+        while True:
+            diagonal += damping * mean
+            try:
+                factor = np.linalg.cholesky(np.linalg.inv(damped)).T
+                break
+            except np.linalg.LinAlgError:  # fp64 does not tell them from singular ones
+                damping *= 10
+        return cls(diagonal.astype(np.float32), np.ascontiguousarray(factor, np.float32))
 
 
 def to_float32(data: Bytes, dtype: str) -> Floats:
@@ -92,13 +123,18 @@ def quantize_int8(weights: Floats, group_size: int) -> Quantized:
     return Quantized(levels.astype(np.int8).reshape(weights.shape), to_bf16(scale), None)
 
 
-def quantize_int4(weights: Floats, group_size: int, *, asymmetric: bool = False) -> Quantized:
+def quantize_int4(
+    weights: Floats, group_size: int, *, asymmetric: bool = False, moments: InputMoments | None = None
+) -> Quantized:
     """(R, K) with w ≈ (q - 8) · scale, or (q - zero) · scale when `asymmetric`; q and zero from 0
-    to 15.
+    to 15. With `moments`, those of its inputs, the error of products is made small instead of that
+    of weights.
 
     `group_size` divides K, and 64 does. A scale may be below 0: of the 16 levels one more lies on
     the side of 0 on which they are needed. Memory besides: three times the weights.
     """
+    if moments is not None:
+        return _compensated(weights, group_size, asymmetric, moments)
     grouped = weights.reshape(len(weights), -1, group_size)
     zero, inverses = _asymmetric(grouped) if asymmetric else _symmetric(grouped)
     scale = _storable(_fit(grouped, zero, inverses))
@@ -107,6 +143,40 @@ def quantize_int4(weights: Floats, group_size: int, *, asymmetric: bool = False)
     return Quantized(
         pack_nibbles(levels.astype(np.uint8).reshape(weights.shape)),
         to_bf16(scale),
+        zero.astype(np.uint8) if asymmetric else None,
+    )
+
+
+def _compensated(weights: Floats, group_size: int, asymmetric: bool, moments: InputMoments) -> Quantized:
+    """Column by column: the columns behind one take over what its rounding does to products, as far
+    as inputs go together (E. Frantar et al., GPTQ, 2022, arXiv:2210.17323). Groups get their scales
+    when the columns before them are done, by errors that count as their inputs do.
+    """
+    num_rows, num_columns = weights.shape
+    rest = np.ascontiguousarray(weights.T)  # a column's numbers lie together
+    integers = np.empty((num_columns, num_rows), np.uint8)
+    scales, zeros = [], []
+    for begin in range(0, num_columns, group_size):
+        end = begin + group_size
+        block = rest[begin:end]
+        grouped = np.ascontiguousarray(block.T)[:, None]
+        zero, inverses = _asymmetric(grouped) if asymmetric else _symmetric(grouped)
+        scale = _storable(_fit(grouped, zero, inverses, moments.importance[begin:end]))
+        scales.append(scale)
+        zeros.append(zero)
+        inverse, scale, zero = _inverse(scale)[:, 0], scale[:, 0], zero[:, 0]
+        errors = np.empty_like(block)
+        for column in range(group_size):
+            row = moments.factor[begin + column]
+            levels = np.clip(np.rint(block[column] * inverse), -zero, _LEVELS_4 - zero)
+            integers[begin + column] = levels + zero
+            errors[column] = (block[column] - levels * scale) / row[begin + column]
+            block[column + 1 :] -= row[begin + column + 1 : end, None] * errors[column]
+        rest[end:] -= moments.factor[begin:end, end:].T @ errors
+    zero = np.concatenate(zeros, axis=1)
+    return Quantized(
+        pack_nibbles(np.ascontiguousarray(integers.T)),
+        to_bf16(np.concatenate(scales, axis=1)),
         zero.astype(np.uint8) if asymmetric else None,
     )
 
@@ -130,20 +200,25 @@ def _asymmetric(grouped: Floats) -> tuple[Floats, list[Floats]]:
     return zero, [inverse * np.float32(1 / share) for share in _RANGES]
 
 
-def _fit(grouped: Floats, zero: Floats, inverses: list[Floats]) -> Floats:
+def _fit(grouped: Floats, zero: Floats, inverses: list[Floats], importance: Floats | None = None) -> Floats:
     """The scale (R, G) that leaves the least squared error, of those that least squares finds for
     each try.
 
     With integers l the best scale is Σwl / Σl², and it takes (Σwl)² / Σl² off the error of Σw².
+    `importance` (group size,) is a factor of all these squares and products.
     """
+    weighted = grouped if importance is None else grouped * importance
     best = np.zeros(zero.shape, np.float32)
     best_gain = np.zeros(zero.shape)  # float64: the squares of very small weights are none in fp32
     room = np.empty_like(grouped)
     for inverse in inverses:
         levels = _levels(grouped, inverse, zero, room)
-        products = np.einsum("rgk,rgk->rg", grouped, levels)
-        # All 0: so are the products.
-        squares = np.maximum(np.einsum("rgk,rgk->rg", levels, levels), 1)
+        products = np.einsum("rgk,rgk->rg", weighted, levels)
+        if importance is None:
+            squares = np.einsum("rgk,rgk->rg", levels, levels)
+        else:
+            squares = np.einsum("rgk,rgk,k->rg", levels, levels, importance)
+        squares[squares == 0] = 1  # where all levels are 0: so are the products
         gain = np.square(products.astype(np.float64)) / squares
         is_better = gain > best_gain
         np.copyto(best, products / squares, where=is_better)

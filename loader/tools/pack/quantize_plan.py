@@ -18,8 +18,8 @@ import enum
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from ...sources.base import Source
 from .quantize import (
     CHUNK_ELEMENTS,
     SOURCE_DTYPES,
+    InputMoments,
     Quantized,
     first_unusable,
     quantize_int4,
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
 
     from .quantize import Bits, Bytes, Floats
 
+# Of a matrix' name: the mean of x xᵀ over its inputs, (K, K); None where that is not known. Asked for
+# in the order of a forward pass; matrices of neighbouring layers may swap places.
+MomentsOf = Callable[[str], "Floats | None"]
+
 CONFIG_NAME = "config.json"
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64  # of 4 bits; with 8 a whole row shares one scale
@@ -54,7 +59,9 @@ DEFAULT_GROUP_SIZE = 64  # of 4 bits; with 8 a whole row shares one scale
 _EMBEDDINGS = re.compile(r"(?:model\.)?embed_tokens\.weight")
 _HEAD = re.compile(r"lm_head\.weight")
 _PROJECTION = re.compile(
-    r"(?:model\.)?layers\.[0-9]+\.(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.weight"
+    r"(?:model\.)?layers\.[0-9]+\.(?:self_attn\.(?:[qkvo]|qkv)_proj|"
+    r"mlp\.(?:experts\.[0-9]+\.)?(?:gate|up|gate_up|down)_proj|"
+    r"block_sparse_moe\.experts\.[0-9]+\.w[123])\.weight"
 )
 _TORCH_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
@@ -146,15 +153,16 @@ class QuantizePlan:
 
 
 def plan_quantize(source: Source, checkpoint: Checkpoint, options: QuantizeOptions) -> QuantizePlan:
-    """Raises `UsageError` for a model whose matrices are not known by their names (all but decoders
-    of the Llama family), or are integers already, and `CheckpointError` for a damaged config.json.
+    """Raises `UsageError` for a model whose matrices are not known by their names (all but decoders of the families
+    in docs/models.md), or are integers already, and `CheckpointError` for a damaged config.json.
     """
     names = [name for name in checkpoint.tensors if _find_options(name, options) is not None]
     if not any(map(_PROJECTION.fullmatch, names)) or not any(map(_EMBEDDINGS.fullmatch, names)):
         raise UsageError(
-            f"{checkpoint.url} is no decoder of the Llama family, the only kind that --quantize is for",
+            f"{checkpoint.url} is not a decoder of a family that --quantize is for",
             key="quantize",
-            hint="Pack it without --quantize. GPTQ and AWQ checkpoints are packed as they are.",
+            hint="Pack it without --quantize (docs/models.md has the families). GPTQ and AWQ checkpoints are packed "
+            "as they are.",
         )
     matrices = {name: _plan_matrix(checkpoint, name, options) for name in names}
     pieces = {
@@ -256,12 +264,17 @@ class _Kept:
     zero: Bytes | None
     is_known: NDArray[np.bool_]  # of each row
     left_elements: int  # of all its pieces, to be asked for
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards the moments being made
+    moments: InputMoments | None = None
 
 
 class QuantizingReader:
     """Thread-safe."""
 
-    def __init__(self, source: Source, checkpoint: Checkpoint, plan: QuantizePlan) -> None:
+    def __init__(
+        self, source: Source, checkpoint: Checkpoint, plan: QuantizePlan, moments_of: MomentsOf | None = None
+    ) -> None:
+        self._moments_of = moments_of
         self._source = source
         self._checkpoint = checkpoint
         self._pieces = plan.pieces
@@ -301,7 +314,8 @@ class QuantizingReader:
         self, matrix: QuantizedMatrix, kept: _Kept, stretch: Stretch, begin: int, end: int, data: Bytes
     ) -> None:
         row_bytes = stretch.tensor.size_bytes // matrix.rows
-        step = max(1, CHUNK_ELEMENTS // matrix.columns)
+        moments = self._moments(matrix, kept)
+        step = max(1, (CHUNK_ELEMENTS if moments is None else READ_ELEMENTS) // matrix.columns)
         read_rows = max(1, READ_ELEMENTS // matrix.columns)
         dtype = self._checkpoint.tensors[matrix.name].entry.dtype
         for first in range(begin, end, read_rows):
@@ -309,9 +323,18 @@ class QuantizingReader:
             for row in range(first, first + len(stored), step):
                 some = stored[row - first : row - first + step]
                 weights = to_float32(some.reshape(-1), dtype).reshape(len(some), matrix.columns)
-                quantized = _quantize(matrix, weights, row)
+                quantized = _quantize(matrix, weights, row, moments)
                 self._learn(kept, row, quantized)
                 _copy_overlap(quantized.weight, row * row_bytes, data, stretch.offset_bytes)
+
+    def _moments(self, matrix: QuantizedMatrix, kept: _Kept) -> InputMoments | None:
+        """Those of the matrix' inputs, made once; None where they do not matter or are not known."""
+        if self._moments_of is None or matrix.bits == 8:
+            return None
+        with kept.lock:
+            if kept.moments is None and (moments := self._moments_of(matrix.name)) is not None:
+                kept.moments = InputMoments.of(moments)
+            return kept.moments
 
     def _read_rows(self, matrix: QuantizedMatrix, begin: int, end: int) -> Bytes:
         """(end - begin, bytes of a row), as the checkpoint has them."""
@@ -359,7 +382,7 @@ class QuantizingReader:
                 del self._kept[matrix.name]
 
 
-def _quantize(matrix: QuantizedMatrix, weights: Floats, row: int) -> Quantized:
+def _quantize(matrix: QuantizedMatrix, weights: Floats, row: int, moments: InputMoments | None) -> Quantized:
     bad = first_unusable(weights)
     if bad is not None:
         raise CheckpointError(
@@ -369,7 +392,7 @@ def _quantize(matrix: QuantizedMatrix, weights: Floats, row: int) -> Quantized:
         )
     if matrix.bits == 8:
         return quantize_int8(weights, matrix.group_size)
-    return quantize_int4(weights, matrix.group_size, asymmetric=matrix.has_zero)
+    return quantize_int4(weights, matrix.group_size, asymmetric=matrix.has_zero, moments=moments)
 
 
 def _copy_overlap(rows: NDArray[np.generic], at: int, out: Bytes, out_at: int) -> None:

@@ -13,7 +13,7 @@ from ...models.executor import ComputeDtype, EncoderExecutor, Executor
 from ...models.matrices import DecoderWeights, EncoderWeights
 from ...models.spec import DecoderSpec, EncoderSpec
 from ...tensors import CPU
-from . import decoder, encoder
+from . import decoder
 from .decoder import NAME, NativeDecoder
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class NativeBackend:
         return self._lacks(weights.device) or decoder.refusal(spec, weights)
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None:
+        from . import encoder  # decoders do without
+
         return self._lacks(weights.device) or encoder.refusal(spec, weights)
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
@@ -61,8 +63,10 @@ class NativeBackend:
         return _Decoder(spec, weights, self._library)
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
+        from .encoder import NativeEncoder  # decoders do without
+
         assert self._library is not None
-        return encoder.NativeEncoder(spec, weights, self._library)
+        return NativeEncoder(spec, weights, self._library)
 
     def _lacks(self, device: str) -> str | None:
         if device != CPU:
@@ -86,7 +90,7 @@ class ReferenceBackend(NativeBackend):
         return OverPools(spec, weights)
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor:
-        from .reference_models import ReferenceEncoder  # few have no library
+        from .reference_encoder import ReferenceEncoder  # few have no library
 
         class Named(ReferenceEncoder):
             name = self.name

@@ -7,6 +7,7 @@ nothing that else is in the step (docs/native.md, "Numbers").
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...dtypes import DType
+from ...errors import ModelError
 from ...models.executor import Accepts, Floats, any_value, one_of, refusal_of
 from ...models.matrices import DecoderWeights
 from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, StepBatch
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations
+from .operations import ACTIVATIONS, MAX_HEAD_DIM, NORMS, ROTARIES, Operations
 from .pools import Pool, Spans, check_ids
 from .products import Products
-from .turns import TurnTable
+from .turns import turn_tables
 from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,27 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "num_kv_heads",
             "norm_eps",
             "attention_scale",
+            "input_norms",
+            "output_norms",
+            "score_cap",
+            "logit_cap",
+            "embedding_scale",
+            "residual_scale",
+            "logits_scale",
+            "local_rotary",
+            "local_rotary.frequencies",
+            "local_rotary.factor",
+            "wide_rotary",
+            "joint_head_norms",
+            "is_parallel",
+            "experts",
+            "experts.num",
+            "experts.num_used",
+            "experts.size",
+            "experts.layers",
+            "experts.sum_to_1",
+            "experts.rounds_weights",
+            "rotary.interleaved",
             "max_context",
             "windows",
             "qkv_bias",
@@ -58,12 +81,23 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "dtype": one_of(DType.BF16, DType.F32),
     "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,
     "activation": one_of(*ACTIVATIONS),
+    "norm": one_of(*NORMS),
+    "layer_rotary": lambda rotaries: set(rotaries) <= set(ROTARIES),
 }
 
 
 def refusal(spec: DecoderSpec, weights: DecoderWeights) -> str | None:
     """Why the core cannot compute this model; None where it can."""
-    return refusal_of(spec, IMPLEMENTED, NAME) or refusal_of_tensors([weights.embeddings.weight])
+    return refusal_of_spec(spec) or refusal_of_tensors([weights.embeddings.weight])
+
+
+def refusal_of_spec(spec: DecoderSpec) -> str | None:
+    """Likewise, whatever its weights are."""
+    as_the_main_one = {
+        "local_rotary.dim": one_of(spec.rotary.dim),
+        "local_rotary.interleaved": one_of(spec.rotary.interleaved),
+    }
+    return refusal_of(spec, {**IMPLEMENTED, **as_the_main_one}, NAME)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +108,7 @@ class Step:
     pool: Pool
     spans: Spans
     turns: Floats  # (positions, rotary_dim)
+    local_turns: Floats | None
 
 
 class NativeDecoder:
@@ -91,7 +126,7 @@ class NativeDecoder:
         self._scratch_bytes = library.functions.tn_decoder_scratch_bytes
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.Decoder), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
-        self._turns = TurnTable(spec.rotary, spec.dtype)
+        self._turns, self._local_turns = turn_tables(spec)
         self._scratch = arrays.Scratch()
         self._layers = (records.DecoderLayer * spec.num_layers)()
         self._parts: dict[int, tuple[Parts, ...]] = {}  # of the layers whose records are there
@@ -106,8 +141,16 @@ class NativeDecoder:
             rotary_dim=spec.rotary.dim,
             norm_eps=spec.norm_eps,
             attention_scale=spec.attention_scale,
+            score_cap=spec.score_cap or 0.0,
+            residual_scale=spec.residual_scale,
             activation=ACTIVATIONS[spec.activation],
             dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
+            norm=NORMS[spec.norm],
+            joint_norms=spec.joint_head_norms,
+            wide_turns=spec.wide_rotary,
+            interleaved=spec.rotary.interleaved,
+            parallel=spec.is_parallel,
+            **_mixture(spec),
         )
 
     def embed(self, batch: StepBatch) -> Array:
@@ -115,7 +158,8 @@ class NativeDecoder:
         table = self._weights.embeddings
         out = np.empty((len(batch.tokens), self._spec.hidden_size), self._spec.dtype.numpy)
         scale = None if table.scale is None else table.scale.array
-        return self._operations.embed(table.weight.array, scale, batch.tokens, out)
+        factor = self._spec.embedding_scale
+        return self._operations.embed(table.weight.array, scale, batch.tokens, out, factor)
 
     def begin(self, batch: StepBatch, kv: Any) -> Step:
         """Raises `ValueError` for rows, slots or blocks that do not fit."""
@@ -130,7 +174,8 @@ class NativeDecoder:
         check_ids(batch.positions, end, "a position")
         if not num_rows == len(batch.positions) == len(batch.slots):
             raise ValueError("tokens, positions and slots must be equally many")
-        return Step(batch, pool, spans, self._turns.up_to(end))
+        local = None if self._local_turns is None else self._local_turns.up_to(end)
+        return Step(batch, pool, spans, self._turns.up_to(end), local)
 
     def layers(self, step: Step, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
@@ -149,6 +194,7 @@ class NativeDecoder:
             kv=ctypes.pointer(step.pool.record),
             spans=step.spans.address,
             turns=arrays.address(step.turns),
+            local_turns=arrays.address_or_null(step.local_turns),
             turn=arrays.address(step.batch.positions),
             slots=arrays.address(step.batch.slots),
             x=arrays.address(x),
@@ -170,7 +216,8 @@ class NativeDecoder:
         out = np.empty((len(rows), self._spec.vocab_size), np.float32)
         if not len(rows):
             return out
-        normed = self._operations.norm(chosen, chosen, self._weights.norm, None, self._spec.norm_eps)
+        spec = self._spec
+        normed = self._operations.norm(chosen, chosen, self._weights.norm, None, spec.norm_eps, spec.norm)
         head = self._head or Parts(self._weights.head.matrices())
         first = 0
         for number, weight in enumerate(head.weights):
@@ -179,6 +226,8 @@ class NativeDecoder:
             first += weight.num_out
         if self._weights.head.is_settled:
             self._head = head
+        if spec.logits_scale != 1.0 or spec.logit_cap is not None:
+            self._operations.scale_and_cap(out, spec.logits_scale, spec.logit_cap)
         return out
 
     def join(self, parts: Sequence[Array]) -> Array:
@@ -192,22 +241,68 @@ class NativeDecoder:
     def _fill(self, index: int) -> None:
         """The layer's record. Its weights are there."""
         layer = self._weights.layers[index]
-        projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        parts = tuple(Parts(projection.matrices()) for projection in projections)
-        self._layers[index] = records.DecoderLayer(
-            vector_of(layer.attention_norm),
-            vector_of(layer.query_norm),
-            vector_of(layer.key_norm),
-            vector_of(layer.mlp_norm),
-            *(part.record for part in parts),
-            self._spec.windows[index] or 0,
+        parts = {
+            name: Parts(projection.matrices())
+            for name, projection in (
+                ("qkv", layer.qkv),
+                ("output", layer.output),
+                ("gate_up", layer.gate_up),
+                ("down", layer.down),
+                ("router", layer.router),
+            )
+            if projection is not None
+        }
+        record = records.DecoderLayer(
+            attention_norm=vector_of(layer.attention_norm),
+            query_norm=vector_of(layer.query_norm),
+            key_norm=vector_of(layer.key_norm),
+            attention_output_norm=vector_of(layer.attention_output_norm),
+            mlp_norm=vector_of(layer.mlp_norm),
+            mlp_output_norm=vector_of(layer.mlp_output_norm),
+            window=self._spec.windows[index] or 0,
+            rotary=ROTARIES[self._spec.layer_rotary[index]],
+            **{name: part.record for name, part in parts.items()},
         )
-        self._record.permuted_size = max(self._record.permuted_size, *(part.permuted_size for part in parts))
-        self._parts[index] = parts
+        experts = [
+            (Parts(expert.gate_up.matrices()), Parts(expert.down.matrices())) for expert in layer.experts
+        ]
+        if any(part.permuted_size for part in (*itertools.chain(*experts), *_of(parts, "router"))):
+            raise ModelError(
+                f"experts of layer {index} have columns in an order of their own, which the native core lacks",
+                hint="Use --backend torch.",
+            )
+        if experts:
+            record.experts = (records.Expert * len(experts))(
+                *(records.Expert(gate_up.record, down.record) for gate_up, down in experts)
+            )
+        self._layers[index] = record
+        self._record.permuted_size = max(
+            self._record.permuted_size, *(part.permuted_size for part in parts.values())
+        )
+        self._parts[index] = (*parts.values(), *itertools.chain(*experts))
 
     def _forget_unsettled(self, index: int) -> None:
         """Converted matrices are made anew until they are exact."""
         layer = self._weights.layers[index]
-        projections = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        if not all(projection.is_settled for projection in projections):
+        own = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        of_experts = itertools.chain(*((expert.gate_up, expert.down) for expert in layer.experts))
+        if not all(each.is_settled for each in (*own, *of_experts) if each is not None):
             del self._parts[index]
+
+
+def _of(parts: Mapping[str, Parts], name: str) -> list[Parts]:
+    return [parts[name]] if name in parts else []
+
+
+def _mixture(spec: DecoderSpec) -> dict[str, int]:
+    """Fields of the record about experts."""
+    experts = spec.experts
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.num,
+        "num_experts_used": experts.num_used,
+        "expert_size": experts.size,
+        "expert_weights_sum_to_1": experts.sum_to_1,
+        "expert_weights_rounded": experts.rounds_weights,
+    }

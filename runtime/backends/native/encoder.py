@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...dtypes import DType, to_float32
+from ...dtypes import DType, from_float32
 from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of, refusal_of
-from ...models.matrices import EncoderWeights, Tensor
-from ...models.spec import EncoderSpec, Pooling
+from ...models.matrices import EncoderWeights, LayerNormWeights, StoredProjection, Tensor
+from ...models.spec import Activation, EncoderSpec, Pooling
 from . import arrays, records
-from .operations import ACTIVATIONS, MAX_HEAD_DIM, TANH, Operations, check_starts
+from .distances import DistanceTables
+from .operations import ACTIVATIONS, MAX_HEAD_DIM, Operations, check_starts
+from .pooling import chosen_rows, normalize, pooled
 from .pools import check_ids
 from .products import Products
+from .turns import TurnTable
 from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 NAME = "native"
-_SMALLEST_NORM = np.float32(1e-12)  # of an embedding that is divided by it
 
 IMPLEMENTED: Mapping[str, Accepts] = {
     **dict.fromkeys(
@@ -39,18 +41,46 @@ IMPLEMENTED: Mapping[str, Accepts] = {
             "num_heads",
             "norm_eps",
             "attention_scale",
+            "gated",
+            "pre_norm",
+            "final_norm",
+            "norm_bias",
+            "qkv_bias",
+            "output_bias",
+            "mlp_bias",
             "max_positions",
-            "type_vocab_size",
             "position_offset",
+            "type_vocab_size",
+            "windows",
+            "rotary",
+            "rotary.dim",
+            "rotary.frequencies",
+            "rotary.factor",
+            "local_rotary",
+            "local_rotary.dim",
+            "local_rotary.frequencies",
+            "local_rotary.factor",
+            "position_bias",
+            "position_bias.num_buckets",
+            "position_bias.max_distance",
+            "disentangled",
+            "disentangled.span",
+            "disentangled.max_distance",
             "normalize",
             "num_labels",
+            "head_bias",
+            "head_norm",
         ),
         any_value,
     ),
+    "rotary.interleaved": one_of(False),
+    "local_rotary.interleaved": one_of(False),
     "dtype": one_of(DType.BF16, DType.F32),
     "head_dim": lambda head_dim: head_dim <= MAX_HEAD_DIM,
     "activation": one_of(*ACTIVATIONS),
-    "pooling": one_of(Pooling.MEAN, Pooling.CLS),
+    "head_activation": one_of(*ACTIVATIONS),
+    "pooling": one_of(*Pooling),
+    "dense": lambda dense: all(layer.activation in (None, *ACTIVATIONS) for layer in dense),
 }
 
 
@@ -75,31 +105,42 @@ class NativeEncoder:
         self._scratch_bytes.argtypes = [ctypes.POINTER(records.Encoder), ctypes.c_int64]
         self._scratch_bytes.restype = ctypes.c_int64
         self._scratch = arrays.Scratch()
+        self._no_bias = Tensor(DType.F32, np.zeros(spec.hidden_size, np.float32))
+        self._distances = DistanceTables(spec, weights)
+        self._turns = None if spec.rotary is None else TurnTable(spec.rotary, spec.dtype)
+        self._local_turns = None if spec.local_rotary is None else TurnTable(spec.local_rotary, spec.dtype)
         self._layers = (records.EncoderLayer * spec.num_layers)()
         self._parts = [self._fill(index) for index in range(spec.num_layers)]
+        self._positions: list[Array | None] = [
+            None
+        ] * spec.num_layers  # of disentangled positions, once computed
         self._record = records.Encoder(
             layers=self._layers,
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             num_heads=spec.num_heads,
             head_dim=spec.head_dim,
+            rotary_dim=0 if spec.rotary is None else spec.rotary.dim,
             norm_eps=spec.norm_eps,
             attention_scale=spec.attention_scale,
             activation=ACTIVATIONS[spec.activation],
             dtype=arrays.dtype_of(np.empty(0, spec.dtype.numpy)),
+            pre_norm=spec.pre_norm,
+            gated=spec.gated,
         )
 
     def embed(self, batch: TextBatch) -> Array:
-        """norm(word + position + type 0) of each token, (T, hidden_size)."""
+        """norm(word + type + position) of each token, (T, hidden_size)."""
         weights, operations = self._weights, self._operations
         check_starts(batch.starts, len(batch.tokens))
-        lengths = np.diff(batch.starts)
-        in_text = np.arange(len(batch.tokens), dtype=np.int64) - np.repeat(batch.starts[:-1], lengths)
         x = self._rows_of(weights.words, batch.tokens)
-        operations.add(x, self._rows_of(weights.types, np.zeros(1, np.int64)))
-        operations.add(x, self._rows_of(weights.positions, in_text + self._spec.position_offset))
-        norm = weights.norm
-        return operations.norm(x, x, norm.weight, norm.bias, self._spec.norm_eps)
+        if weights.types is not None:
+            types = np.zeros(1, np.int64) if batch.types is None else batch.types
+            operations.add(x, self._rows_of(weights.types, types))
+        if weights.positions is not None:
+            places = _places_of(batch) + self._spec.position_offset
+            operations.add(x, self._rows_of(weights.positions, places))
+        return self._norm(x, weights.norm)
 
     def layers(self, batch: TextBatch, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
@@ -110,12 +151,27 @@ class NativeEncoder:
         if not 0 <= first <= end <= spec.num_layers:
             raise ValueError(f"there are no layers [{first}, {end})")
         arrays.check_contiguous(x, "x")
+        if spec.disentangled is not None:
+            for index in range(first, end):
+                self._compute_positions(index)
+        longest = int(np.diff(batch.starts).max())
+        turns, local_turns = (
+            None if table is None else table.up_to(longest) for table in (self._turns, self._local_turns)
+        )
+        places = _places_of(batch)
+        distances = self._distances.up_to(longest - 1)
         num_bytes = int(self._scratch_bytes(ctypes.byref(self._record), num_rows))
         args = records.EncoderStepArgs(
             model=ctypes.pointer(self._record),
             starts=arrays.address(batch.starts),
+            turns=arrays.address_or_null(turns),
+            local_turns=arrays.address_or_null(local_turns),
+            turn=arrays.address(places),
+            bias=arrays.address_or_null(distances.bias),
+            buckets=arrays.address_or_null(distances.buckets),
             x=arrays.address(x),
             scratch=self._scratch.address_of(num_bytes),
+            reach=distances.reach,
             num_texts=len(batch.starts) - 1,
             num_rows=num_rows,
             first=first,
@@ -125,45 +181,91 @@ class NativeEncoder:
         return x
 
     def finish(self, batch: TextBatch, x: Array) -> Floats:
-        """(N, spec.num_columns) fp32: pooled and normalised states, or a classifier's scores."""
-        firsts = batch.starts[:-1]
-        if self._spec.num_labels:
-            return self._scores(np.ascontiguousarray(x[firsts]))
-        if self._spec.pooling is Pooling.MEAN:
-            pooled = self._operations.mean(x, batch.starts)
+        """(N, spec.num_columns) fp32: pooled states and what comes after them, or a classifier's scores."""
+        spec, starts = self._spec, batch.starts
+        rows = chosen_rows(starts, spec.pooling)
+        if rows is not None:  # of the others nothing is needed
+            x, starts = np.ascontiguousarray(x[rows]), np.arange(len(starts), dtype=np.int64)
+        if self._weights.final_norm is not None:
+            x = self._norm(x, self._weights.final_norm)
+        if spec.num_labels and rows is not None:
+            return self._scores(x)
+        if spec.pooling is Pooling.MEAN:
+            result = self._operations.mean(x, starts)
         else:
-            pooled = np.array(to_float32(x[firsts], self._spec.dtype))
-        if self._spec.normalize:
-            for number, row in enumerate(pooled):  # one by one: a sum must not depend on how many there are
-                pooled[number] = row / max(np.sqrt((row * row).sum()), _SMALLEST_NORM)
-        return pooled
+            result = pooled(x, starts, spec.pooling, spec.dtype)
+        if spec.num_labels:
+            return self._scores(from_float32(result, spec.dtype))
+        for matrix, layer in zip(self._weights.sentence, spec.dense, strict=True):
+            result = self._product(StoredProjection((matrix,)), result, result.dtype)
+            if layer.activation is not None:
+                self._activate(result, layer.activation)
+        if spec.normalize:
+            normalize(result)
+        return result
 
     def _scores(self, states: Array) -> Floats:
         """states (N, hidden_size) → (N, num_labels), not rounded to the spec's dtype."""
-        assert self._weights.dense is not None
-        assert self._weights.scores is not None
-        dense = self._product(self._weights.dense, states, states.dtype)
-        self._operations.activate(dense, None, dense, TANH)
-        return self._product(self._weights.scores, dense, np.dtype(np.float32))
+        weights = self._weights
+        assert weights.dense is not None
+        assert weights.scores is not None
+        dense = self._product(weights.dense, states, states.dtype)
+        self._activate(dense, self._spec.head_activation)
+        if weights.head_norm is not None:
+            self._norm(dense, weights.head_norm)
+        return self._product(weights.scores, dense, np.dtype(np.float32))
+
+    def _activate(self, rows: Array, activation: Activation) -> None:
+        self._operations.activate(rows, None, rows, ACTIVATIONS[activation])
 
     def _product(self, projection: Projection, x: Array, dtype: np.dtype[np.generic]) -> Array:
-        (weight,) = Parts(projection.matrices()).weights
-        return self._products.linear(x, weight, np.empty((len(x), weight.num_out), dtype))
+        """x times all matrices of the projection, side by side."""
+        parts = [
+            self._products.linear(x, weight, np.empty((len(x), weight.num_out), dtype))
+            for weight in Parts(projection.matrices()).weights
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def _norm(self, x: Array, norm: LayerNormWeights) -> Array:
+        """In place."""
+        return self._operations.norm(x, x, norm.weight, norm.bias or self._no_bias, self._spec.norm_eps)
 
     def _rows_of(self, table: Tensor, numbers: Array) -> Array:
-        check_ids(numbers, len(table.array), "a token or a position")
+        check_ids(numbers, len(table.array), "a token, a type or a position")
         out = np.empty((len(numbers), self._spec.hidden_size), self._spec.dtype.numpy)
         return self._operations.embed(table.array, None, numbers, out)
+
+    def _compute_positions(self, index: int) -> None:
+        """Queries and keys of the layer's disentangled positions, by its projections; once, behind its gate."""
+        if self._positions[index] is not None:
+            return
+        spec, weights = self._spec, self._weights
+        assert weights.relative is not None
+        every = np.arange(len(weights.relative.array), dtype=np.int64)
+        table = self._rows_of(weights.relative, every)
+        if weights.relative_norm is not None:
+            self._norm(table, weights.relative_norm)
+        rows = self._product(weights.layers[index].qkv, table, table.dtype)
+        queries, keys = (rows[:, part * spec.hidden_size :][:, : spec.hidden_size] for part in (0, 1))
+        both = self._positions[index] = np.stack((queries, keys))  # (2, buckets, hidden_size)
+        self._layers[index].position_queries = arrays.address(both)
+        self._layers[index].position_keys = arrays.address(both) + both[0].nbytes
 
     def _fill(self, index: int) -> tuple[Parts, ...]:
         """The layer's record, and what it refers to."""
         layer = self._weights.layers[index]
         parts = tuple(Parts(each.matrices()) for each in (layer.qkv, layer.output, layer.up, layer.down))
+        vectors = []
+        for norm in (layer.attention_norm, layer.mlp_norm):
+            weight, bias = (None, None) if norm is None else (norm.weight, norm.bias or self._no_bias)
+            vectors += [vector_of(weight), vector_of(bias)]
         self._layers[index] = records.EncoderLayer(
-            *(part.record for part in parts),
-            vector_of(layer.attention_norm.weight),
-            vector_of(layer.attention_norm.bias),
-            vector_of(layer.mlp_norm.weight),
-            vector_of(layer.mlp_norm.bias),
+            *(part.record for part in parts), *vectors, window=self._spec.windows[index] or 0
         )
         return parts
+
+
+def _places_of(batch: TextBatch) -> Array:
+    """(T,): each token's place in its text."""
+    lengths = np.diff(batch.starts)
+    return np.arange(len(batch.tokens), dtype=np.int64) - np.repeat(batch.starts[:-1], lengths)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...models.decoder_config import LayerRotary, Norm
 from ...models.matrices import Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s
@@ -24,8 +25,16 @@ if TYPE_CHECKING:
     from .arrays import Array
 
 MAX_HEAD_DIM = 256
-TANH = 4
-ACTIVATIONS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.RELU: 3}
+ACTIVATIONS = {
+    Activation.SILU: 0,
+    Activation.GELU: 1,
+    Activation.GELU_TANH: 2,
+    Activation.RELU: 3,
+    Activation.TANH: 4,
+}
+
+NORMS = {Norm.RMS: 0, Norm.RMS_WIDE: 1, Norm.RMS_PLUS_ONE: 2, Norm.LAYER: 3}
+ROTARIES = {LayerRotary.MAIN: 0, LayerRotary.LOCAL: 1, LayerRotary.NONE: 2}
 
 _FUNCTIONS: dict[str, type[ctypes.Structure]] = {
     "tn_embed": records.EmbedArgs,
@@ -50,6 +59,9 @@ class Operations:
         self._functions = {name: getattr(library.functions, name) for name in _FUNCTIONS}
         for name, args in _FUNCTIONS.items():
             self._functions[name].argtypes = [ctypes.POINTER(args)]
+        self._scale_and_cap = library.functions.tn_scale_and_cap
+        self._scale_and_cap.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_float]
+        self._scale_and_cap.restype = None
 
     def call(self, name: str, args: ctypes.Structure) -> None:
         """Run a function whose struct of arguments the caller has checked; its size is filled in here."""
@@ -57,9 +69,11 @@ class Operations:
         status = self._functions[name](ctypes.byref(args))
         assert status == 0, f"{name} refused: {status}"
 
-    def embed(self, table: Array, scale: Array | None, tokens: Int64s, out: Array) -> Array:
+    def embed(
+        self, table: Array, scale: Array | None, tokens: Int64s, out: Array, factor: float = 1.0
+    ) -> Array:
         """out (T, columns) = rows of table (vocab, columns), times their scales (vocab, groups) where it is
-        int8.
+        int8, and times the factor.
         """
         check_ids(tokens, len(table), "a token")
         _check_rows(out, (len(tokens), table.shape[1]))
@@ -79,6 +93,7 @@ class Operations:
             scale_dtype=0 if scale is None else arrays.dtype_of(scale),
             dtype=arrays.dtype_of(out),
             group_size=0 if scale is None else table.shape[1] // scale.shape[1],
+            factor=factor,
         )
         self.call("tn_embed", args)
         return out
@@ -100,7 +115,15 @@ class Operations:
         self.call("tn_add", args)
         return x
 
-    def norm(self, x: Array, out: Array, weight: Tensor, bias: Tensor | None, eps: float) -> Array:
+    def norm(
+        self,
+        x: Array,
+        out: Array,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        kind: Norm = Norm.RMS,
+    ) -> Array:
         """out = the RMS norm of x, or with a bias the layer norm; out may be x."""
         _check_rows(x, x.shape)
         _check_rows(out, x.shape, x.dtype)
@@ -116,9 +139,16 @@ class Operations:
             num_columns=x.shape[1],
             eps=eps,
             dtype=arrays.dtype_of(x),
+            kind=NORMS[kind],
         )
         self.call("tn_norm", args)
         return out
+
+    def scale_and_cap(self, x: Array, scale: float, cap: float | None) -> Array:
+        """x (T, columns) fp32 *= scale, then cap · tanh(x / cap)."""
+        _check_rows(x, x.shape, np.float32)
+        self._scale_and_cap(arrays.address(x), x.size, scale, cap or 0.0)
+        return x
 
     def activate(self, gate: Array, up: Array | None, out: Array, activation: int) -> Array:
         """out = activation(gate) · up, or without `up` the former; out may be one of them."""

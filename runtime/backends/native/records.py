@@ -38,6 +38,8 @@ class EmbedArgs(ctypes.Structure):
         ("scale_dtype", _INT32),
         ("dtype", _INT32),
         ("group_size", _INT32),
+        ("factor", _FLOAT),
+        ("reserved", _INT32),
     )
 
 
@@ -69,6 +71,8 @@ class NormArgs(ctypes.Structure):
         ("num_columns", _INT64),
         ("eps", _FLOAT),
         ("dtype", _INT32),
+        ("kind", _INT32),
+        ("reserved", _INT32),
     )
 
 
@@ -122,6 +126,10 @@ class HeadsArgs(ctypes.Structure):
         ("rotary_dim", _INT64),
         ("norm_eps", _FLOAT),
         ("dtype", _INT32),
+        ("norm", _INT32),
+        ("joint_norms", _INT32),
+        ("wide_turns", _INT32),
+        ("interleaved", _INT32),
     )
 
 
@@ -150,6 +158,20 @@ class AttentionArgs(ctypes.Structure):
         ("head_dim", _INT64),
         ("scale", _FLOAT),
         ("dtype", _INT32),
+        ("cap", _FLOAT),
+        ("reserved", _INT32),
+    )
+
+
+class Distances(ctypes.Structure):
+    """`tn_distances`"""
+
+    _fields_ = (
+        ("bias", _POINTER),
+        ("keys", _POINTER),
+        ("queries", _POINTER),
+        ("buckets", _POINTER),
+        ("reach", _INT64),
     )
 
 
@@ -161,9 +183,11 @@ class TextAttentionArgs(ctypes.Structure):
         ("qkv", _POINTER),
         ("out", _POINTER),
         ("starts", _POINTER),
+        ("distances", Distances),
         ("num_texts", _INT64),
         ("num_heads", _INT64),
         ("head_dim", _INT64),
+        ("window", _INT64),
         ("scale", _FLOAT),
         ("dtype", _INT32),
     )
@@ -186,6 +210,12 @@ class Projection(ctypes.Structure):
     )
 
 
+class Expert(ctypes.Structure):
+    """`tn_expert`"""
+
+    _fields_ = (("gate_up", Projection), ("down", Projection))
+
+
 class DecoderLayer(ctypes.Structure):
     """`tn_decoder_layer`"""
 
@@ -193,12 +223,18 @@ class DecoderLayer(ctypes.Structure):
         ("attention_norm", Vector),
         ("query_norm", Vector),
         ("key_norm", Vector),
+        ("attention_output_norm", Vector),
         ("mlp_norm", Vector),
+        ("mlp_output_norm", Vector),
         ("qkv", Projection),
         ("output", Projection),
         ("gate_up", Projection),
         ("down", Projection),
+        ("router", Projection),
+        ("experts", ctypes.POINTER(Expert)),
         ("window", _INT64),
+        ("rotary", _INT32),
+        ("reserved", _INT32),
     )
 
 
@@ -214,10 +250,23 @@ class Decoder(ctypes.Structure):
         ("head_dim", _INT64),
         ("rotary_dim", _INT64),
         ("permuted_size", _INT64),
+        ("num_experts", _INT64),
+        ("num_experts_used", _INT64),
+        ("expert_size", _INT64),
         ("norm_eps", _FLOAT),
         ("attention_scale", _FLOAT),
+        ("score_cap", _FLOAT),
+        ("residual_scale", _FLOAT),
         ("activation", _INT32),
         ("dtype", _INT32),
+        ("norm", _INT32),
+        ("joint_norms", _INT32),
+        ("wide_turns", _INT32),
+        ("interleaved", _INT32),
+        ("parallel", _INT32),
+        ("expert_weights_sum_to_1", _INT32),
+        ("expert_weights_rounded", _INT32),
+        ("reserved", _INT32),
     )
 
 
@@ -230,6 +279,7 @@ class DecoderStepArgs(ctypes.Structure):
         ("kv", ctypes.POINTER(KV)),
         ("spans", _POINTER),
         ("turns", _POINTER),
+        ("local_turns", _POINTER),
         ("turn", _POINTER),
         ("slots", _POINTER),
         ("x", _POINTER),
@@ -253,6 +303,9 @@ class EncoderLayer(ctypes.Structure):
         ("attention_norm_bias", Vector),
         ("mlp_norm_weight", Vector),
         ("mlp_norm_bias", Vector),
+        ("position_keys", _POINTER),
+        ("position_queries", _POINTER),
+        ("window", _INT64),
     )
 
 
@@ -265,10 +318,13 @@ class Encoder(ctypes.Structure):
         ("intermediate_size", _INT64),
         ("num_heads", _INT64),
         ("head_dim", _INT64),
+        ("rotary_dim", _INT64),
         ("norm_eps", _FLOAT),
         ("attention_scale", _FLOAT),
         ("activation", _INT32),
         ("dtype", _INT32),
+        ("pre_norm", _INT32),
+        ("gated", _INT32),
     )
 
 
@@ -279,8 +335,14 @@ class EncoderStepArgs(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("model", ctypes.POINTER(Encoder)),
         ("starts", _POINTER),
+        ("turns", _POINTER),
+        ("local_turns", _POINTER),
+        ("turn", _POINTER),
+        ("bias", _POINTER),
+        ("buckets", _POINTER),
         ("x", _POINTER),
         ("scratch", _POINTER),
+        ("reach", _INT64),
         ("num_texts", _INT64),
         ("num_rows", _INT64),
         ("first", _INT64),
@@ -315,9 +377,11 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "tn_heads_args": HeadsArgs,
     "tn_span": Span,
     "tn_attention_args": AttentionArgs,
+    "tn_distances": Distances,
     "tn_text_attention_args": TextAttentionArgs,
     "tn_part": Part,
     "tn_projection": Projection,
+    "tn_expert": Expert,
     "tn_decoder_layer": DecoderLayer,
     "tn_decoder": Decoder,
     "tn_decoder_step_args": DecoderStepArgs,

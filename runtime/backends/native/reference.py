@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...dtypes import DType, from_float32, to_float32
+from ...models.decoder_config import Experts, Norm
 from ...models.matrices import DenseMatrix, Matrix, Tensor
 from ...models.spec import Activation
 from ...step.batch import Int64s
@@ -72,8 +73,13 @@ def product(x: Floats, matrix: Matrix, dtype: DType) -> Floats:
 # ---- rows ----
 
 
-def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> Floats:
+def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType, factor: float = 1.0) -> Floats:
     """(T, columns)"""
+    rows = _rows(table, scale, tokens, dtype)
+    return rows if factor == 1.0 else rounded(rows * np.float32(factor), dtype)
+
+
+def _rows(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> Floats:
     rows = table.array[tokens]
     if scale is None:
         return rounded(to_float32(rows, table.dtype), dtype)
@@ -82,10 +88,15 @@ def embed(table: Tensor, scale: Tensor | None, tokens: Int64s, dtype: DType) -> 
     return rounded(grouped.reshape(rows.shape), dtype)
 
 
-def rms_norm(x: Floats, weight: Floats, eps: float, dtype: DType) -> Floats:
+def rms_norm(x: Floats, weight: Tensor, eps: float, dtype: DType, kind: Norm = Norm.RMS) -> Floats:
+    if kind is Norm.LAYER:
+        x = x - x.sum(-1, keepdims=True) / np.float32(x.shape[-1])
     mean_square = (x * x).sum(-1, keepdims=True) / np.float32(x.shape[-1])
-    unit = rounded(x * (np.float32(1.0) / np.sqrt(mean_square + np.float32(eps))), dtype)
-    return rounded(unit * weight, dtype)
+    unit = x * (np.float32(1.0) / np.sqrt(mean_square + np.float32(eps)))
+    if kind is Norm.RMS:
+        return rounded(rounded(unit, dtype) * vector(weight, dtype), dtype)
+    scale = to_float32(weight.array, weight.dtype)
+    return rounded(unit * (np.float32(1.0) + scale if kind is Norm.RMS_PLUS_ONE else scale), dtype)
 
 
 def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, dtype: DType) -> Floats:
@@ -94,17 +105,17 @@ def layer_norm(x: Floats, weight: Floats, bias: Floats, eps: float, dtype: DType
     return rounded(centred / np.sqrt(variance + np.float32(eps)) * weight + bias, dtype)
 
 
-def activate(gate: Floats, up: Floats | None, activation: Activation | None, dtype: DType) -> Floats:
-    """activation(gate) · up, or without `up` the former; None is tanh."""
+def activate(gate: Floats, up: Floats | None, activation: Activation, dtype: DType) -> Floats:
+    """activation(gate) · up, or without `up` the former."""
     with np.errstate(over="ignore"):
         active = rounded(_activation(gate, activation), dtype)
     return active if up is None else rounded(active * up, dtype)
 
 
-def _activation(x: Floats, activation: Activation | None) -> Floats:
+def _activation(x: Floats, activation: Activation) -> Floats:
     one = np.float32(1.0)
     match activation:
-        case None:
+        case Activation.TANH:
             result: Any = np.tanh(x)
         case Activation.SILU:
             result = x / (one + np.exp(-x))
@@ -122,17 +133,36 @@ def _erf(x: Floats) -> Floats:
     return np.fromiter(map(math.erf, x.ravel().tolist()), np.float32, x.size).reshape(x.shape)
 
 
+def route(scores: Floats, experts: Experts, dtype: DType) -> tuple[Int64s, Floats]:
+    """The experts of each row by its scores (T, experts.num), and their weights: (T, num_used) each."""
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    shares = powers / powers.sum(-1, keepdims=True)
+    chosen = np.argsort(-shares, axis=-1, kind="stable")[:, : experts.num_used]
+    weights = np.take_along_axis(shares, chosen, axis=-1)
+    if experts.sum_to_1:
+        weights /= weights.sum(-1, keepdims=True)
+    return chosen, rounded(weights, dtype) if experts.rounds_weights else weights
+
+
 # ---- keys and values ----
 
 
-def turn(heads: Floats, turns: Floats, dtype: DType) -> Floats:
-    """heads (T, heads, head_dim) by turns (T, rotary_dim), cosines and then sines."""
+def scale_and_cap(x: Floats, scale: float, cap: float | None) -> Floats:
+    """x · scale, then cap · tanh(x / cap)."""
+    scaled = x * np.float32(scale)
+    return scaled if cap is None else np.tanh(scaled / np.float32(cap)) * np.float32(cap)
+
+
+def turn(heads: Floats, turns: Floats, dtype: DType, inner: DType, *, interleaved: bool = False) -> Floats:
+    """heads (T, heads, head_dim) by turns (T, rotary_dim), cosines and then sines. Products are rounded to `inner`."""
     half = turns.shape[1] // 2
     cos, sin = turns[:, None, :half], turns[:, None, half:]
-    low, high = heads[..., :half], heads[..., half : 2 * half]
+    first = slice(0, 2 * half, 2) if interleaved else slice(half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    low, high = heads[..., first], heads[..., second]
     turned = heads.copy()
-    turned[..., :half] = rounded(rounded(low * cos, dtype) - rounded(high * sin, dtype), dtype)
-    turned[..., half : 2 * half] = rounded(rounded(high * cos, dtype) + rounded(low * sin, dtype), dtype)
+    turned[..., first] = rounded(rounded(low * cos, inner) - rounded(high * sin, inner), dtype)
+    turned[..., second] = rounded(rounded(high * cos, inner) + rounded(low * sin, inner), dtype)
     return turned
 
 
@@ -150,10 +180,18 @@ def of_codes(codes: npt.NDArray[np.int8], scales: Floats, dtype: DType) -> Float
 
 
 def attention(
-    queries: Floats, keys: Floats, values: Floats, seen: tuple[int, int], scale: float, dtype: DType
+    queries: Floats,
+    keys: Floats,
+    values: Floats,
+    seen: tuple[int, int],
+    scale: float,
+    dtype: DType,
+    cap: float | None = None,
+    more: Floats | None = None,
 ) -> Floats:
     """One row's queries (heads, head_dim) over keys and values (kv_heads, num_keys, head_dim) of which it sees the
-    range `seen`: (heads, head_dim), chunk by chunk.
+    range `seen`: (heads, head_dim), chunk by chunk. With a `cap` scores s become cap · tanh(s / cap); `more`
+    (heads, num_keys) is added to scaled scores.
     """
     num_kv_heads, _, head_dim = keys.shape
     grouped = queries.reshape(num_kv_heads, -1, head_dim)
@@ -163,7 +201,9 @@ def attention(
     begin, end = seen
     for chunk in range(begin // CHUNK * CHUNK, end, CHUNK):
         part = slice(max(chunk, begin), min(chunk + CHUNK, end))
-        scores = np.einsum("hgd,hkd->hgk", grouped, keys[:, part]) * np.float32(scale)
+        scores = scale_and_cap(np.einsum("hgd,hkd->hgk", grouped, keys[:, part]), scale, cap)
+        if more is not None:
+            scores = scores + more[:, part].reshape(scores.shape)
         of_chunk = scores.max(-1, keepdims=True)
         powers = np.exp(scores - of_chunk)
         most = np.maximum(largest, of_chunk)

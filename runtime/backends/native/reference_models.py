@@ -1,4 +1,4 @@
-"""Decoders and encoders in numpy, by the operations of `reference.py`: slow, and needing nothing but numpy.
+"""Decoders in numpy, by the operations of `reference.py`: slow, and needing nothing but numpy.
 
 They take what the native executors take, and stand in for them where there is no library for the processor.
 """
@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...dtypes import DType, from_float32, to_float32
-from ...models.matrices import DecoderWeights, EncoderWeights, LayerNormWeights
-from ...models.spec import DecoderSpec, EncoderSpec, Pooling
+from ...models.decoder_config import LayerRotary
+from ...models.matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
+from ...models.spec import DecoderSpec
 from ...step.batch import Int64s, SequenceSpan, StepBatch
 from . import reference
-from .operations import check_starts
 from .pools import Pool, Spans, check_ids
 from .reference import Floats
-from .turns import TurnTable
+from .turns import turn_tables
 
 if TYPE_CHECKING:
-    from ...models.executor import TextBatch
-    from ...models.matrices import Projection
+    from ...models.matrices import Projection, Tensor
 
-_SMALLEST_NORM = np.float32(1e-12)
+    ReferenceStep = tuple[StepBatch, Pool, dict[LayerRotary, Floats]]
 
 
 class ReferenceDecoder:
@@ -35,43 +34,63 @@ class ReferenceDecoder:
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self._spec = spec
         self._weights = weights
-        self._turns = TurnTable(spec.rotary, spec.dtype)
+        self._turns, self._local_turns = turn_tables(spec)
 
     def embed(self, batch: StepBatch) -> Floats:
         table = self._weights.embeddings
         check_ids(batch.tokens, len(table.weight.array), "a token")
-        return reference.embed(table.weight, table.scale, batch.tokens, self._spec.dtype)
+        spec = self._spec
+        return reference.embed(table.weight, table.scale, batch.tokens, spec.dtype, spec.embedding_scale)
 
-    def begin(self, batch: StepBatch, kv: Any) -> tuple[StepBatch, Pool, Floats]:
+    def begin(self, batch: StepBatch, kv: Any) -> ReferenceStep:
         pool = Pool.of(kv)
         Spans(batch.spans, len(batch.tokens), pool)
         check_ids(batch.slots, pool.num_slots, "a slot")
         end = max((span.context_len for span in batch.spans), default=0)
         check_ids(batch.positions, end, "a position")
-        return batch, pool, self._turns.up_to(end)[batch.positions]
+        turns = {LayerRotary.MAIN: self._turns.up_to(end)[batch.positions]}
+        if self._local_turns is not None:
+            turns[LayerRotary.LOCAL] = self._local_turns.up_to(end)[batch.positions]
+        return batch, pool, turns
 
-    def layers(self, step: tuple[StepBatch, Pool, Floats], first: int, end: int, x: Floats) -> Floats:
+    def layers(self, step: ReferenceStep, first: int, end: int, x: Floats) -> Floats:
         spec = self._spec
         for index in range(first, end):
             layer = self._weights.layers[index]
-            normed = reference.rms_norm(
-                x, reference.vector(layer.attention_norm, spec.dtype), spec.norm_eps, spec.dtype
-            )
+            normed = self._norm(x, layer.attention_norm)
             attended = self._attend(index, step, _project(normed, layer.qkv, spec.dtype))
-            x = self._sum(x, _project(attended, layer.output, spec.dtype))
-            normed = reference.rms_norm(
-                x, reference.vector(layer.mlp_norm, spec.dtype), spec.norm_eps, spec.dtype
-            )
-            gate, up = np.split(_project(normed, layer.gate_up, spec.dtype), 2, axis=1)
-            inner = reference.activate(gate, up, spec.activation, spec.dtype)
-            x = self._sum(x, _project(inner, layer.down, spec.dtype))
+            more = _project(attended, layer.output, spec.dtype)
+            x = self._sum(x, self._norm(more, layer.attention_output_norm))
+            if not spec.is_parallel:
+                normed = self._norm(x, layer.mlp_norm)
+            x = self._sum(x, self._norm(self._mlp(layer, normed), layer.mlp_output_norm))
         return x
+
+    def _mlp(self, layer: DecoderLayerWeights | ExpertWeights, x: Floats) -> Floats:
+        dtype = self._spec.dtype
+        if layer.gate_up is None or layer.down is None:
+            assert isinstance(layer, DecoderLayerWeights)
+            return self._mixture(layer, x)
+        gate, up = np.split(_project(x, layer.gate_up, dtype), 2, axis=1)
+        return _project(reference.activate(gate, up, self._spec.activation, dtype), layer.down, dtype)
+
+    def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
+        experts, dtype = self._spec.experts, self._spec.dtype
+        assert experts is not None
+        assert layer.router is not None
+        chosen, weights = reference.route(_project(x, layer.router, dtype), experts, dtype)
+        out = np.zeros_like(x)
+        for number, expert in enumerate(layer.experts):
+            rows, places = np.nonzero(chosen == number)
+            if len(rows):
+                made = self._mlp(expert, x[rows]) * weights[rows, places][:, None]
+                out[rows] = reference.rounded(out[rows] + reference.rounded(made, dtype), dtype)
+        return out
 
     def logits(self, x: Floats, rows: Int64s) -> Floats:
         spec, weights = self._spec, self._weights
-        norm = reference.vector(weights.norm, spec.dtype)
-        normed = reference.rms_norm(x[rows], norm, spec.norm_eps, spec.dtype)
-        return _project(normed, weights.head, DType.F32)
+        logits = _project(self._norm(x[rows], weights.norm), weights.head, DType.F32)
+        return reference.scale_and_cap(logits, spec.logits_scale, spec.logit_cap)
 
     def join(self, parts: Sequence[Floats]) -> Floats:
         return np.concatenate(parts)
@@ -79,26 +98,44 @@ class ReferenceDecoder:
     def select(self, x: Floats, rows: Int64s) -> Floats:
         return x[rows]
 
-    def _sum(self, x: Floats, more: Floats) -> Floats:
-        return reference.rounded(x + more, self._spec.dtype)
+    def _norm(self, x: Floats, weight: Tensor | None) -> Floats:
+        """x itself where there is no such norm."""
+        spec = self._spec
+        if weight is None:
+            return x
+        return reference.rms_norm(x, weight, spec.norm_eps, spec.dtype, spec.norm)
 
-    def _attend(self, index: int, step: tuple[StepBatch, Pool, Floats], qkv: Floats) -> Floats:
+    def _sum(self, x: Floats, more: Floats) -> Floats:
+        spec = self._spec
+        if spec.residual_scale != 1.0:
+            more = reference.rounded(more * np.float32(spec.residual_scale), spec.dtype)
+        return reference.rounded(x + more, spec.dtype)
+
+    def _attend(self, index: int, step: ReferenceStep, qkv: Floats) -> Floats:
         """Writes the rows' keys and values; qkv (T, …) → (T, num_heads * head_dim)."""
         spec, (batch, pool, turns) = self._spec, step
         heads = qkv.reshape(len(qkv), -1, spec.head_dim)
         ends = (spec.num_heads, spec.num_heads + spec.num_kv_heads)
         queries, keys, values = np.split(heads, ends, axis=1)
         layer = self._weights.layers[index]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            norms = [reference.vector(norm, spec.dtype) for norm in (layer.query_norm, layer.key_norm)]
-            queries = reference.rms_norm(queries, norms[0], spec.norm_eps, spec.dtype)
-            keys = reference.rms_norm(keys, norms[1], spec.norm_eps, spec.dtype)
-        queries, keys = (reference.turn(each, turns, spec.dtype) for each in (queries, keys))
+        queries = self._norm_heads(queries, layer.query_norm)
+        keys = self._norm_heads(keys, layer.key_norm)
+        rotary = spec.layer_rotary[index]
+        if rotary is not LayerRotary.NONE:
+            inner = DType.F32 if spec.wide_rotary else spec.dtype
+            queries, keys = (
+                reference.turn(each, turns[rotary], spec.dtype, inner, interleaved=spec.rotary.interleaved)
+                for each in (queries, keys)
+            )
         _write(pool, index, batch.slots, np.stack((keys, values)), spec.dtype)
         out = np.empty_like(queries)
         for span in batch.spans:
             self._attend_span(index, pool, span, queries, out)
         return out.reshape(len(out), -1)
+
+    def _norm_heads(self, heads: Floats, weight: Tensor | None) -> Floats:
+        rows = heads.reshape(len(heads), 1, -1) if self._spec.joint_head_norms else heads
+        return self._norm(rows, weight).reshape(heads.shape)
 
     def _attend_span(self, index: int, pool: Pool, span: SequenceSpan, queries: Floats, out: Floats) -> None:
         spec = self._spec
@@ -109,72 +146,9 @@ class ReferenceDecoder:
         for row in range(span.start, span.start + span.length):
             end = span.context_len - span.length + row - span.start + 1
             seen = (max(0, end - window), end)
-            out[row] = reference.attention(queries[row], keys, values, seen, spec.attention_scale, spec.dtype)
-
-
-class ReferenceEncoder:
-    """An `EncoderExecutor`. Its rows are fp32 arrays."""
-
-    runs_layers_together = False
-
-    def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
-        self._spec = spec
-        self._weights = weights
-
-    def embed(self, batch: TextBatch) -> Floats:
-        spec, weights = self._spec, self._weights
-        check_starts(batch.starts, len(batch.tokens))
-        lengths = np.diff(batch.starts)
-        positions = np.arange(len(batch.tokens)) - np.repeat(batch.starts[:-1], lengths)
-        positions += spec.position_offset
-        check_ids(batch.tokens, len(weights.words.array), "a token")
-        check_ids(positions, len(weights.positions.array), "a position")
-        x = reference.embed(weights.words, None, batch.tokens, spec.dtype)
-        for more in (
-            reference.embed(weights.types, None, np.zeros(1, np.int64), spec.dtype),
-            reference.embed(weights.positions, None, positions, spec.dtype),
-        ):
-            x = reference.rounded(x + more, spec.dtype)
-        return self._norm(x, weights.norm)
-
-    def layers(self, batch: TextBatch, first: int, end: int, x: Floats) -> Floats:
-        spec = self._spec
-        for layer in self._weights.layers[first:end]:
-            qkv = _project(x, layer.qkv, spec.dtype).reshape(len(x), 3, spec.num_heads, spec.head_dim)
-            attended = np.empty_like(qkv[:, 0])
-            for begin, stop in zip(batch.starts[:-1], batch.starts[1:], strict=True):
-                keys, values = (qkv[begin:stop, part].transpose(1, 0, 2) for part in (1, 2))
-                for row in range(begin, stop):
-                    attended[row] = reference.attention(
-                        qkv[row, 0], keys, values, (0, stop - begin), spec.attention_scale, spec.dtype
-                    )
-            more = _project(attended.reshape(len(x), -1), layer.output, spec.dtype)
-            x = self._norm(reference.rounded(x + more, spec.dtype), layer.attention_norm)
-            inner = reference.activate(_project(x, layer.up, spec.dtype), None, spec.activation, spec.dtype)
-            more = _project(inner, layer.down, spec.dtype)
-            x = self._norm(reference.rounded(x + more, spec.dtype), layer.mlp_norm)
-        return x
-
-    def finish(self, batch: TextBatch, x: Floats) -> Floats:
-        spec, weights = self._spec, self._weights
-        if spec.num_labels:
-            assert weights.dense is not None
-            assert weights.scores is not None
-            dense = _project(x[batch.starts[:-1]], weights.dense, spec.dtype)
-            return _project(reference.activate(dense, None, None, spec.dtype), weights.scores, DType.F32)
-        if spec.pooling is Pooling.CLS:
-            pooled = x[batch.starts[:-1]]
-        else:
-            ranges = zip(batch.starts[:-1], batch.starts[1:], strict=True)
-            pooled = np.stack([x[begin:end].sum(0) / np.float32(end - begin) for begin, end in ranges])
-        if spec.normalize:
-            norms = [max(np.sqrt((row * row).sum()), _SMALLEST_NORM) for row in pooled]
-            pooled = pooled / np.array(norms, np.float32)[:, None]
-        return pooled
-
-    def _norm(self, x: Floats, norm: LayerNormWeights) -> Floats:
-        weight, bias = (reference.vector(each, self._spec.dtype) for each in (norm.weight, norm.bias))
-        return reference.layer_norm(x, weight, bias, self._spec.norm_eps, self._spec.dtype)
+            out[row] = reference.attention(
+                queries[row], keys, values, seen, spec.attention_scale, spec.dtype, spec.score_cap
+            )
 
 
 def _write(pool: Pool, layer: int, slots: Int64s, heads: Floats, dtype: DType) -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from ...dtypes import DType, from_float32, to_float32
 from ...models.rotary import Rotary
+from ...models.spec import DecoderSpec
 
 Floats = npt.NDArray[np.float32]
 
@@ -14,8 +15,8 @@ _SMALLEST_TABLE = 512  # positions
 
 
 class TurnTable:
-    """Cosines and sines of all positions so far, (positions, rotary_dim) fp32: cosines, then sines, rounded to what the
-    model computes in. Replaced, not changed, when it grows."""
+    """Cosines and sines of all positions so far, (positions, rotary_dim) fp32: cosines, then sines, rounded to `dtype`.
+    Replaced, not changed, when it grows."""
 
     def __init__(self, rotary: Rotary, dtype: DType) -> None:
         self._rotary = rotary
@@ -30,3 +31,10 @@ class TurnTable:
             rounded = to_float32(from_float32(more, self._dtype), self._dtype)
             self._table = np.concatenate((self._table, rounded))
         return self._table
+
+
+def turn_tables(spec: DecoderSpec) -> tuple[TurnTable, TurnTable | None]:
+    """A decoder's main table, and the local one where it has one."""
+    dtype = DType.F32 if spec.wide_rotary else spec.dtype
+    local = spec.local_rotary
+    return TurnTable(spec.rotary, dtype), None if local is None else TurnTable(local, dtype)

@@ -16,6 +16,7 @@ def activation(name: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
         Activation.GELU: F.gelu,
         Activation.GELU_TANH: _gelu_tanh,
         Activation.RELU: F.relu,
+        Activation.TANH: torch.tanh,
     }
     return functions[name]
 

@@ -70,18 +70,32 @@ def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:
 
 
 def paged_attention(
-    queries: torch.Tensor, kv: TorchPool, layer: int, plans: Sequence[SpanPlan], scale: float
+    queries: torch.Tensor,
+    kv: TorchPool,
+    layer: int,
+    plans: Sequence[SpanPlan],
+    scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """queries (T, heads, head_dim) → (T, heads * head_dim). Keys and values must have been written."""
+    """queries (T, heads, head_dim) → (T, heads * head_dim). Keys and values must have been written. With a `cap` scores
+    s become cap · tanh(s / cap).
+    """
     outputs = [
-        _attend(queries[plan.start : plan.start + plan.length], *kv.read(layer, plan.extent), plan, scale)
+        _attend(
+            queries[plan.start : plan.start + plan.length], *kv.read(layer, plan.extent), plan, scale, cap
+        )
         for plan in plans
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SpanPlan, scale: float
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: SpanPlan,
+    scale: float,
+    cap: float | None,
 ) -> torch.Tensor:
     """queries (L, heads, d), keys and values (kv_heads, keys, d) → (L, heads * d)."""
     num_rows, num_heads, head_dim = queries.shape
@@ -92,11 +106,33 @@ def _attend(
     grouped = queries.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)  # (kv_heads, L, group, d)
     if plan.folded:
         rows = grouped.reshape(num_kv_heads, 1, num_rows * group, head_dim)
-        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=plan.mask, scale=scale)
+        if cap is None:
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=plan.mask, scale=scale)
+        else:
+            out = _capped_attention(rows, keys, values, plan, scale, cap)
         out = out.view(num_kv_heads, num_rows, group, head_dim)
     else:
         keys, values = keys.expand(-1, group, -1, -1), values.expand(-1, group, -1, -1)
-        out = F.scaled_dot_product_attention(
-            grouped.transpose(1, 2), keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale
-        ).transpose(1, 2)
+        heads = grouped.transpose(1, 2)
+        if cap is None:
+            out = F.scaled_dot_product_attention(
+                heads, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=scale
+            ).transpose(1, 2)
+        else:
+            out = _capped_attention(heads, keys, values, plan, scale, cap).transpose(1, 2)
     return out.transpose(0, 1).reshape(num_rows, num_heads * head_dim)
+
+
+def _capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SpanPlan, scale: float, cap: float
+) -> torch.Tensor:
+    """As torch's attention of (…, rows, d) over (…, keys, d), which has no caps. Scores and their exponentials are
+    fp32.
+    """
+    scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(scale / cap).tanh_().mul_(cap)
+    if plan.mask is not None:
+        scores += plan.mask
+    elif plan.is_causal:
+        length = range(plan.length)
+        scores.masked_fill_(_hidden(length, length, None).to(scores.device), float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ values.float()).to(queries.dtype)

@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from ...kv.kinds import KVKind
+from ...models.decoder_config import LayerRotary, Norm
 from ...models.executor import Accepts, any_value, one_of
-from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable
+from ...models.matrices import DecoderLayerWeights, DecoderWeights, EmbeddingTable, Projection
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, DecoderSpec
 from ...step.batch import Int64s, StepBatch
+from ...tensors import Tensor
 from .activations import activation
 from .attention import SpanPlan, paged_attention, plan_attention
 from .linear import Linear, product_of
-from .norm import HeadRMSNorm, RMSNorm
-from .rope import RopeTable, rotate_
+from .norm import HeadNorm, RMSNorm
+from .rope import RopeTable, rotation
 from .storage import TorchInt8KVStorage, TorchKVStorage, TorchPool
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
 
@@ -32,18 +34,43 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "num_heads": any_value,
     "num_kv_heads": any_value,
     "head_dim": any_value,
+    "norm": one_of(*Norm),
     "norm_eps": any_value,
+    "input_norms": any_value,
+    "output_norms": any_value,
+    "is_parallel": any_value,
+    "experts": any_value,
+    "experts.num": any_value,
+    "experts.num_used": any_value,
+    "experts.size": any_value,
+    "experts.layers": any_value,
+    "experts.sum_to_1": any_value,
+    "experts.rounds_weights": any_value,
     "attention_scale": any_value,
+    "score_cap": any_value,
+    "logit_cap": any_value,
+    "embedding_scale": any_value,
+    "residual_scale": any_value,
+    "logits_scale": any_value,
     "activation": one_of(*Activation),
     "rotary.dim": any_value,
     "rotary.frequencies": any_value,
     "rotary.factor": any_value,
+    "rotary.interleaved": any_value,
+    "local_rotary": any_value,
+    "local_rotary.dim": any_value,
+    "local_rotary.frequencies": any_value,
+    "local_rotary.factor": any_value,
+    "local_rotary.interleaved": any_value,
+    "layer_rotary": any_value,
+    "wide_rotary": any_value,
     "max_context": any_value,
     "windows": any_value,
     "qkv_bias": any_value,
     "output_bias": any_value,
     "mlp_bias": any_value,
     "head_norms": any_value,
+    "joint_head_norms": any_value,
     "tied_head": any_value,
 }
 
@@ -53,14 +80,16 @@ _STORAGES: dict[KVKind, type[TorchKVStorage] | type[TorchInt8KVStorage]] = {
 }
 
 
+Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, 1, rotary_dim) each
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What all layers share in one forward pass."""
 
     kv: TorchPool
     slots: torch.Tensor  # (T,) int64
-    cos: torch.Tensor  # (T, 1, rotary_dim)
-    sin: torch.Tensor
+    turns: dict[LayerRotary, Turns]
     plans: dict[int | None, tuple[SpanPlan, ...]]  # by sliding window
 
 
@@ -73,13 +102,17 @@ class TorchExecutor:
         self.spec = spec
         self.dtype = torch_dtype(spec.dtype)
         self.device = torch.device(weights.device)
-        self.embeddings = Embeddings(weights.embeddings, self.dtype)
+        self.embeddings = Embeddings(weights.embeddings, self.dtype, spec.embedding_scale)
         self.layers_of = [
             DecoderLayer(spec, index, layer, self.device) for index, layer in enumerate(weights.layers)
         ]
-        self.norm = RMSNorm(to_torch(weights.norm), spec.norm_eps)
+        self.norm = RMSNorm(to_torch(weights.norm), spec.norm_eps, spec.norm)
         self.head = product_of(weights.head, self.device)
-        self.rope = RopeTable(spec.rotary, spec.max_context, self.dtype)
+        turned_in = torch.float32 if spec.wide_rotary else self.dtype
+        self.rope = RopeTable(spec.rotary, spec.max_context, turned_in)
+        self.local_rope: RopeTable | None = None
+        if spec.local_rotary is not None:
+            self.local_rope = RopeTable(spec.local_rotary, spec.max_context, turned_in)
 
     @property
     def name(self) -> str:
@@ -96,12 +129,15 @@ class TorchExecutor:
     @torch.inference_mode()
     def begin(self, batch: StepBatch, kv: Any) -> Any:
         positions = int64s(batch.positions, self.device)
-        cos, sin = self.rope.rows(positions, max(span.context_len for span in batch.spans))
+        end = max(span.context_len for span in batch.spans)
+        turns = {LayerRotary.MAIN: self.rope.rows(positions, end)}
+        if self.local_rope is not None:
+            turns[LayerRotary.LOCAL] = self.local_rope.rows(positions, end)
         plans = {
             window: plan_attention(batch.spans, kv, num_heads=self.spec.num_heads, window=window)
             for window in set(self.spec.windows)
         }
-        return Step(kv, int64s(batch.slots, self.device), cos, sin, plans)
+        return Step(kv, int64s(batch.slots, self.device), turns, plans)
 
     @torch.inference_mode()
     def layers(self, step: Any, first: int, end: int, x: torch.Tensor) -> torch.Tensor:
@@ -117,8 +153,13 @@ class TorchExecutor:
         """(R, vocab_size) fp32 of what the last layer made of these rows (R, hidden_size)."""
         states = self.norm(x)
         if isinstance(self.head, Linear) and self.head.weight.dtype is not states.dtype:
-            return self.head.in_float32(states)
-        return self.head(states).float()
+            logits = self.head.in_float32(states)
+        else:
+            logits = self.head(states).float()
+        if self.spec.logits_scale != 1.0:
+            logits = logits * self.spec.logits_scale
+        cap = self.spec.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap).mul_(cap)
 
     @torch.inference_mode()
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -148,17 +189,24 @@ class TorchExecutor:
 
 
 class Embeddings:
-    """A row for each token, of floats, or of int8 with a scale for each group. Rows are made in `dtype`."""
+    """A row for each token, of floats, or of int8 with a scale for each group. Rows are made in `dtype`, and then
+    multiplied with `factor`.
+    """
 
-    __slots__ = ("dtype", "scale", "weight")
+    __slots__ = ("dtype", "factor", "scale", "weight")
 
-    def __init__(self, table: EmbeddingTable, dtype: torch.dtype) -> None:
+    def __init__(self, table: EmbeddingTable, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self.factor = factor
         self.weight = to_torch(table.weight)
         self.scale = None if table.scale is None else to_torch(table.scale)
         self.dtype = dtype
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens, (T,) integers → (T, hidden). Reads no others."""
+        rows = self._rows(tokens)
+        return rows if self.factor == 1.0 else rows * self.factor
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
         rows = F.embedding(tokens, self.weight)
         if self.scale is None:
             return rows.to(self.dtype)
@@ -168,21 +216,43 @@ class Embeddings:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). x is (T, hidden_size)."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may have a norm and a scale of its own. x is
+    (T, hidden_size).
+    """
 
     def __init__(
         self, spec: DecoderSpec, index: int, weights: DecoderLayerWeights, device: torch.device
     ) -> None:
         self.index = index
-        self.attention_norm = RMSNorm(to_torch(weights.attention_norm), spec.norm_eps)
+        self.residual_scale = spec.residual_scale
+        self.is_parallel = spec.is_parallel
+        self.attention_norm = _norm(weights.attention_norm, spec)
         self.attention = Attention(spec, index, weights, device)
-        self.mlp_norm = RMSNorm(to_torch(weights.mlp_norm), spec.norm_eps)
-        self.mlp = GatedMLP(spec, weights, device)
+        self.attention_output_norm = _norm(weights.attention_output_norm, spec)
+        self.mlp_norm = _norm(weights.mlp_norm, spec)
+        self.mlp: GatedMLP | Mixture = (
+            Mixture(spec, weights, device)
+            if weights.experts
+            else GatedMLP(spec, weights.gate_up, weights.down, device)
+        )
+        self.mlp_output_norm = _norm(weights.mlp_output_norm, spec)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x may be changed."""
-        x = x + self.attention(self.attention_norm(x), step)
-        return x + self.mlp(self.mlp_norm(x))
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        x = self._sum(x, self.attention(normed, step), self.attention_output_norm)
+        if not self.is_parallel:
+            normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        return self._sum(x, self.mlp(normed), self.mlp_output_norm)
+
+    def _sum(self, x: torch.Tensor, more: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:
+        if norm is not None:
+            more = norm(more)
+        return x + more if self.residual_scale == 1.0 else x + more * self.residual_scale
+
+
+def _norm(weight: Tensor | None, spec: DecoderSpec) -> RMSNorm | None:
+    return None if weight is None else RMSNorm(to_torch(weight), spec.norm_eps, spec.norm)
 
 
 class Attention:
@@ -197,12 +267,14 @@ class Attention:
         self.head_dim = spec.head_dim
         self.window = spec.windows[layer]
         self.scale = spec.attention_scale
+        self.cap = spec.score_cap
+        self.rotary = spec.layer_rotary[layer]
+        self.rotate = rotation(interleaved=spec.rotary.interleaved, wide=spec.wide_rotary)
         self.qkv = product_of(weights.qkv, device)
-        self.head_norm: HeadRMSNorm | None = None
-        if weights.query_norm is not None and weights.key_norm is not None:
-            self.head_norm = HeadRMSNorm(
-                to_torch(weights.query_norm), to_torch(weights.key_norm), spec.num_heads, spec.norm_eps
-            )
+        self.head_norm: HeadNorm | None = None
+        queries, keys = _norm(weights.query_norm, spec), _norm(weights.key_norm, spec)
+        if queries is not None and keys is not None:
+            self.head_norm = HeadNorm(queries, keys, spec.num_heads, is_joint=spec.joint_head_norms)
         self.output = product_of(weights.output, device)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -210,10 +282,12 @@ class Attention:
         rotated = heads[:, : self.num_rotated]
         if self.head_norm is not None:
             self.head_norm.apply_(rotated)
-        rotate_(rotated, step.cos, step.sin)
+        if self.rotary is not LayerRotary.NONE:
+            self.rotate(rotated, *step.turns[self.rotary])
         step.kv.write(self.layer, step.slots, heads[:, self.num_heads :])
+        queries = heads[:, : self.num_heads]
         attended = paged_attention(
-            heads[:, : self.num_heads], step.kv, self.layer, step.plans[self.window], self.scale
+            queries, step.kv, self.layer, step.plans[self.window], self.scale, self.cap
         )
         return self.output(attended)
 
@@ -221,11 +295,40 @@ class Attention:
 class GatedMLP:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderLayerWeights, device: torch.device) -> None:
-        self.gate_up = product_of(weights.gate_up, device)
+    def __init__(
+        self, spec: DecoderSpec, gate_up: Projection | None, down: Projection | None, device: torch.device
+    ) -> None:
+        assert gate_up is not None
+        assert down is not None
+        self.gate_up = product_of(gate_up, device)
         self.activation = activation(spec.activation)
-        self.down = product_of(weights.down, device)
+        self.down = product_of(down, device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))
+
+
+class Mixture:
+    """The weighted sum of what each row's experts make of it, added in the order of the experts."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderLayerWeights, device: torch.device) -> None:
+        assert spec.experts is not None
+        assert weights.router is not None
+        self.settings = spec.experts
+        self.router = product_of(weights.router, device)
+        self.experts = [GatedMLP(spec, each.gate_up, each.down, device) for each in weights.experts]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shares = torch.softmax(self.router(x), dim=-1, dtype=torch.float32)
+        weights, chosen = torch.topk(shares, self.settings.num_used, dim=-1)
+        if self.settings.sum_to_1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if self.settings.rounds_weights:
+            weights = weights.to(x.dtype)
+        out = torch.zeros_like(x)
+        for number in sorted(set(chosen.flatten().tolist())):
+            rows, places = torch.where(chosen == number)
+            made = self.experts[number](x[rows]) * weights[rows, places].unsqueeze(-1)
+            out[rows] += made.to(x.dtype)
+        return out

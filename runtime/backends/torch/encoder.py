@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from ...models.executor import Accepts, Floats, TextBatch, any_value, one_of
-from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights
+from ...models.matrices import EncoderLayerWeights, EncoderWeights, LayerNormWeights, StoredProjection, Tensor
 from ...models.parameters import COMPUTE_DTYPES
 from ...models.spec import Activation, EncoderSpec, Pooling
 from .activations import activation
+from .encoder_positions import LayerDistances, Rotations
 from .linear import product_of
 from .norm import LayerNorm
 from .tensors import int64s, to_numpy, to_torch, torch_dtype
@@ -27,12 +28,40 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "norm_eps": any_value,
     "attention_scale": any_value,
     "activation": one_of(*Activation),
+    "gated": any_value,
+    "pre_norm": any_value,
+    "final_norm": any_value,
+    "norm_bias": any_value,
+    "qkv_bias": any_value,
+    "output_bias": any_value,
+    "mlp_bias": any_value,
     "max_positions": any_value,
-    "type_vocab_size": any_value,
     "position_offset": any_value,
+    "type_vocab_size": any_value,
+    "windows": any_value,
+    "rotary": any_value,
+    "rotary.dim": any_value,
+    "rotary.frequencies": any_value,
+    "rotary.factor": any_value,
+    "rotary.interleaved": one_of(False),
+    "local_rotary": any_value,
+    "local_rotary.dim": any_value,
+    "local_rotary.frequencies": any_value,
+    "local_rotary.factor": any_value,
+    "local_rotary.interleaved": one_of(False),
+    "position_bias": any_value,
+    "position_bias.num_buckets": any_value,
+    "position_bias.max_distance": any_value,
+    "disentangled": any_value,
+    "disentangled.span": any_value,
+    "disentangled.max_distance": any_value,
     "pooling": one_of(*Pooling),
+    "dense": any_value,
     "normalize": any_value,
     "num_labels": any_value,
+    "head_activation": one_of(*Activation),
+    "head_bias": any_value,
+    "head_norm": any_value,
 }
 
 
@@ -45,12 +74,26 @@ class TorchEncoderExecutor:
         self._spec = spec
         self._dtype = torch_dtype(spec.dtype)
         self._device = device = torch.device(weights.device)
-        self._words, self._positions = to_torch(weights.words), to_torch(weights.positions)
-        self._types = to_torch(weights.types)
+        self._words = to_torch(weights.words)
+        self._positions, self._types = _optional(weights.positions), _optional(weights.types)
         self._norm = _layer_norm(weights.norm, spec)
-        self._layers = [EncoderLayer(spec, layer, device) for layer in weights.layers]
+        self._distances = LayerDistances(
+            spec,
+            self._dtype,
+            _optional(weights.relative),
+            None if weights.relative_norm is None else _layer_norm(weights.relative_norm, spec),
+        )
+        rotations = Rotations(spec, self._dtype, device)
+        self._layers = [
+            EncoderLayer(spec, layer, index, device, rotations, self._distances)
+            for index, layer in enumerate(weights.layers)
+        ]
+        self._final_norm = None if weights.final_norm is None else _layer_norm(weights.final_norm, spec)
         self._dense = None if weights.dense is None else product_of(weights.dense, device)
+        self._head_activation = activation(spec.head_activation)
+        self._head_norm = None if weights.head_norm is None else _layer_norm(weights.head_norm, spec)
         self._scores = None if weights.scores is None else product_of(weights.scores, device)
+        self._sentence = [product_of(StoredProjection((matrix,)), device) for matrix in weights.sentence]
 
     @property
     def name(self) -> str:
@@ -65,7 +108,13 @@ class TorchEncoderExecutor:
         padded[mask] = tokens
         first, length = self._spec.position_offset, mask.shape[1]
         x = F.embedding(padded, self._words).to(self._dtype)
-        x = x + self._types[0].to(self._dtype) + self._positions[first : first + length].to(self._dtype)
+        if self._types is not None:
+            types = torch.zeros_like(padded)
+            if batch.types is not None:
+                types[mask] = int64s(batch.types, self._device)
+            x = x + F.embedding(types, self._types).to(self._dtype)
+        if self._positions is not None:
+            x = x + self._positions[first : first + length].to(self._dtype)
         return self._norm(x)
 
     @torch.inference_mode()
@@ -78,10 +127,20 @@ class TorchEncoderExecutor:
 
     @torch.inference_mode()
     def finish(self, batch: TextBatch, x: torch.Tensor) -> Floats:
+        spec = self._spec
+        if self._final_norm is not None:
+            x = self._final_norm(x)
+        pooled = pool_states(x, self._mask(batch), spec.pooling)
         if self._dense is not None and self._scores is not None:
-            return to_numpy(self._scores(torch.tanh(self._dense(x[:, 0]))).float())
-        pooled = _pool(x, self._mask(batch), self._spec.pooling)
-        return to_numpy(F.normalize(pooled, dim=-1) if self._spec.normalize else pooled)
+            dense = self._head_activation(self._dense(pooled.to(self._dtype)))
+            if self._head_norm is not None:
+                dense = self._head_norm(dense)
+            return to_numpy(self._scores(dense).float())
+        for product, layer in zip(self._sentence, spec.dense, strict=True):
+            pooled = product(pooled).float()
+            if layer.activation is not None:
+                pooled = activation(layer.activation)(pooled)
+        return to_numpy(F.normalize(pooled, dim=-1) if spec.normalize else pooled)
 
     def _mask(self, batch: TextBatch) -> torch.Tensor:
         """(N, L) bool: what is no padding. A row's tokens come first."""
@@ -90,38 +149,94 @@ class TorchEncoderExecutor:
 
 
 class EncoderLayer:
-    """x = norm(x + attention(x)), then norm(x + mlp(x)). x is (N, L, hidden_size)."""
+    """x = norm(x + attention(x)), then norm(x + mlp(x)); with norms before them x + attention(norm(x)), and likewise.
+    x is (N, L, hidden_size).
+    """
 
-    def __init__(self, spec: EncoderSpec, weights: EncoderLayerWeights, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        weights: EncoderLayerWeights,
+        index: int,
+        device: torch.device,
+        rotations: Rotations,
+        distances: LayerDistances,
+    ) -> None:
+        self.spec = spec
         self.num_heads = spec.num_heads
         self.scale = spec.attention_scale
+        self.window = spec.windows[index]
+        self.rotations = rotations
+        self.distances = distances
         self.qkv = product_of(weights.qkv, device)
         self.output = product_of(weights.output, device)
-        self.attention_norm = _layer_norm(weights.attention_norm, spec)
+        self.attention_norm = None
+        if weights.attention_norm is not None:
+            self.attention_norm = _layer_norm(weights.attention_norm, spec)
         self.up = product_of(weights.up, device)
         self.activation = activation(spec.activation)
         self.down = product_of(weights.down, device)
         self.mlp_norm = _layer_norm(weights.mlp_norm, spec)
 
     def __call__(self, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        if self.spec.pre_norm:
+            normed = x if self.attention_norm is None else self.attention_norm(x)
+            x = x + self._attend(normed, visible)
+            return x + self._mlp(self.mlp_norm(x))
+        assert self.attention_norm is not None
         x = self.attention_norm(x + self._attend(x, visible))
-        return self.mlp_norm(x + self.down(self.activation(self.up(x))))
+        return self.mlp_norm(x + self._mlp(x))
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        if not self.spec.gated:
+            return self.down(self.activation(inner))
+        gate, up = inner.chunk(2, dim=-1)
+        return self.down(self.activation(gate) * up)
 
     def _attend(self, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """`visible` (N, 1, 1, L) says which keys are no padding; None: all."""
         split = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)  # (N, L, 3, heads, head_dim)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)  # (N, heads, L, head_dim) each
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible, scale=self.scale)
+        queries, keys = self.rotations.turned(queries, keys, self.window)
+        mask = self._windowed(visible, x.shape[1], x.device)
+        bias = self.distances.bias(queries, keys, self.qkv)
+        if bias is not None:
+            mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=self.scale)
         return self.output(attended.transpose(1, 2).flatten(2))
+
+    def _windowed(
+        self, visible: torch.Tensor | None, length: int, device: torch.device
+    ) -> torch.Tensor | None:
+        """Visible keys of the layer's window. A row of padding sees itself, so that no row is without keys."""
+        if self.window is None or length <= self.window + 1:
+            return visible
+        places = torch.arange(length, device=device)
+        distances = (places[:, None] - places).abs()  # (L, L)
+        near = distances <= self.window
+        return near if visible is None else (near & visible) | (distances == 0)
+
+
+def _optional(tensor: Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else to_torch(tensor)
 
 
 def _layer_norm(weights: LayerNormWeights, spec: EncoderSpec) -> LayerNorm:
-    return LayerNorm(to_torch(weights.weight), to_torch(weights.bias), spec.norm_eps)
+    return LayerNorm(to_torch(weights.weight), _optional(weights.bias), spec.norm_eps)
 
 
-def _pool(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+def pool_states(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
     """states (N, L, hidden), mask (N, L) bool → (N, hidden) fp32."""
     if pooling is Pooling.CLS:
         return states[:, 0].float()
+    lengths = mask.sum(1)
+    if pooling is Pooling.LAST:
+        return states[torch.arange(len(states), device=states.device), lengths - 1].float()
     counted = mask.unsqueeze(-1).float()
-    return (states.float() * counted).sum(1) / counted.sum(1)
+    if pooling is Pooling.MAX:
+        return states.float().masked_fill(~mask.unsqueeze(-1), float("-inf")).amax(1)
+    if pooling is Pooling.WEIGHTED_MEAN:
+        counted = counted * torch.arange(1, states.shape[1] + 1, device=states.device).unsqueeze(-1)
+    total = counted.sum(1)
+    return (states.float() * counted).sum(1) / (total.sqrt() if pooling is Pooling.MEAN_SQRT else total)

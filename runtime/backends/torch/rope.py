@@ -6,9 +6,14 @@ the first forward pass: torch's thread pool must not have run in a process that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from ...models.rotary import Rotary
+
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 SMALLEST_TABLE = 512  # positions
 
@@ -43,6 +48,30 @@ class RopeTable:
         cos, sin = (torch.from_numpy(table) for table in self._rotary.tables(0, length))
         self._cos = torch.cat((cos, cos), dim=-1).to(device, self._dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(device, self._dtype)
+
+
+def rotation(*, interleaved: bool, wide: bool) -> Rotation:
+    """The function that rotates heads in place: `rotate_` or one of its kinds. A wide one rotates in fp32, by cosines
+    and sines in fp32, and rounds once.
+    """
+    turn = rotate_neighbours_ if interleaved else rotate_
+    return partial(_rotate_wide, turn) if wide else turn
+
+
+def _rotate_wide(turn: Rotation, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    wide = x[..., : cos.shape[-1]].float()
+    turn(wide, cos, sin)
+    x[..., : cos.shape[-1]] = wide
+
+
+def rotate_neighbours_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """As `rotate_`, but dimension 2 i pairs with 2 i + 1."""
+    size = cos.shape[-1]
+    low, high = x[..., 0:size:2], x[..., 1:size:2]
+    cos, sin = cos[..., : size // 2], sin[..., size // 2 :]
+    turned_low, turned_high = low * cos - high * sin, high * cos + low * sin
+    low.copy_(turned_low)
+    high.copy_(turned_high)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

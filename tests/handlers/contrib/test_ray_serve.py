@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from tests.support.infra_validators import read_documents
+from tests.support.pool_files import pool_files, render_text
 
 ray = pytest.importorskip("ray", reason="needs Ray: scripts/conformance-ray")
 
@@ -24,6 +27,7 @@ from teneral.infra.render.render import render  # noqa: E402
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "demo" / "model"
 PORT = 18765
+POOLS = int(os.environ.get("TENERAL_TEST_POOLS", "20"))
 POOL = f"""
 version = 1
 [models.sleeper]
@@ -55,6 +59,25 @@ def test_rays_own_schema_takes_the_configuration(file):
     ServeDeploySchema.model_validate(document)
     (service,) = [dict(each.body) for each in render(pool, "kuberay").documents]
     ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
+
+
+@pytest.mark.parametrize("platform", ["ray", "kuberay"])
+def test_rays_own_schema_takes_random_pools(platform):
+    @settings(
+        max_examples=POOLS,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        database=None,
+    )
+    @given(pool_files(platform))
+    def check(text):
+        (body,) = [dict(each.body) for each in render_text(text, platform).documents]
+        if platform == "kuberay":
+            (body,) = read_documents(body["spec"]["serveConfigV2"])
+        ServeDeploySchema.model_validate(body)
+
+    check()
 
 
 @pytest.fixture(scope="module")

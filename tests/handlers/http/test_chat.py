@@ -171,3 +171,11 @@ async def test_what_cannot_be_done_is_refused_by_name(
 async def test_plain_text_as_response_format_is_fine(server: Any) -> None:
     answer = await server.post("/v1/chat/completions", {**GREEDY, "response_format": {"type": "text"}})
     assert answer.status == 200
+
+
+async def test_a_chats_prompt_logprobs_are_those_of_all_choices(server: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "prompt_logprobs": 0, "n": 2}
+    answer = (await server.post("/v1/chat/completions", body)).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    assert all(len(place) == 1 for place in answer["prompt_logprobs"][1:])

@@ -339,6 +339,20 @@ async def test_only_post_brings_events(start: Any, method: str) -> None:
         assert (answer.status, answer.headers["Allow"]) == (405, "POST")
 
 
+async def test_a_sender_that_asks_may_deliver(start: Any) -> None:
+    async with start(handler=event_itself, api_key="secret") as server:
+        asked = {"WebHook-Request-Origin": "eventgrid.azure.net", "WebHook-Request-Rate": "120"}
+        assert (await server.request("OPTIONS", "/events", headers=asked)).status == 401
+        key = {"Authorization": "Bearer secret"}
+        answer = await server.request("OPTIONS", "/events", headers={**key, **asked})
+        assert answer.status == 200
+        assert answer.headers["WebHook-Allowed-Origin"] == "eventgrid.azure.net"
+        assert answer.headers["WebHook-Allowed-Rate"] == "*"
+        for sender in ("", "a b", "x" * 300):
+            headers = {**key, "WebHook-Request-Origin": sender}
+            assert (await server.request("OPTIONS", "/events", headers=headers)).status == 405
+
+
 @pytest.mark.parametrize(
     ("header", "value"),
     [

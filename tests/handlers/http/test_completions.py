@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from tests.support.decoding import oracle_logits
 from tests.support.http_server import events
+from tests.support.tiny_models import tiny_model
 
 GREEDY = {"model": "tiny/model", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
@@ -106,6 +109,97 @@ async def test_a_stop_string_ends_the_text_before_it(server: Any) -> None:
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
 
 
+async def test_an_answer_has_only_allowed_tokens_and_no_bad_words(server: Any) -> None:
+    tokenizer = server.instance.tokenizer.result()
+    allowed = tokenizer.encode("abc", add_special_tokens=False)
+    body = {"prompt": "x", "temperature": 5.0, "max_tokens": 40, "allowed_token_ids": allowed, "top_k": -1}
+    texts = [
+        (await server.post("/v1/completions", {**body, **more, "seed": 3})).json["choices"][0]["text"]
+        for more in ({}, {"bad_words": ["b"]}, {"bad_words": ["cc"]})
+    ]
+    assert all(len(text) == 40 and set(text) <= set("abc") for text in texts)
+    assert ["b" in text for text in texts] == [True, False, True]
+    assert ["cc" in text for text in texts[::2]] == [True, False]
+
+
+async def test_an_answer_does_not_end_before_min_tokens(server: Any) -> None:
+    a = server.instance.tokenizer.result().encode("a", add_special_tokens=False)[0]
+    body = {"prompt": "x", "temperature": 0, "logit_bias": {str(a): 100}, "max_tokens": 9}
+    for stop in ({"stop_token_ids": [a]}, {"stop": ["a"]}):
+        answer = (await server.post("/v1/completions", {**body, **stop, "min_tokens": 5})).json
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == 6
+        shorter = (await server.post("/v1/completions", {**body, **stop})).json
+        assert shorter["usage"]["completion_tokens"] == 1
+
+
+async def test_a_stop_string_or_token_can_be_included(server: Any) -> None:
+    a = server.instance.tokenizer.result().encode("a", add_special_tokens=False)[0]
+    body = {"prompt": "x", "temperature": 0, "logit_bias": {str(a): 100}, "include_stop_str_in_output": True}
+    for stop, text in (({"stop": ["aaa"]}, "aaa"), ({"stop_token_ids": [a]}, "a")):
+        answer = await server.post("/v1/completions", {**body, **stop})
+        assert answer.json["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_stop_reason_is_what_the_request_named(server: Any, path: str, stream: bool) -> None:
+    a = server.instance.tokenizer.result().encode("a", add_special_tokens=False)[0]
+    prompt = (
+        {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    )
+    body = {**prompt, "temperature": 0, "logit_bias": {str(a): 100}, "max_tokens": 5, "stream": stream}
+    for stop, reason in (({"stop": ["b", "aa"]}, "aa"), ({"stop_token_ids": [a]}, a), ({}, None)):
+        answer = await server.post(path, {**body, **stop})
+        last = json.loads(events(answer.body)[-2]) if stream else answer.json
+        assert last["choices"][0].get("stop_reason") == reason
+
+
+async def test_special_tokens_have_text_where_asked_for(server: Any) -> None:
+    tokenizer = server.instance.tokenizer.result()
+    (eos,) = tokenizer.eos_token_ids
+    body = {"prompt": "x", "allowed_token_ids": [eos], "max_tokens": 2, "ignore_eos": True}
+    hidden = await server.post("/v1/completions", body)
+    shown = await server.post("/v1/completions", {**body, "skip_special_tokens": False})
+    assert hidden.json["choices"][0]["text"] == ""
+    assert shown.json["choices"][0]["text"] == 2 * tokenizer.id_to_piece(eos)
+
+
+@pytest.mark.parametrize("prompt", ["Once upon", ["a longer text", "Once upon"]])
+async def test_a_prompt_is_cut_to_its_last_tokens(server: Any, prompt: Any) -> None:
+    whole = (await server.post("/v1/completions", {**GREEDY, "prompt": "upon", "echo": True})).json
+    body = {**GREEDY, "prompt": prompt, "echo": True, "truncate_prompt_tokens": 4}
+    cut = (await server.post("/v1/completions", body)).json
+    assert cut["choices"][-1]["text"] == whole["choices"][0]["text"]
+    assert cut["usage"]["prompt_tokens"] == 4 * len(cut["choices"])
+
+
+async def test_a_prompt_is_cut_to_what_the_context_has_room_for(server: Any) -> None:
+    body = {**GREEDY, "prompt": "x" * 5000, "truncate_prompt_tokens": -1}
+    answer = (await server.post("/v1/completions", body)).json
+    assert answer["usage"]["total_tokens"] == server.instance.engine.result().max_context
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+async def test_the_best_of_several_choices_are_the_likeliest(server: Any) -> None:
+    body = {"prompt": ["x", "y"], "seed": 7, "max_tokens": 3, "ignore_eos": True, "temperature": 2.0}
+    every = (await server.post("/v1/completions", {**body, "n": 6, "logprobs": 0})).json["choices"]
+    mean = [sum(choice["logprobs"]["token_logprobs"]) / 3 for choice in every]
+    best = (await server.post("/v1/completions", {**body, "n": 2, "best_of": 6})).json
+    wanted = [
+        sorted(range(first, first + 6), key=lambda index: mean[index], reverse=True)[:2] for first in (0, 6)
+    ]
+    assert [choice["text"] for choice in best["choices"]] == [
+        every[index]["text"] for indexes in wanted for index in indexes
+    ]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in best["choices"])
+    assert best["usage"]["completion_tokens"] == 36
+    refused = await server.post("/v1/completions", {**body, "best_of": 2, "stream": True})
+    assert (refused.status, refused.error["param"]) == (400, "best_of")
+
+
 async def test_max_tokens_is_16_unless_said(server: Any) -> None:
     answer = await server.post("/v1/completions", {"prompt": "x", "ignore_eos": True})
     assert answer.json["usage"]["completion_tokens"] == 16
@@ -134,6 +228,61 @@ async def test_logprobs_come_in_columns_whose_offsets_add_up(server: Any, stream
         assert max(top.values()) == pytest.approx(logprob)  # greedy: the chosen one is the best
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_logprobs_of_the_prompt(server: Any, stream: bool, max_tokens: int) -> None:
+    """As lm-eval asks for them."""
+    tokenizer = server.instance.tokenizer.result()
+    prompt = tokenizer.encode("Once upon a time")
+    with torch.no_grad():
+        rows = oracle_logits(tiny_model("llama"), prompt).log_softmax(-1)
+    body = {**GREEDY, "prompt": [prompt], "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+    answer = await server.post("/v1/completions", {**body, "stream": stream})
+    if stream:
+        choices = [json.loads(chunk)["choices"][0] for chunk in events(answer.body)[:-1]]
+        parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        columns = {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
+        text = "".join(choice["text"] for choice in choices)
+    else:
+        columns, text = answer.json["choices"][0]["logprobs"], answer.json["choices"][0]["text"]
+        assert answer.json["usage"]["prompt_tokens"] == len(prompt)
+        assert answer.json["usage"]["completion_tokens"] == max_tokens
+        assert "prompt_logprobs" not in answer.json["choices"][0]
+    assert len(columns["tokens"]) == len(prompt) + max_tokens
+    assert text.startswith("Once upon a time")
+    assert "".join(columns["tokens"][: len(prompt)]) == "Once upon a time"
+    assert columns["text_offset"][: len(prompt)] == list(range(len(prompt)))
+    assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
+    for row, token, logprob, top in zip(
+        rows, prompt[1:], columns["token_logprobs"][1:], columns["top_logprobs"][1:], strict=False
+    ):
+        assert logprob == pytest.approx(row[token].item(), abs=1e-3)
+        assert max(top.values()) == pytest.approx(row.max().item(), abs=1e-3)
+    for logprob, top in list(zip(columns["token_logprobs"], columns["top_logprobs"], strict=True))[1:]:
+        assert logprob in top.values()
+
+
+async def test_prompt_logprobs_have_vllms_shape(server: Any) -> None:
+    tokenizer = server.instance.tokenizer.result()
+    prompt = tokenizer.encode("Once")
+    body = {**GREEDY, "prompt": ["Once", "upon"], "n": 2, "prompt_logprobs": 2}
+    choices = (await server.post("/v1/completions", body)).json["choices"]
+    assert choices[0]["logprobs"] is None
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"] != choices[2]["prompt_logprobs"]
+    first, *places = choices[0]["prompt_logprobs"]
+    assert first is None
+    assert len(places) == len(prompt) - 1
+    for token, place in zip(prompt[1:], places, strict=True):
+        assert place[str(token)]["decoded_token"] == tokenizer.decode([token])
+        assert {1, 2} <= {entry["rank"] for entry in place.values()}
+        ranked = sorted(place.values(), key=lambda entry: entry["rank"])
+        assert [entry["logprob"] for entry in ranked] == sorted(
+            (entry["logprob"] for entry in ranked), reverse=True
+        )
+    refused = await server.post("/v1/completions", {**body, "stream": True})
+    assert (refused.status, refused.error["param"]) == (400, "prompt_logprobs")
+
+
 async def test_usage_ends_a_stream_that_asks_for_it(server: Any) -> None:
     body = {**GREEDY, "prompt": "Once", "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, done = events((await server.post("/v1/completions", body)).body)
@@ -152,7 +301,22 @@ async def test_a_stream_that_does_not_ask_has_no_usage(server: Any) -> None:
     ("field", "value"),
     [
         ("suffix", "the end"),
-        ("best_of", 2),
+        ("best_of", 0),
+        ("best_of", 129),
+        ("min_tokens", 2),
+        ("min_tokens", -1),
+        ("bad_words", [""]),
+        ("bad_words", ["x" * 257]),
+        ("bad_words", ["x"] * 257),
+        ("bad_words", ["x" * 100]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [99999]),
+        ("allowed_token_ids", list(range(1 << 17))),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
         ("prompt", []),
         ("prompt", ["a", 1]),
         ("prompt", [[1], "a"]),
@@ -197,11 +361,6 @@ async def test_a_prompt_beyond_the_context_has_its_own_code(server: Any) -> None
     answer = await server.post("/v1/completions", {"prompt": "x" * 600})
     assert answer.status == 400
     assert answer.error["code"] == "context_length_exceeded"
-
-
-async def test_logprobs_of_an_echo_are_refused_rather_than_wrong(server: Any) -> None:
-    answer = await server.post("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 1})
-    assert (answer.status, answer.error["param"]) == (400, "logprobs")
 
 
 async def test_unknown_fields_are_refused_by_name(server: Any) -> None:

@@ -54,7 +54,8 @@ async def test_every_form_of_input_gives_the_same_vectors(server: Any, encoder_p
         ({"input": "x" * 500}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"dimensions": 3}, "dimensions"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": 100_000}, "dimensions"),
         ({"dimensions": "many"}, "dimensions"),
     ],
 )
@@ -76,3 +77,15 @@ async def test_a_decoder_embeds_nothing(start: Any) -> None:
     async with start() as server:
         answer = await server.post("/v1/embeddings", {"input": "x"})
         assert (answer.status, answer.error["param"]) == (400, "model")
+
+
+async def test_fewer_dimensions_are_the_first_ones_at_unit_length(server: Any) -> None:
+    whole = (await server.post("/v1/embeddings", {"input": ["hello", "x"]})).json["data"]
+    fewer = (await server.post("/v1/embeddings", {"input": ["hello", "x"], "dimensions": 5})).json["data"]
+    for entry, reference in zip(fewer, whole, strict=True):
+        first = reference["embedding"][:5]
+        length = sum(number * number for number in first) ** 0.5
+        assert entry["embedding"] == pytest.approx([number / length for number in first], abs=1e-6)
+    size = len(whole[0]["embedding"])
+    same = (await server.post("/v1/embeddings", {"input": ["hello", "x"], "dimensions": size})).json["data"]
+    assert same == whole

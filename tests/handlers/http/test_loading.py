@@ -12,6 +12,7 @@ from tests.support.http_server import events
 from teneral.handlers.http.limits import Limits
 from teneral.loader.errors import NotFoundError
 from teneral.runtime.errors import ModelError
+from teneral.runtime.instance import Forecast
 from teneral.runtime.state import State
 
 BODY = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
@@ -41,6 +42,21 @@ async def test_a_stream_gives_signs_of_life_while_weights_arrive(start: Any) -> 
             rest = await response.read()
         assert events(rest)[-1] == "[DONE]"
         assert len(events(rest)) > 1
+
+
+async def test_a_sign_of_life_has_the_rate_and_when_the_first_token_may_come(start: Any) -> None:
+    async with start(loaded=False, limits=IMPATIENT) as server:
+        server.instance.fraction = 0.43
+        server.instance.expected = Forecast(118.4e6, 12.3)
+        async with server.stream("/v1/completions", BODY) as response:
+            first = await response.content.readuntil(b"\n\n")
+            assert first == b": loading 43 %, 118 MB/s, first token in about 12 s\n\n"
+            server.instance.expected = Forecast(1.25e6, 0.2)
+            wanted = b": loading 43 %, 1.2 MB/s, first token in about 1 s\n\n"
+            while await response.content.readuntil(b"\n\n") != wanted:
+                pass
+            server.instance.let_in()
+            assert events(await response.read())[-1] == "[DONE]"
 
 
 async def test_a_stream_that_waits_at_a_gate_says_so(start: Any) -> None:

@@ -237,6 +237,7 @@ def _out_of_range(rng: random.Random, model: dict[str, str]) -> None:
             ("queue_timeout_s", rng.choice(["0", "601", "-1.0"])),
             ("request_timeout_s", rng.choice(["0.5", "3601"])),
             ("drain_s", rng.choice(["0", "3601", '"8s"'])),
+            ("policy", rng.choice(['"Hybrid"', '""', "true", '"histogram"'])),
             ("ready_when", rng.choice(['"soon"', "1", '"Exact"'])),
             ("priority", rng.choice(["-101", "101", "0.5"])),
             ("versions", rng.choice(["[]", "[1, 1]", "{ newest = 1 }", '"newest"', "[0]"])),
@@ -418,5 +419,5 @@ def test_a_warning_becomes_an_error_when_asked() -> None:
     assert warning.as_error().code is Code.W1
 
 
-def test_a_model_has_fifteen_keys() -> None:
-    assert len(keys.MODEL_KEYS) == 15
+def test_a_model_has_sixteen_keys() -> None:
+    assert len(keys.MODEL_KEYS) == 16

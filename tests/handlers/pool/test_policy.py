@@ -9,11 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from teneral.handlers.pool.idle_gaps import IdleGaps, Window
 from teneral.handlers.pool.policy import (
     Candidate,
     Demand,
     Idle,
     Load,
+    Quiet,
     desired,
     num_to_start,
     route,
@@ -59,8 +61,12 @@ class PolicyMachine(RuleBasedStateMachine):
         more=st.integers(1, 6),
         buffer=st.integers(0, 3),
         aim=st.integers(1, 4),
+        policy=st.sampled_from(["fixed", "hybrid"]),
+        habit_s=st.lists(st.floats(0, 300), max_size=30),
     )
-    def begin(self, min_warm: int, more: int, buffer: int, aim: int) -> None:
+    def begin(
+        self, min_warm: int, more: int, buffer: int, aim: int, policy: str, habit_s: list[float]
+    ) -> None:
         self.model = Model(
             "m",
             "/m",
@@ -68,6 +74,7 @@ class PolicyMachine(RuleBasedStateMachine):
             max_instances=min_warm + more + buffer,
             buffer=buffer,
             idle_timeout_s=10,
+            policy=policy,
             target_concurrency=aim,
             max_concurrency=4 * aim,
         )
@@ -78,24 +85,43 @@ class PolicyMachine(RuleBasedStateMachine):
         self.idle_since_s: dict[str, float] = {}
         self.waiting = 0
         self.ended_with_work = False
+        self.gaps = IdleGaps()
+        for gap_s in habit_s:
+            self.gaps.observe(gap_s)
+        self.quiet_since_s: float | None = None
+        self.window: Window | None = None
         self.act()
 
     @property
     def demand(self) -> Demand:
         return Demand(sum(self.work.values()), self.waiting)
 
+    @property
+    def quiet(self) -> Quiet | None:
+        if self.model.policy == "fixed" or self.window is None or self.quiet_since_s is None:
+            return None
+        return Quiet(self.now_s - self.quiet_since_s, self.window)
+
     def act(self) -> None:
+        if any(self.demand):
+            self.quiet_since_s = None
+        elif self.quiet_since_s is None:
+            self.quiet_since_s, self.window = self.now_s, self.gaps.window()
         while self.waiting and (key := route(self.model, [Load(k, n) for k, n in self.work.items()])):
             self.waiting -= 1
             self.work[key] += 1
-        count = num_to_start(self.model, self.demand, starting=len(self.starting), ready=len(self.work))
+        count = num_to_start(
+            self.model, self.demand, starting=len(self.starting), ready=len(self.work), quiet=self.quiet
+        )
         self.starting += [next(self.names) for _ in range(count)]
         idle = [Idle(k, self.now_s - self.idle_since_s[k]) for k, n in self.work.items() if n == 0]
-        for key in to_end(self.model, self.demand, ready=len(self.work), idle=idle):
+        for key in to_end(self.model, self.demand, ready=len(self.work), idle=idle, quiet=self.quiet):
             self.ended_with_work |= self.work.pop(key) > 0
 
     @rule(count=st.integers(1, 9))
     def requests_arrive(self, count: int) -> None:
+        if self.quiet_since_s is not None:
+            self.gaps.observe(self.now_s - self.quiet_since_s)
         self.waiting += count
         self.act()
 
@@ -127,7 +153,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.waiting += self.work.pop(choice.choice(list(self.work)))  # asked again elsewhere
         self.act()
 
-    @rule(passed_s=st.floats(0.1, 30))
+    @rule(passed_s=st.floats(0.1, 30) | st.floats(30, 300))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
         self.act()
@@ -148,6 +174,16 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def the_minimum_is_ready_or_starting(self) -> None:
         assert len(self.starting) + len(self.work) >= self.model.min_warm
+
+    @invariant()
+    def a_request_that_is_expected_finds_an_instance_or_its_start(self) -> None:
+        if self.quiet is not None and self.quiet.expects:
+            assert self.starting or self.work
+
+    @invariant()
+    def nothing_above_the_minimum_waits_for_a_request_that_is_not_expected(self) -> None:
+        if self.quiet is not None and not self.quiet.expects and not self.starting:
+            assert len(self.work) <= self.model.min_warm
 
     @invariant()
     def no_instance_has_more_than_it_may(self) -> None:

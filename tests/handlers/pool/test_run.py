@@ -275,9 +275,9 @@ def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_pa
         statuses = Counter(answer.status for answer in load.answers)
         assert not load.lost, "no connection ended without an answer"
         assert over <= 1.02
-        # A request is asked again once: a second instance may be killed under it, whatever the number of answers.
-        assert statuses.total() - statuses[200] <= max(kills, 0.03 * len(load.answers)), statuses
+        # A request is asked again once: a kill may end several that wait at their second instance.
         assert set(statuses) <= {200, 502, 503}, statuses
+        assert statuses.total() - statuses[200] <= 3 * kills, statuses
 
 
 def test_a_model_that_never_fits_is_refused_with_the_numbers(models: Path, tmp_path: Path) -> None:

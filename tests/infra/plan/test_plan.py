@@ -93,6 +93,20 @@ def test_a_standby_that_was_taken_must_be_replaced_first() -> None:
     assert outcome.instance_s == pytest.approx(40.0)
 
 
+def test_a_hybrid_pool_is_warm_when_a_regular_request_comes() -> None:
+    """One request every 20 minutes: after ten gaps, an instance of about a minute has each one find it warm."""
+    requests = [at(1200.0 * number + 30) for number in range(40)]
+    fixed = one(requests, Model("m", "/m", idle_timeout_s=300), until_s=1200.0 * 40)
+    hybrid = one(requests, Model("m", "/m", idle_timeout_s=300, policy="hybrid"), until_s=1200.0 * 40)
+    always = one(requests, Model("m", "/m", idle_timeout_s=1300), until_s=1200.0 * 40)
+    assert (fixed.cold, hybrid.cold, always.cold) == (40, 11, 1)
+    assert hybrid.instance_s < fixed.instance_s / 2 < always.instance_s / 4
+    busy = [at(5.0 * number) for number in range(100)]
+    unlike = [one(busy, Model("m", "/m", policy=policy), until_s=3600) for policy in ("fixed", "hybrid")]
+    assert unlike[0].first_token_s == unlike[1].first_token_s, "gaps of seconds are kept through"
+    assert unlike[1].instance_s < unlike[0].instance_s, "and the end comes after a minute"
+
+
 def test_requests_wait_in_order_and_are_refused_after_their_time() -> None:
     model = Model(
         "m", "/m", min_warm=1, max_instances=1, target_concurrency=1, max_concurrency=1, queue_timeout_s=5.0
@@ -104,14 +118,15 @@ def test_requests_wait_in_order_and_are_refused_after_their_time() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    times=st.lists(st.floats(0, 500), min_size=1, max_size=60),
+    times=st.lists(st.floats(0, 5000), min_size=1, max_size=60),
     min_warm=st.integers(0, 3),
     more=st.integers(1, 4),
     buffer=st.integers(0, 1),
     cores=st.none() | st.floats(0.5, 8),
+    policy=st.sampled_from(["fixed", "hybrid"]),
 )
 def test_every_request_ends_once_whatever_the_pool(
-    times: list[float], min_warm: int, more: int, buffer: int, cores: float | None
+    times: list[float], min_warm: int, more: int, buffer: int, cores: float | None, policy: str
 ) -> None:
     model = Model(
         "m",
@@ -120,6 +135,7 @@ def test_every_request_ends_once_whatever_the_pool(
         max_instances=min_warm + more,
         buffer=buffer,
         idle_timeout_s=20,
+        policy=policy,
         target_concurrency=2,
     )
     requests = [at(t_s, output=30) for t_s in sorted(times)]
@@ -194,7 +210,7 @@ def test_the_search_names_pools_that_no_other_beats() -> None:
     model = Model("m", "/m", max_instances=4)
     profile = profile_of({"prefill_tokens_s": 2000, "decode_tokens_s": {"1": 40, "8": 160}}, "here", PROFILE)
     choices = search(requests, model, profile, Price())
-    assert len(choices) == len(list(candidates(model))) == 50, "4 + 1 and 4 + 2 are more than max_instances"
+    assert len(choices) == len(list(candidates(model))) == 53, "4 + 1 and 4 + 2 are too many; 3 hybrid"
     front = pareto(choices)
     for choice in choices:
         assert any(f.cost <= choice.cost and f.ttft_p99_s <= choice.ttft_p99_s for f in front)

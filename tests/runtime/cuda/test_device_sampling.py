@@ -74,6 +74,8 @@ params = st.fixed_dictionaries(
         "presence_penalty": st.sampled_from([-1.0, 1.5]),
         "frequency_penalty": st.sampled_from([-0.5, 0.5]),
         "logit_bias": st.just(((5, 2.0), (6, -100.0), (5, 1.0))),
+        "allowed_tokens": st.just(tuple(range(3, 290, 7))),
+        "bad_words": st.just(((10,), (3, 17), (4, 5, 24))),
     },
 )
 

@@ -14,8 +14,10 @@ from tests.support.tiny_classifiers import save_classifier, tiny_classifier
 from tests.support.tiny_models import ENCODERS, config_json, save_tiny, tensors_of
 
 from teneral.handlers.function.context import Context
+from teneral.runtime.backends.native.backend import NativeBackend, ReferenceBackend
+from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.config import ServeConfig
-from teneral.runtime.errors import ContextLengthError, ModelError
+from teneral.runtime.errors import ContextLengthError, ModelError, RequestError
 from teneral.runtime.instance import Instance
 
 
@@ -102,3 +104,24 @@ def test_a_model_without_labels_does_not_classify(tmp_path):
         assert model.labels() == ()
         with pytest.raises(ModelError, match="no labels"):
             model.classify("text")
+
+
+@pytest.mark.parametrize("backend", [NativeBackend, ReferenceBackend, TorchBackend])
+def test_a_pairs_second_text_has_the_type_of_its_own(backend):
+    oracle = tiny_classifier("bert")
+    model = build_model(config_json(oracle), DictWeights(tensors_of(oracle)), backends=[backend()])
+    types = [[0] * 20 + [1] * 20, None, [1] * 17]
+    texts = [TEXTS[1], TEXTS[0], TEXTS[3]]
+    scores = model.embed(texts, types)
+    with torch.no_grad():
+        wanted = torch.cat(
+            [
+                oracle(
+                    input_ids=torch.tensor([text]), token_type_ids=torch.tensor([own or [0] * len(text)])
+                ).logits
+                for text, own in zip(texts, types, strict=True)
+            ]
+        )
+    torch.testing.assert_close(torch.from_numpy(scores), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestError, match="token type"):
+        model.embed([[5, 6]], [[0, 2]])

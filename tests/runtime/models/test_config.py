@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from teneral.runtime.backends.torch.activations import activation
 from teneral.runtime.errors import ModelError
 from teneral.runtime.models import spec
-from teneral.runtime.models.config import ACTIVATIONS, DecoderConfig, EncoderConfig, is_encoder
+from teneral.runtime.models.config import is_encoder
+from teneral.runtime.models.config_fields import ACTIVATIONS
+from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.models.encoder_config import EncoderConfig
 from teneral.runtime.models.rope_config import RopeType
 
 LLAMA: dict[str, Any] = {
@@ -120,7 +123,11 @@ def test_a_decoders_missing_key_is_named(key):
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "longrope"),
+        ({"rope_type": "proportional", "factor": 2.0}, "proportional"),
+        ({"rope_type": "longrope", "factor": 2.0}, "short_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}, "short_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}, "long_factor"),
+        ({"rope_type": "longrope", "short_factor": [True] * 8, "long_factor": [1.0] * 8}, "short_factor"),
         ({"type": "mrope"}, "mrope"),
         ({"rope_type": 5}, "rope_type"),
         ({"rope_type": "linear"}, "factor"),
@@ -169,7 +176,7 @@ def test_two_spellings_of_a_rope_that_agree_are_one(scaling):
 
 def test_an_unknown_rope_type_is_told_what_is_supported():
     with pytest.raises(ModelError) as caught:
-        DecoderConfig.from_json({**LLAMA, "rope_scaling": {"rope_type": "longrope"}})
+        DecoderConfig.from_json({**LLAMA, "rope_scaling": {"rope_type": "proportional"}})
 
     assert all(kind in caught.value.hint for kind in RopeType)
 
@@ -306,7 +313,7 @@ def test_invalid_windows_are_refused(changes):
 
 
 def test_every_activation_that_is_accepted_can_be_computed():
-    assert set(ACTIVATIONS) == set(spec._ACTIVATIONS)
+    assert {*ACTIVATIONS, "tanh"} == set(spec._ACTIVATIONS)
     assert all(callable(activation(name)) for name in spec.Activation)
 
 
@@ -393,6 +400,8 @@ def modules(*kinds: str) -> list[dict[str, Any]]:
             ("cls", True),
         ),
         (modules("Transformer", "Pooling"), {"pooling_mode": "cls"}, ("cls", False)),
+        (modules("Transformer", "Pooling"), {"pooling_mode_max_tokens": True}, ("max", False)),
+        (modules("Transformer", "Pooling"), {"pooling_mode_lasttoken": True}, ("lasttoken", False)),
     ],
 )
 def test_pooling_is_what_the_sentence_transformers_files_say(listed, pooling, expected):
@@ -404,16 +413,19 @@ def test_pooling_is_what_the_sentence_transformers_files_say(listed, pooling, ex
 @pytest.mark.parametrize(
     ("listed", "pooling", "named"),
     [
-        (modules("Transformer", "Pooling", "Dense"), None, "Dense"),
+        (modules("Transformer", "Pooling", "Asym"), None, "Asym"),
+        (modules("Transformer", "Pooling", "Dense"), None, "path"),
+        (modules("Transformer", "Pooling", "Normalize", "Dense"), None, "Normalize must be the last"),
+        (modules("Pooling", "Transformer"), None, "Transformer must come first"),
         ({"idx": 0}, None, "modules.json"),
         (["Transformer"], None, "modules.json"),
         ([{"idx": 0}], None, "type"),
         ([{"type": 7}], None, "type"),
-        (None, {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"),
+        (None, {"pooling_mode": ["mean", "max"]}, "pooling_mode"),
         (None, {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "2 pooling modes"),
         (None, {"pooling_mode_mean_tokens": False}, "0 pooling modes"),
         (None, {"pooling_mode_mean_tokens": "yes"}, "pooling_mode_mean_tokens"),
-        (None, {"pooling_mode": "lasttoken"}, "lasttoken"),
+        (None, {"pooling_mode": "median"}, "median"),
         (None, [], "1_Pooling/config.json"),
     ],
 )
@@ -447,7 +459,7 @@ def test_any_value_in_any_place_gives_a_config_or_a_model_error(data, base, valu
 
 def test_reading_a_config_imports_no_torch():
     code = (
-        "import sys, json; from teneral.runtime.models.config import DecoderConfig; "
+        "import sys, json; from teneral.runtime.models.decoder_config import DecoderConfig; "
         "DecoderConfig.from_json(json.loads(sys.argv[1])); "
         "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
     )

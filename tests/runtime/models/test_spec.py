@@ -15,7 +15,8 @@ from teneral.runtime.backends.torch.backend import TorchBackend
 from teneral.runtime.cuda.decoder import IMPLEMENTED as DEVICE_KERNELS
 from teneral.runtime.cuda.executor import CudaModelBackend
 from teneral.runtime.dtypes import DType
-from teneral.runtime.models.config import DecoderConfig, EncoderConfig
+from teneral.runtime.models.decoder_config import DecoderConfig
+from teneral.runtime.models.encoder_config import EncoderConfig
 from teneral.runtime.models.executor import any_value, one_of, refusal_of
 from teneral.runtime.models.rotary import Rotary
 from teneral.runtime.models.spec import Activation, DecoderSpec, EncoderSpec
@@ -49,12 +50,12 @@ def test_a_field_that_is_not_listed_is_refused_by_name(spec):
 
 def test_a_new_field_of_the_rotary_embedding_is_refused():
     spec = decoder_spec()
-    interleaved = make_dataclass("Interleaved", [("interleaved", bool, False)], bases=(Rotary,), frozen=True)
-    rotary = interleaved(*(getattr(spec.rotary, field.name) for field in fields(Rotary)))
+    mirrored = make_dataclass("Mirrored", [("mirrored", bool, False)], bases=(Rotary,), frozen=True)
+    rotary = mirrored(*(getattr(spec.rotary, field.name) for field in fields(Rotary)))
 
     refusal = refusal_of(replace(spec, rotary=rotary), dict.fromkeys(FIELDS[DecoderSpec], any_value), "it")
 
-    assert refusal == "it does not know rotary.interleaved"
+    assert refusal == "it does not know rotary.mirrored"
 
 
 def test_a_value_that_is_not_implemented_is_refused_with_the_value():

@@ -314,7 +314,7 @@ _EVENTS = st.recursive(
 
 
 @contextmanager
-def suppress_told() -> Iterator[None]:
+def only_named_errors() -> Iterator[None]:
     """Passes over the named error, if it can be told: there may be halves of characters in what it is about."""
     try:
         yield
@@ -328,7 +328,7 @@ def suppress_told() -> Iterator[None]:
 @settings(max_examples=400, deadline=None)
 @given(_EVENTS)
 def test_garbage_raises_nothing_but_the_named_error(event: Any) -> None:
-    with suppress_told():
+    with only_named_errors():
         assert isinstance(parse_event(event), Call | Items | Notice | Queue)
 
 
@@ -355,7 +355,7 @@ def test_a_real_event_with_one_wrong_value_raises_nothing_but_the_named_error(da
     event = json.loads(json.dumps(data.draw(st.sampled_from(events))))
     owner, key = data.draw(st.sampled_from(_places(event)))
     owner[key] = data.draw(_JSON | _VALUES)
-    with suppress_told():
+    with only_named_errors():
         found = parse_event(event)
         if isinstance(found, Queue):
             asked = parse_message(found.messages[0].body)
@@ -375,7 +375,7 @@ _FIELDS = st.dictionaries(st.sampled_from(["custom_id", "prompt", "messages", "i
 @settings(max_examples=200, deadline=None)
 @given(st.lists(_FIELDS, min_size=1, max_size=4))
 def test_any_requests_are_lines_in_their_order(fields: list[dict[str, Any]]) -> None:
-    with suppress_told():
+    with only_named_errors():
         lines = lines_of([Request(of) for of in fields])
         assert [line.number for line in lines] == list(range(1, len(fields) + 1))
         names = [line.custom_id for line in lines if line.custom_id is not None]

@@ -139,6 +139,11 @@ class Pair:
         return submitted[0].wait(), submitted[1].wait()
 
 
+def renumbered(outcome: Outcome, other: Outcome) -> bytes:
+    """The outcome's body, with the other's request id: a test may have called one of the two alone."""
+    return outcome.body.replace(outcome.request_id.encode(), other.request_id.encode())
+
+
 # What AWS's image for Python sets: texts are then UTF-8, not escapes.
 IMAGE = {"AWS_EXECUTION_ENV": "AWS_Lambda_python3.12"}
 
@@ -159,7 +164,7 @@ def pair(folder: Path) -> Iterator[Pair]:
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_bytes_come_back(pair: Pair, name: str) -> None:
     theirs, ours = pair.invoke({"make": name, "text": "Ünïcode 😀", "number": 1.5})
-    assert (ours.kind, ours.body) == (theirs.kind, theirs.body)
+    assert (ours.kind, ours.body) == (theirs.kind, renumbered(theirs, ours))
     if ours.kind == "response":
         assert ours.headers["content-type"] == theirs.headers["content-type"]
 
@@ -189,7 +194,7 @@ def test_an_event_that_is_no_json_is_refused_alike(pair: Pair, body: bytes) -> N
 @pytest.mark.parametrize("name", ["Lambda_Runtime_Client_Context", "Lambda_Runtime_Cognito_Identity"])
 def test_headers_that_are_no_json_are_refused_alike(pair: Pair, name: str) -> None:
     theirs, ours = pair.invoke({"make": "null"}, **{name: "{nonsense"})
-    assert ours.body == theirs.body
+    assert ours.body == renumbered(theirs, ours)
     assert ours.json["errorType"] == "Runtime.LambdaContextUnmarshalError"
 
 

@@ -16,10 +16,11 @@ from tests.support.native import each_isa, loaded, threads
 from tests.support.native_decoder import pool_of_shape
 
 from teneral.runtime.backends.native import arrays, records, reference
-from teneral.runtime.backends.native.operations import ACTIVATIONS, TANH, Operations
+from teneral.runtime.backends.native.operations import ACTIVATIONS, NORMS, Operations
 from teneral.runtime.backends.native.pools import Pool, Spans
 from teneral.runtime.backends.native.weights import vector_of
 from teneral.runtime.dtypes import DType, from_float32, to_float32
+from teneral.runtime.models.decoder_config import Norm
 from teneral.runtime.models.matrices import Tensor
 from teneral.runtime.models.spec import Activation
 from teneral.runtime.step.batch import SequenceSpan
@@ -58,14 +59,14 @@ def close(ours: Any, expected: Any, dtype: DType, *, atol: float = 2.0**-14) -> 
 @each_isa
 def test_tanh_is_at_most_2_ulp_off(isa):
     x = np.concatenate([np.linspace(-10, 10, 400_001), np.geomspace(1e-30, 1, 40_001)]).astype(np.float32)
-    out = operations(isa).activate(x[None], None, np.empty_like(x[None]), TANH)[0]
+    out = operations(isa).activate(x[None], None, np.empty_like(x[None]), ACTIVATIONS[Activation.TANH])[0]
 
     exact = np.tanh(x.astype(np.float64))
     assert (np.abs(out - exact) / np.spacing(np.abs(exact).astype(np.float32))).max() <= 2.0
 
 
 @each_isa
-@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("activation", [each for each in Activation if each is not Activation.TANH])
 def test_activations_are_exact_to_some_ulp_of_what_they_are_made_of(isa, activation):
     x = np.linspace(-20, 20, 400_001).astype(np.float32)
     out = operations(isa).activate(x[None], None, np.empty_like(x[None]), ACTIVATIONS[activation])[0]
@@ -85,10 +86,10 @@ def test_activations_are_exact_to_some_ulp_of_what_they_are_made_of(isa, activat
 @each_isa
 def test_nan_and_infinities_pass_activations(isa):
     x = np.array([[np.nan, np.inf, -np.inf, 0.0] * 9], np.float32)
-    for activation, number in (*ACTIVATIONS.items(), (None, TANH)):
+    for activation, number in ACTIVATIONS.items():
         out = operations(isa).activate(x, None, np.empty_like(x), number)[0]
         assert np.isnan(out[::4]).all(), activation
-        assert (out[1::4] == (1.0 if activation is None else np.inf)).all(), activation
+        assert (out[1::4] == (1.0 if activation is Activation.TANH else np.inf)).all(), activation
         assert (out[3::4] == 0.0).all(), activation
 
 
@@ -103,16 +104,17 @@ def test_rows_are_activated_normalised_and_added_as_numpy_does(isa, dtype, rows,
     activation = data.draw(st.sampled_from(list(Activation)))
     weights = [Tensor(DType.F32, normals(seed + 2 + each, columns)) for each in range(2)]
     weight, bias = (reference.vector(each, dtype) for each in weights)
+    kind = data.draw(st.sampled_from(list(Norm)))
 
     with threads(isa, data.draw(st.integers(1, 5))):
         activated = run.activate(held, held_more, fresh(dtype, rows, columns), ACTIVATIONS[activation])
-        rms = run.norm(held, fresh(dtype, rows, columns), weights[0], None, 1e-5)
+        rms = run.norm(held, fresh(dtype, rows, columns), weights[0], None, 1e-5, kind)
         layer = run.norm(held, fresh(dtype, rows, columns), weights[0], weights[1], 1e-5)
         added = run.add(held.copy(), held_more)
         added_one = run.add(held.copy(), held_more[:1])
 
     close(activated, reference.activate(x, more, activation, dtype), dtype)
-    close(rms, reference.rms_norm(x, weight, 1e-5, dtype), dtype)
+    close(rms, reference.rms_norm(x, weights[0], 1e-5, dtype, kind), dtype)
     if columns > 2:  # of fewer numbers the variance may be next to nothing
         close(layer, reference.layer_norm(x, weight, bias, 1e-5, dtype), dtype)
     assert (to_float32(added, dtype) == reference.rounded(x + more, dtype)).all()
@@ -133,10 +135,23 @@ def test_embeddings_are_rounded_once(isa, dtype, stored, scale_dtype, columns, g
     else:
         table = from_float32(normals(0, 7, columns), stored)
 
-    out = operations(isa).embed(table, scale, tokens, fresh(dtype, 4, columns))
-
     scales = None if scale is None else Tensor(scale_dtype, scale)
-    assert (to_float32(out, dtype) == reference.embed(Tensor(stored, table), scales, tokens, dtype)).all()
+    for factor in (1.0, 5.65625):
+        out = operations(isa).embed(table, scale, tokens, fresh(dtype, 4, columns), factor)
+
+        expected = reference.embed(Tensor(stored, table), scales, tokens, dtype, factor)
+        assert (to_float32(out, dtype) == expected).all()
+
+
+@each_isa
+@pytest.mark.parametrize("cap", [None, 2.5])
+@pytest.mark.parametrize("columns", [1, 7, 100])
+def test_logits_are_scaled_and_capped(isa, cap, columns):
+    x = normals(0, 3, columns, scale=10.0)
+
+    ours = operations(isa).scale_and_cap(x.copy(), 0.7, cap)
+
+    np.testing.assert_allclose(ours, reference.scale_and_cap(x, 0.7, cap), rtol=1e-6, atol=1e-7)
 
 
 @each_isa
@@ -150,22 +165,29 @@ def test_embeddings_are_rounded_once(isa, dtype, stored, scale_dtype, columns, g
     half=st.integers(2, 64),
     extra=st.integers(0, 20),
     normed=st.booleans(),
+    joint=st.booleans(),
+    wide=st.booleans(),
+    turned=st.booleans(),
+    interleaved=st.booleans(),
+    kind=st.sampled_from(list(Norm)),
 )
 def test_heads_are_normalised_turned_and_written(
-    isa, dtype, int8, rows, group, num_kv_heads, half, extra, normed
+    isa, dtype, int8, rows, group, num_kv_heads, half, extra, normed, joint, wide, turned, interleaved, kind
 ):
     head_dim, num_heads = 2 * half + extra, group * num_kv_heads
     heads = normals(0, rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     heads[0, num_heads] = 0.0
-    turns, positions = normals(1, 64, 2 * half, dtype=dtype), np.arange(rows, dtype=np.int64) + 5
+    inner = DType.F32 if wide else dtype
+    turns, positions = normals(1, 64, 2 * half, dtype=inner), np.arange(rows, dtype=np.int64) + 5
     slots = np.random.default_rng(2).permutation(32)[:rows].astype(np.int64)
-    norms = [Tensor(DType.F32, normals(3 + each, head_dim)) if normed else None for each in range(2)]
+    sizes = (num_heads * head_dim, num_kv_heads * head_dim) if joint else (head_dim, head_dim)
+    norms = [Tensor(DType.F32, normals(3 + size, size)) if normed else None for size in sizes]
     pool = pool_of_shape((2, num_kv_heads, head_dim), 4, 8, dtype, int8=int8)
     held = from_float32(heads.copy(), dtype)
     args = records.HeadsArgs(
         kv=ctypes.pointer(pool.record),
         heads=arrays.address(held),
-        turns=arrays.address(turns),
+        turns=arrays.address(turns) if turned else None,
         turn=arrays.address(positions),
         slots=arrays.address(slots),
         query_norm=vector_of(norms[0]),
@@ -178,18 +200,30 @@ def test_heads_are_normalised_turned_and_written(
         rotary_dim=2 * half,
         norm_eps=1e-6,
         dtype=arrays.dtype_of(held),
+        norm=NORMS[kind],
+        joint_norms=joint,
+        wide_turns=wide,
+        interleaved=interleaved,
     )
     with threads(isa, 3):
         operations(isa).call("tn_write_heads", args)
 
     queries, keys, values = np.split(heads, (num_heads, num_heads + num_kv_heads), axis=1)
     if norms[0] is not None and norms[1] is not None:
-        queries = reference.rms_norm(queries, reference.vector(norms[0], dtype), 1e-6, dtype)
-        keys = reference.rms_norm(keys, reference.vector(norms[1], dtype), 1e-6, dtype)
+        shape = (rows, 1, -1) if joint else (rows, -1, head_dim)
+        normalised = [
+            reference.rms_norm(each.reshape(shape), norm, 1e-6, dtype, kind).reshape(each.shape)
+            for each, norm in zip((queries, keys), norms, strict=True)
+        ]
+        queries, keys = normalised
     # A norm may round to the next bf16, and a turn adds two products of it, which may nearly cancel.
     largest = max(np.abs(queries).max(), np.abs(keys).max()) * np.abs(turns).max()
     atol = float(2.0**-8 * largest) if normed else 2.0**-14
-    queries, keys = (reference.turn(each, turns[positions], dtype) for each in (queries, keys))
+    if turned:
+        queries, keys = (
+            reference.turn(each, turns[positions], dtype, inner, interleaved=interleaved)
+            for each in (queries, keys)
+        )
     close(held[:, :num_heads], queries, dtype, atol=atol)
     written = pool.data[1][:, :, slots]
     expected = np.stack((keys, values)).transpose(0, 2, 1, 3)
@@ -241,9 +275,10 @@ def test_what_is_not_finite_comes_back_from_8_bits_as_nan(isa):
     head_dim=st.sampled_from([20, 32, 48, 64, 80, 96, 128, 200, 256]),
     block_size=st.sampled_from([1, 8, 16, 32]),
     window=st.sampled_from([0, 1, 5, 256, 300]),
+    cap=st.sampled_from([0.0, 0.0, 0.7]),
 )
 def test_attention_is_that_of_fp64(
-    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window
+    isa, dtype, int8, lengths, group, num_kv_heads, head_dim, block_size, window, cap
 ):
     num_rows, num_heads = sum(length for length, _ in lengths), group * num_kv_heads
     num_blocks = sum(-(-(length + past) // block_size) for length, past in lengths)
@@ -258,7 +293,8 @@ def test_attention_is_that_of_fp64(
         keys_values = fill(pool, span, dtype)
         for row in range(length):
             seen = slice(max(0, past + row + 1 - window) if window else 0, past + row + 1)
-            expected[start + row] = softmax_attention(queries[start + row], keys_values[:, :, seen], 0.1)
+            own = queries[start + row]
+            expected[start + row] = softmax_attention(own, keys_values[:, :, seen], 0.1, cap)
         spans.append(span)
         start += length
     held, out = from_float32(queries, dtype), fresh(dtype, *queries.shape)
@@ -278,6 +314,7 @@ def test_attention_is_that_of_fp64(
         head_dim=head_dim,
         scale=0.1,
         dtype=arrays.dtype_of(out),
+        cap=cap,
     )
     with threads(isa, 2):
         operations(isa).call("tn_attention", args)
@@ -299,10 +336,12 @@ def fill(pool: Pool, span: SequenceSpan, dtype: DType) -> Any:
     return reference.of_codes(codes, scales, dtype)
 
 
-def softmax_attention(queries: Any, keys_values: Any, scale: float) -> Any:
+def softmax_attention(queries: Any, keys_values: Any, scale: float, cap: float = 0.0) -> Any:
     keys, values = keys_values.astype(np.float64)
     grouped = queries.astype(np.float64).reshape(len(keys), -1, queries.shape[-1])
     scores = grouped @ keys.transpose(0, 2, 1) * scale
+    if cap:
+        scores = cap * np.tanh(scores / cap)
     powers = np.exp(scores - scores.max(-1, keepdims=True))
     return (powers @ values / powers.sum(-1, keepdims=True)).reshape(queries.shape)
 

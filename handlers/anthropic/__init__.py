@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, from a body to the engine and back."""

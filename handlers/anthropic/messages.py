@@ -1,0 +1,284 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from ...runtime.errors import RequestError
+from ...runtime.grammar.spec import GrammarSpec
+from ...runtime.step.requests import FirstToken, GenerationEvent, GenerationRequest
+from ..http.errors import ApiError
+from ..http.json_bodies import Decoder, encode
+from ..http.service import Service
+from ..http.sse import Framing
+from ..openai.chat import chat_settings
+from ..openai.chat_request import ChatRequest, ChatSettings
+from ..openai.deltas import Delta, Finish, ReasoningDelta, TextDelta, ToolCallDelta
+from ..openai.fields import Fields
+from ..openai.generation import Outcome, Step, respond
+from ..openai.parameters import own_names
+from ..openai.prompts import mentions
+from ..openai.responses import Usage
+from .bodies import CountBody, MessagesBody, PromptBody, chat_of
+from .errors import error_body
+from .fields import COUNT_TOKENS, MESSAGES
+
+if TYPE_CHECKING:
+    from ...runtime.text.settings import TextSettings
+    from ...runtime.text.tokenizer import TextTokenizer
+
+Json = dict[str, Any]
+OWN_NAMES = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort"}
+THINKS = "enable_thinking"  # the variable of chat templates
+
+
+class MessageRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._messages = Decoder(MessagesBody)
+        self._count = Decoder(CountBody)
+
+    async def post(self, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._messages.decode(data)
+            with own_names(OWN_NAMES):
+                fmt = self._format(body, MESSAGES)
+                return await respond(service, request, fmt, body_bytes=len(data), framing=FRAMING)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        service = self._service
+        async with service.admission.body(request) as data:
+            with own_names(OWN_NAMES):
+                fmt = self._format(self._count.decode(data), COUNT_TOKENS)
+                tokenizer = await service.tokenizer()
+                await service.text_threads.run(len(data), fmt.prepare, tokenizer, None)
+        answer = encode({"input_tokens": fmt.num_prompt_tokens})
+        return web.Response(body=answer, content_type="application/json")
+
+    def _format(self, body: PromptBody, fields: Fields) -> MessagesFormat:
+        service = self._service
+        service.check_model(body.model)
+        return MessagesFormat(
+            body,
+            fields,
+            model=service.instance.model_name,
+            max_sequences=service.limits.max_sequences,
+            first_token=service.first_token,
+            settings=chat_settings(service),
+        )
+
+
+class MessagesFormat:
+    """One request's side of the wire. Raises `RequestError` for an invalid body."""
+
+    def __init__(
+        self,
+        body: PromptBody,
+        fields: Fields,
+        *,
+        model: str,
+        max_sequences: int,
+        first_token: FirstToken,
+        settings: ChatSettings | None = None,
+    ) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self.body = chat_of(body, fields)
+        self._make_chat: Callable[..., ChatRequest] = lambda chat: ChatRequest(
+            chat,
+            request_id=self._id,
+            max_sequences=max_sequences,
+            first_token=first_token,
+            settings=settings,
+        )
+        self._chat = self._make_chat(self.body)
+        self.max_tokens = self._chat.max_tokens
+        self.first_token = self._chat.first_token
+        self.num_sequences = self._chat.num_sequences
+        self.grammar: GrammarSpec | None = self._chat.grammar
+        self._thinking = body.thinking
+        self._model = model
+        self._blocks = Blocks()
+        self._has_begun = False
+        self._stopped_by: str | int | None = None
+
+    looks_up_tokens = False
+
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        if self._thinking is not None:
+            self._chat = self._make_chat(
+                self._with_thinking(tokenizer, thinks=self._thinking.type != "disabled")
+            )
+        return self._chat.prepare(tokenizer, max_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._chat.num_prompt_tokens
+
+    @property
+    def begins_with_grammar(self) -> Callable[[TextSettings], bool]:
+        return lambda settings: not self._chat.may_reason(settings.templates)
+
+    def chunks(self, step: Step) -> list[bytes]:
+        index, event = step
+        events: list[Json] = []
+        if not self._has_begun:
+            self._has_begun = True
+            events.append({"type": "message_start", "message": self._message([], None, None)})
+        for delta in self._chat.read(index, event):
+            events += self._blocks.add(delta)
+        self._stopped_by = event.stopped_by
+        return [_named(each) for each in events]
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The last events: only here is known what they have to say."""
+        reason, sequence = self._stop(usage)
+        events = [
+            *self._blocks.finish(),
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": reason, "stop_sequence": sequence},
+                "usage": _usage(usage),
+            },
+            {"type": "message_stop"},
+        ]
+        return b"\n\n".join(map(_named, events))
+
+    def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
+        (outcome,) = outcomes
+        event = GenerationEvent(outcome.text, (), finish_reason=outcome.finish_reason)
+        for delta in self._chat.read(0, event):
+            self._blocks.add(delta)
+        self._blocks.finish()
+        self._stopped_by = outcome.stopped_by
+        return encode(self._message(self._blocks.blocks, usage, self._stop(usage)))
+
+    def _with_thinking(self, tokenizer: TextTokenizer, *, thinks: bool) -> Any:
+        """The chat with the variable for reasoning. Raises `RequestError` for a model that cannot."""
+        if mentions(tokenizer.templates, THINKS):
+            return msgspec.structs.replace(self.body, chat_template_kwargs={THINKS: thinks})
+        if thinks and not self._chat.may_reason(tokenizer.templates):
+            raise RequestError("thinking is not supported by this model's chat template", param="thinking")
+        return self.body
+
+    def _stop(self, usage: Usage) -> tuple[str, str | None]:
+        """Why the answer ended, and the stop sequence where it was one."""
+        reason = self._blocks.finish_reason
+        if reason == "tool_calls":
+            return "tool_use", None
+        if reason == "length":
+            is_limit = self.max_tokens is None or usage.completion_tokens >= self.max_tokens
+            return "max_tokens" if is_limit else "model_context_window_exceeded", None
+        if isinstance(self._stopped_by, str):
+            return "stop_sequence", self._stopped_by
+        return "end_turn", None
+
+    def _message(self, content: list[Json], usage: Usage | None, stop: tuple[str, str | None] | None) -> Json:
+        reason, sequence = stop or (None, None)
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": _usage(usage or Usage(self.num_prompt_tokens, 0, self.num_prompt_tokens)),
+        }
+
+
+class Blocks:
+    """An answer's content, block after block, and the events of a stream of it."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self.finish_reason = "stop"
+        self._is_open = False
+        self._pieces: list[str] = []  # of the last block
+
+    def add(self, delta: Delta) -> list[Json]:
+        match delta:
+            case TextDelta(text):
+                return self._more("text", "text", text) if text else []
+            case ReasoningDelta(text):
+                return self._more("thinking", "thinking", text) if text else []
+            case ToolCallDelta(_, arguments, call_id, name):
+                events: list[Json] = []
+                if call_id:
+                    block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                    events = [*self._end(), self._begin(block)]
+                if arguments:
+                    self._pieces.append(arguments)
+                    events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+                return events
+            case Finish(reason):
+                self.finish_reason = reason
+        return []
+
+    def finish(self) -> list[Json]:
+        """The end of the last block."""
+        return self._end()
+
+    def _more(self, kind: str, field: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        if not self._is_open or self.blocks[-1]["type"] != kind:
+            block = {"type": kind, field: ""} | ({"signature": ""} if kind == "thinking" else {})
+            events = [*self._end(), self._begin(block)]
+        self._pieces.append(text)
+        return [*events, self._delta({"type": f"{kind}_delta", field: text})]
+
+    def _begin(self, block: Json) -> Json:
+        self.blocks.append(block)
+        self._is_open, self._pieces = True, []
+        return {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+    def _end(self) -> list[Json]:
+        if not self._is_open:
+            return []
+        block, text = self.blocks[-1], "".join(self._pieces)
+        self._is_open = False
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[block["type"]] = text
+        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+
+def _object(text: str) -> Json:
+    """A call's arguments; {} where `max_tokens` cut them off."""
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _usage(usage: Usage) -> Json:
+    """Tokens of the prompt that the KV pool had are counted apart, as Anthropic does."""
+    num_cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _named(event: Json) -> bytes:
+    """The event as server-sent events have it, without the empty line behind it."""
+    return b"event: %b\ndata: %b" % (event["type"].encode(), encode(event))
+
+
+def _error_event(error: ApiError) -> bytes:
+    return b"event: error\ndata: " + error_body(error)
+
+
+FRAMING = Framing("text/event-stream", b"", b"\n\n", True, b"", _error_event)

@@ -1,0 +1,230 @@
+"""A chat request without a wire: from its body to the engine's requests, and from the engine's events to deltas of
+text, reasoning and tool calls. Every route that answers chats uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.errors import RequestError
+from ...runtime.grammar.spec import GrammarSpec
+from ...runtime.step.requests import FinishReason, FirstToken, GenerationEvent, GenerationRequest
+from .deltas import Answer, Delta, Finish, TextDelta
+from .fields import CHAT, refuse_unsupported
+from .generation import Outcome
+from .messages import template_messages, with_ids
+from .parameters import (
+    check_extras,
+    check_stream,
+    check_top_logprobs,
+    num_choices,
+    prompt_tokens,
+    sequences,
+    wanted_first_token,
+)
+from .prompts import ChatPrompt, ChatSettings, mentions
+from .reasoning import ReasoningReader, ReasoningTags, reasoning_tags
+from .schemas import ChatBody
+from .structured import grammar_of
+from .tools.choose import tool_format
+from .tools.described import described
+from .tools.format import ToolFormat
+from .tools.functions import ToolMode, ToolPlan, tool_plan
+from .tools.grammar import calls_grammar, reasoning_grammar
+from .tools.reader import CallReader
+
+if TYPE_CHECKING:
+    from ...runtime.text.tokenizer import TextTokenizer
+
+
+class ChatRequest:
+    """An `Asked`. Its answer is read choice by choice: `read` for streams, `answer` for the whole.
+
+    Raises `RequestError` for an invalid body.
+    """
+
+    def __init__(
+        self,
+        body: ChatBody,
+        *,
+        request_id: str,
+        max_sequences: int,
+        first_token: FirstToken,
+        settings: ChatSettings | None = None,
+    ) -> None:
+        check_stream(body)
+        check_extras(body)
+        refuse_unsupported(body, CHAT)
+        if any(modality != "text" for modality in body.modalities or []):
+            raise RequestError("modalities other than 'text' are not supported", param="modalities")
+        self.body = body
+        self.max_tokens = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
+        self.first_token = wanted_first_token(body, default=first_token)
+        self.num_sequences = num_choices(body, num_prompts=1, max_sequences=max_sequences)
+        self.num_prompt_tokens = 0
+        self.num_top_logprobs = _num_top_logprobs(body)
+        self._id = request_id
+        self._settings = settings or ChatSettings()
+        self._messages = template_messages(body.messages)
+        self._plan = tool_plan(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self._form = grammar_of(body)
+        self._prompt = ChatPrompt(body, self._settings)
+        if (
+            self._plan.mode is ToolMode.REQUIRED
+            and self._form is not None
+            and self._form.param != "response_format"
+        ):
+            raise RequestError(
+                f"{self._form.param} and a required tool call contradict one another", param=self._form.param
+            )
+        self._readers: dict[int, AnswerReader] = {}
+        # Known once there is a prompt
+        self._format: ToolFormat | None = None
+        self._tags: ReasoningTags | None = None
+        self._is_open = self._is_guided = False
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """The form of every answer, whatever the model's family; None where calls or reasoning may come first."""
+        return self._form if self._plan.mode is ToolMode.NONE else None
+
+    def may_reason(self, templates: Mapping[str, str]) -> bool:
+        """True if the model's chat templates let an answer begin with reasoning."""
+        tags = reasoning_tags(self._prompt.templates(templates), self._settings.reasoning_parser)
+        return tags is not None
+
+    def prepare(self, tokenizer: TextTokenizer, max_tokens: int | None) -> list[GenerationRequest]:
+        templates = self._prompt.templates(tokenizer.templates)
+        self._tags = reasoning_tags(templates, self._settings.reasoning_parser)
+        self._format = self._format_of(templates)
+        text = self._render(tokenizer, templates)
+        self._is_open = self._tags is not None and self._tags.is_open(text)
+        prompt = prompt_tokens(
+            self.body,
+            text,
+            tokenizer,
+            add_special_tokens=False,  # the template wrote them
+            max_prompt_tokens=max_tokens,
+            max_tokens=self.max_tokens,
+        )
+        self.num_prompt_tokens = len(prompt)
+        grammar = self._grammar()
+        return sequences(
+            self.body,
+            [prompt],
+            tokenizer,
+            request_id=self._id,
+            n=self.num_sequences,
+            max_tokens=self.max_tokens,
+            num_top_logprobs=self.num_top_logprobs,
+            num_prompt_logprobs=self.body.prompt_logprobs,
+            first_token=self.first_token,
+            grammar=None if grammar is None else tokenizer.compile_grammar(grammar),
+            shown_tokens=self._shown_tokens(tokenizer),
+        )
+
+    def read(self, index: int, event: GenerationEvent) -> list[Delta]:
+        """The deltas of an event of choice `index`; the last event's end with `Finish`."""
+        if index not in self._readers:
+            self._readers[index] = self._reader()
+        return self._readers[index].push(event.text, event.finish_reason)
+
+    def answer(self, outcome: Outcome) -> Answer:
+        """A whole choice."""
+        return Answer.of(self._reader().push(outcome.text, outcome.finish_reason))
+
+    def _reader(self) -> AnswerReader:
+        reasoning = None if self._tags is None else ReasoningReader(self._tags, is_open=self._is_open)
+        calls = None
+        if self._format is not None:
+            calls = CallReader(
+                self._format, self._plan.names, is_guided=self._is_guided, max_calls=self._plan.max_calls
+            )
+        return AnswerReader(reasoning, calls)
+
+    def _format_of(self, templates: Mapping[str, str]) -> ToolFormat | None:
+        """None where no calls are read. Raises `RequestError` where they are required all the same."""
+        if self._plan.mode is ToolMode.NONE:
+            return None
+        fmt = tool_format(templates, self._settings.tool_parser)
+        if fmt is None and self._plan.mode is ToolMode.REQUIRED:
+            raise RequestError(
+                "tool_choice other than 'none' and 'auto' needs a tool parser, which is off on this server",
+                param="tool_choice",
+                hint="Its operator can set --tool-parser.",
+            )
+        return fmt
+
+    def _render(self, tokenizer: TextTokenizer, templates: Mapping[str, str]) -> str:
+        messages: list[dict[str, Any]] = self._messages
+        tools = self._plan.tools
+        if templates and not mentions(templates, "tools"):
+            messages, tools = described(messages, tools), None
+        elif self._format is not None:
+            messages = with_ids(messages, self._format.given_id)
+        return self._prompt.render(tokenizer, messages, tools)
+
+    def _grammar(self) -> GrammarSpec | None:
+        plan, fmt = self._plan, self._format
+        if fmt is not None and (plan.mode is ToolMode.REQUIRED or plan.is_strict or self._form is not None):
+            self._is_guided = True
+            return calls_grammar(fmt, plan, self._form, self._tags, is_open=self._is_open)
+        if self._form is None or self._tags is None:
+            return self._form
+        return reasoning_grammar(self._form, self._tags, is_open=self._is_open)
+
+    def _shown_tokens(self, tokenizer: TextTokenizer) -> dict[int, str]:
+        """Special tokens that the readers look for, which have no text else."""
+        markers = () if self._format is None else self._format.markers
+        if self._tags is not None:
+            markers = (*markers, self._tags.open, self._tags.close)
+        shown = {}
+        for marker in markers:
+            token = tokenizer.piece_to_id(marker)
+            if token is not None and not tokenizer.decode([token]):
+                shown[token] = marker
+        return shown
+
+
+class AnswerReader:
+    """One answer's text, as it comes, as deltas."""
+
+    def __init__(self, reasoning: ReasoningReader | None, calls: CallReader | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+
+    def push(self, text: str, finish_reason: FinishReason | None) -> list[Delta]:
+        """The deltas of this much more text; with a reason it is the last, and they end with `Finish`."""
+        deltas: list[Delta] = [TextDelta(text)] if text else []
+        if self._reasoning is not None:
+            deltas = self._reasoning.push(text)
+            if finish_reason is not None:
+                deltas += self._reasoning.finish()
+        if self._calls is not None:
+            deltas = self._with_calls(self._calls, deltas)
+            if finish_reason is not None:
+                deltas += self._calls.finish()
+        if finish_reason is not None:
+            called = self._calls is not None and self._calls.num_calls > 0
+            is_call = called and finish_reason is FinishReason.STOP
+            deltas.append(Finish("tool_calls" if is_call else str(finish_reason)))
+        return deltas
+
+    @staticmethod
+    def _with_calls(calls: CallReader, deltas: list[Delta]) -> list[Delta]:
+        result: list[Delta] = []
+        for delta in deltas:
+            result += calls.push(delta.text) if isinstance(delta, TextDelta) else [delta]
+        return result
+
+
+def _num_top_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return check_top_logprobs(body.top_logprobs or 0, param="top_logprobs") if body.logprobs else None
+
+
+__all__ = ["AnswerReader", "ChatRequest", "ChatSettings", "ToolPlan"]

@@ -1,0 +1,212 @@
+"""POST /v1/score and /v1/rerank: how relevant texts are to others.
+
+A classifier with one label reads both texts together, as a cross-encoder; a model that embeds compares their vectors by
+the cosine. Shapes are those of vLLM, and of Jina's and Cohere's rerankers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from ...runtime.errors import RequestError
+from ..http.json_bodies import Decoder, encode
+from ..http.service import Service
+from .embeddings import rows_of, unit_length
+from .encoder_texts import EncoderBody, EncoderUsage, as_texts, check_encoder_body, within
+from .fields import RERANK, SCORE
+from .parameters import WHOLE_CONTEXT
+
+if TYPE_CHECKING:
+    from ...runtime.text.pairs import EncodedPair
+    from ...runtime.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    pass
+
+
+class ScoreBody(EncoderBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+class Document(msgspec.Struct, frozen=True):
+    text: str
+
+
+class RerankBody(EncoderBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    query: str
+    documents: list[str | Document]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
+    rank_fields: list[str] | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: EncoderUsage
+    object: str = "list"
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class Ranking(msgspec.Struct, frozen=True):
+    id: str
+    model: str
+    results: list[Ranked]  # the most relevant first
+    usage: EncoderUsage
+    object: str = "list"
+
+
+class ScoreRoute:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = Decoder(ScoreBody)
+
+    async def post(self, request: web.Request) -> web.Response:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._decoder.decode(data)
+            service.check_model(body.model)
+            check_encoder_body(body, SCORE)
+            most = service.limits.max_embedding_inputs
+            firsts = as_texts(body.text_1, param="text_1", max_texts=most)
+            seconds = as_texts(body.text_2, param="text_2", max_texts=most)
+            if len(firsts) not in (1, len(seconds)):
+                raise RequestError(
+                    f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}; there must be as many, or one text_1",
+                    param="text_1",
+                )
+            scores, num_tokens = await relevance(service, body, firsts, seconds, len(data))
+        answer = Scores(
+            f"score-{secrets.token_hex(12)}",
+            int(time.time()),
+            service.instance.model_name,
+            [Score(index, score) for index, score in enumerate(scores)],
+            EncoderUsage(num_tokens, num_tokens),
+        )
+        return web.Response(body=encode(answer), content_type="application/json")
+
+
+class RerankRoute:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._decoder = Decoder(RerankBody)
+
+    async def post(self, request: web.Request) -> web.Response:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._decoder.decode(data)
+            service.check_model(body.model)
+            check_encoder_body(body, RERANK)
+            limits = (("top_n", body.top_n, 0), ("max_tokens_per_doc", body.max_tokens_per_doc, 1))
+            for name, value, least in limits:
+                if value is not None and value < least:
+                    raise RequestError(f"{name} is {value}, but must be at least {least}", param=name)
+            documents = as_texts(
+                [each if isinstance(each, str) else each.text for each in body.documents],
+                param="documents",
+                max_texts=service.limits.max_embedding_inputs,
+            )
+            scores, num_tokens = await relevance(
+                service, body, [body.query], documents, len(data), max_second=body.max_tokens_per_doc
+            )
+        order = sorted(
+            range(len(scores)), key=lambda index: -scores[index]
+        )  # of equals, the first stays first
+        shows = body.return_documents is not False
+        answer = Ranking(
+            f"rerank-{secrets.token_hex(12)}",
+            service.instance.model_name,
+            [
+                Ranked(index, scores[index], Document(documents[index]) if shows else UNSET)
+                for index in order[: body.top_n or None]
+            ],
+            EncoderUsage(num_tokens, num_tokens),
+        )
+        return web.Response(body=encode(answer), content_type="application/json")
+
+
+async def relevance(
+    service: Service,
+    body: EncoderBody,
+    firsts: Sequence[str],
+    seconds: Sequence[str],
+    body_bytes: int,
+    *,
+    max_second: int | None = None,
+) -> tuple[list[float], int]:
+    """A score for each of `seconds`, and the tokens that they took. `firsts` has as many texts, or one for all."""
+    with service.admission.waiting(1):
+        tokenizer = await service.tokenizer()
+        embedder = await service.ready(service.instance.embedder)
+        embedder.require_room()
+        if len(embedder.labels) > 1:
+            raise RequestError(
+                f"this model has {len(embedder.labels)} labels; only one label says how relevant a text is",
+                param="model",
+                hint="Serve a cross-encoder or a model that embeds, or ask /v1/classify.",
+            )
+        encode_texts = _pairs if embedder.labels else _singles
+        texts = await service.text_threads.run(
+            body_bytes, encode_texts, tokenizer, firsts, seconds, max_second
+        )
+    # A bound of documents asks for shortening, to what the model takes as well.
+    keep = body.truncate_prompt_tokens if max_second is None else body.truncate_prompt_tokens or WHOLE_CONTEXT
+    kept = within(texts, keep, embedder.max_tokens)
+    token_lists = [each.tokens for each in kept]
+    num_tokens = sum(map(len, token_lists))
+    if not embedder.labels:
+        vectors = await rows_of(service, embedder, embedder.embed, token_lists)
+        return _cosines(vectors[: len(firsts)], vectors[len(firsts) :]), num_tokens
+    compute = partial(embedder.classify, type_lists=[each.types for each in kept])
+    logits = await rows_of(service, embedder, compute, token_lists)
+    scores = logits if body.wants_logits else embedder.score_functions.relevance(logits)
+    return scores[:, 0].tolist(), num_tokens
+
+
+def _pairs(
+    tokenizer: TextTokenizer, firsts: Sequence[str], seconds: Sequence[str], max_second: int | None
+) -> list[EncodedPair]:
+    """A pair for each of `seconds`."""
+    first_of = firsts if len(firsts) == len(seconds) else [firsts[0]] * len(seconds)
+    pairs = tokenizer.encode_pairs(list(zip(first_of, seconds, strict=True)))
+    return pairs if max_second is None else [pair.with_part(1, max_second) for pair in pairs]
+
+
+def _singles(
+    tokenizer: TextTokenizer, firsts: Sequence[str], seconds: Sequence[str], max_second: int | None
+) -> list[EncodedPair]:
+    """Each text by itself, `firsts` first."""
+    texts = tokenizer.encode_pairs([(text, None) for text in (*firsts, *seconds)])
+    if max_second is None:
+        return texts
+    return [*texts[: len(firsts)], *(text.with_part(0, max_second) for text in texts[len(firsts) :])]
+
+
+def _cosines(firsts: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """firsts (N or 1, size), seconds (N, size)."""
+    cosines: list[float] = (unit_length(firsts) * unit_length(seconds)).sum(axis=1).tolist()
+    return cosines

@@ -1,0 +1,142 @@
+"""POST /tokenize and /detokenize, as vLLM has them: from texts or messages to tokens, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from ...runtime.errors import RequestError
+from ...runtime.text.backend import MAX_TOKEN
+from ..http.json_bodies import Decoder, encode
+from ..http.service import Service
+from .chat import chat_settings
+from .chat_request import ChatRequest
+from .fields import TOKENIZE, refuse_unsupported
+from .schemas import ChatBody, Message
+
+if TYPE_CHECKING:
+    from ...runtime.text.tokenizer import TextTokenizer
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A text, or messages with what belongs to them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    return_token_strs: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    mm_processor_kwargs: Any = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class TokenRoutes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._tokenize = Decoder(TokenizeBody)
+        self._detokenize = Decoder(DetokenizeBody)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._tokenize.decode(data)
+            service.check_model(body.model)
+            _check(body)
+            chat = None if body.messages is None else self._chat_of(body, body.messages)
+            tokenizer = await service.tokenizer()
+            tokens, pieces = await service.text_threads.run(len(data), _tokens_of, body, chat, tokenizer)
+        answer = Tokenized(len(tokens), await service.context_tokens(), tokens, pieces)
+        return web.Response(body=encode(answer), content_type="application/json")
+
+    def _chat_of(self, body: TokenizeBody, messages: list[Message]) -> ChatRequest:
+        """The chat whose prompt is asked for, which is then the same."""
+        chat = ChatBody(
+            messages=messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return ChatRequest(
+            chat,
+            request_id="tokenize",
+            max_sequences=1,
+            first_token=self._service.first_token,
+            settings=chat_settings(self._service),
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        service = self._service
+        async with service.admission.body(request) as data:
+            body = self._detokenize.decode(data)
+            service.check_model(body.model)
+            if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < MAX_TOKEN:
+                raise RequestError("tokens has a number that no vocabulary could have", param="tokens")
+            tokenizer = await service.tokenizer()
+            text = await service.text_threads.run(
+                len(data), tokenizer.decode, body.tokens, skip_special_tokens=False
+            )
+        return web.Response(body=encode(Detokenized(text)), content_type="application/json")
+
+
+# Fields of a prompt of messages.
+_OF_CHATS = (
+    "add_generation_prompt",
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+)
+
+
+def _check(body: TokenizeBody) -> None:
+    refuse_unsupported(body, TOKENIZE)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("either prompt or messages must be given", param="prompt")
+    if body.messages is None:
+        for name in _OF_CHATS:
+            if getattr(body, name) is not None:
+                raise RequestError(f"{name} is for messages, and there is a prompt", param=name)
+    elif body.add_special_tokens:
+        raise RequestError(
+            "add_special_tokens is for a prompt: the chat template writes those of messages",
+            param="add_special_tokens",
+        )
+
+
+def _tokens_of(
+    body: TokenizeBody, chat: ChatRequest | None, tokenizer: TextTokenizer
+) -> tuple[list[int], list[str] | UnsetType]:
+    """The tokens, and their pieces where they are asked for."""
+    if chat is None:
+        tokens = tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    else:
+        (request,) = chat.prepare(tokenizer, None)
+        tokens = list(request.prompt_tokens)
+    if not body.return_token_strs:
+        return tokens, UNSET
+    return tokens, [tokenizer.id_to_piece(token) or "" for token in tokens]

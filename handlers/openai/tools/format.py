@@ -1,0 +1,203 @@
+"""Formats of calls, a family's each, and reading the calls in a block of one.
+
+A block is one or more calls that belong together, from its opening on. Text that only looks like one is not a call:
+`NotACallError` says so, and the text stays text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from .json_text import JsonScanner
+
+SPACES = " \t\r\n"
+# Keys with which an object that is a call may begin. Any other tells at once that it is none.
+_FIRST_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
+_FIRST_KEY = re.compile(r'[\[\s]*\{\s*"([^"\\]*)"\s*:\s*')
+_FIRST_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+class NotACallError(Exception):
+    """The text is no call of this format. Never leaves the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The exact text around a call's name and arguments, as grammars have it: calls are
+    `first`, then each `before_name` NAME `before_arguments` OBJECT `after_arguments`, with `separator` between them,
+    then `last`.
+    """
+
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    separator: str
+    first: str = ""
+    last: str = ""
+
+
+class Block:
+    """One block, whose text comes in pieces."""
+
+    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+        """The calls of the block with which `text` begins, and the index behind them; None: more text is needed.
+
+        Called with more of the same text each time; `is_final` says that no more will come. Raises `NotACallError`.
+        """
+        raise NotImplementedError
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way to write calls."""
+
+    name: str  # as `--tool-parser` has it
+    shape: Shape
+    openers: tuple[str, ...]  # texts that open a block, wherever they stand
+    is_bare: bool  # whether an answer may also begin with a call, without an opener
+    block: Callable[[str, Collection[str]], Block]  # from the opener ('': bare) and the names of functions
+    arguments_key: str = "arguments"  # of a call's object
+    markers: tuple[str, ...] = ()  # of the shape's and the block's text, what may be special tokens
+    separators: str = SPACES  # characters between two bare calls
+    new_id: Callable[[], str] = field(default=call_id)
+    # The id of a call that the conversation has, as the family's template takes it
+    given_id: Callable[[str], str] = field(default=lambda given: given)
+
+
+class JsonBlock(Block):
+    """An object, or a list of objects, between an opener and a closer."""
+
+    def __init__(self, opener: str, closer: str, names: Collection[str]) -> None:
+        self._opener, self._closer, self._names = opener, closer, names
+        self._scanner = JsonScanner()
+        self._num_scanned = 0
+        self._end: int | None = None
+        self._calls: list[Call] = []
+
+    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+        start = _skip_spaces(text, len(self._opener))
+        if start == len(text):
+            _need_more(is_final=is_final)
+            return None
+        if text[start] not in "{[":
+            raise NotACallError
+        if self._end is None:
+            self._check_beginning(text, start)
+            self._end = self._scanner.feed(text, max(start, self._num_scanned))
+            self._num_scanned = len(text)
+            if self._end is None:
+                _need_more(is_final=is_final)
+                return None
+            self._calls = calls_of(text[start : self._end], self._names, may_omit=bool(self._opener))
+        return self._closed(text, self._end, is_final=is_final)
+
+    def _check_beginning(self, text: str, start: int) -> None:
+        """Finds out early that an object is no call, so that an answer in JSON is not held back."""
+        key = _FIRST_KEY.match(text, start)
+        if key is None:
+            return
+        if key[1] not in _FIRST_KEYS:
+            raise NotACallError
+        if key[1] == "name" and (name := _FIRST_NAME.match(text, key.end())) and name[1] not in self._names:
+            raise NotACallError
+
+    def _closed(self, text: str, end: int, *, is_final: bool) -> tuple[list[Call], int] | None:
+        """The calls, once the closer is there. Where the next block opens, or the answer ends, it may be missing."""
+        if not self._closer:
+            return self._calls, end
+        start = _skip_spaces(text, end)
+        if text.startswith(self._closer, start):
+            return self._calls, start + len(self._closer)
+        if text.startswith(self._opener, start):
+            return self._calls, end
+        rest = text[start : start + len(self._opener) + len(self._closer)]
+        may_close, may_open = self._closer.startswith(rest), self._opener.startswith(rest)
+        if not may_close and not may_open:
+            raise NotACallError
+        if not is_final:
+            return None
+        return self._calls, len(text) if may_close else end
+
+
+def calls_of(text: str, names: Collection[str], *, may_omit: bool) -> list[Call]:
+    """The calls in an object or a list of objects. Raises `NotACallError` unless all of it is calls of known
+    functions. `may_omit` allows those without arguments.
+    """
+    try:
+        value = msgspec.json.decode(text, type=list[_Written] | _Written)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        raise NotACallError from None
+    written = value if isinstance(value, list) else [value]
+    if not written:
+        raise NotACallError
+    return [_call(each, names, may_omit=may_omit) for each in written]
+
+
+def object_text(data: bytes) -> str:
+    """Arguments as the text of a JSON object, which some models write as a text of JSON. Raises `NotACallError`."""
+    data = data.strip()
+    try:
+        if data.startswith(b'"'):
+            data = msgspec.json.decode(data, type=str).encode().strip() or b"{}"
+        if data == b"null":
+            return "{}"
+        msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        raise NotACallError from None
+    return data.decode()
+
+
+_NONE = msgspec.Raw()
+
+
+class _Written(msgspec.Struct):
+    """A call as models write it."""
+
+    name: str | None = None
+    arguments: msgspec.Raw = _NONE
+    parameters: msgspec.Raw = _NONE
+    function: msgspec.Raw = _NONE
+
+
+def _call(written: _Written, names: Collection[str], *, may_omit: bool) -> Call:
+    name = written.name
+    arguments = bytes(written.arguments) or bytes(written.parameters)
+    if function := bytes(written.function):
+        try:
+            nested = msgspec.json.decode(function, type=str | _Written)
+        except (msgspec.DecodeError, RecursionError):
+            raise NotACallError from None
+        if isinstance(nested, _Written):  # as OpenAI's API writes calls
+            return _call(msgspec.structs.replace(nested, function=_NONE), names, may_omit=may_omit)
+        name = name or nested
+    if name is None or name not in names or not (arguments or may_omit):
+        raise NotACallError
+    return Call(name, object_text(arguments) if arguments else "{}")
+
+
+def _skip_spaces(text: str, start: int) -> int:
+    while start < len(text) and text[start] in SPACES:
+        start += 1
+    return start
+
+
+def _need_more(*, is_final: bool) -> None:
+    """Raises `NotACallError` where no more will come."""
+    if is_final:
+        raise NotACallError

@@ -1,0 +1,157 @@
+"""The functions that a request offers, and whether the answer may, must or must not call them."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....runtime.errors import RequestError
+from ....runtime.grammar.spec import GrammarSpec
+from .arguments import arguments_schema
+
+MAX_FUNCTIONS = 256
+MAX_CALLS = 16  # in an answer that a grammar guides
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+class ToolMode(enum.Enum):
+    NONE = enum.auto()
+    AUTO = enum.auto()  # text or calls
+    REQUIRED = enum.auto()  # calls, one at least
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    name: str
+    arguments: GrammarSpec  # a JSON schema
+    is_strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolPlan:
+    """The calls that an answer may have."""
+
+    mode: ToolMode = ToolMode.NONE
+    functions: tuple[Function, ...] = ()  # those that may be called
+    max_calls: int | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None  # for the chat template
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(function.name for function in self.functions)
+
+    @property
+    def is_strict(self) -> bool:
+        return any(function.is_strict for function in self.functions)
+
+
+def tool_plan(
+    tools: Sequence[Mapping[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None
+) -> ToolPlan:
+    """From `tools`, `tool_choice` and `parallel_tool_calls` of a request. Raises `RequestError`."""
+    functions = _functions(tools or [])
+    mode, names = _choice(choice, frozenset(functions), has_tools=bool(tools))
+    if mode is ToolMode.NONE:
+        return ToolPlan()
+    max_calls = (
+        1 if parallel is False or (isinstance(choice, Mapping) and choice.get("type") == "function") else None
+    )
+    chosen = tuple(function for name, function in functions.items() if name in names)
+    return ToolPlan(mode, chosen, max_calls, tools)
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Function]:
+    if len(tools) > MAX_FUNCTIONS:
+        raise RequestError(f"tools has {len(tools)} entries, but may have {MAX_FUNCTIONS}", param="tools")
+    functions: dict[str, Function] = {}
+    for number, tool in enumerate(tools):
+        function = _function(tool, f"tools[{number}]")
+        if function.name in functions:
+            raise RequestError(
+                f"tools has two functions of the name {function.name!r}",
+                param=f"tools[{number}].function.name",
+            )
+        functions[function.name] = function
+    return functions
+
+
+def _function(tool: Mapping[str, Any], where: str) -> Function:
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise RequestError(
+            f"{where} is of type {str(kind)[:50]!r}; only functions are supported", param=f"{where}.type"
+        )
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function is missing", param=f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RequestError(
+            f"{where}.function.name must be 1 to 128 letters, digits or characters of _.:/- in ASCII",
+            param=f"{where}.function.name",
+        )
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError(f"{where}.function.strict must be true or false", param=f"{where}.function.strict")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise RequestError(
+            f"{where}.function.parameters must be a JSON schema: an object",
+            param=f"{where}.function.parameters",
+        )
+    schema = GrammarSpec.json_schema(arguments_schema(parameters), param=f"{where}.function.parameters")
+    return Function(name, schema, bool(strict))
+
+
+def _choice(
+    choice: str | Mapping[str, Any] | None, names: frozenset[str], *, has_tools: bool
+) -> tuple[ToolMode, frozenset[str]]:
+    """The mode, and which functions may be called. Raises `RequestError`."""
+    if choice is None:
+        return (ToolMode.AUTO if has_tools else ToolMode.NONE), names
+    if isinstance(choice, str):
+        modes = {"none": ToolMode.NONE, "auto": ToolMode.AUTO, "required": ToolMode.REQUIRED}
+        if choice not in modes:
+            raise RequestError(
+                f"tool_choice is {choice[:50]!r}, but must be 'none', 'auto', 'required' or a function",
+                param="tool_choice",
+            )
+        mode = modes[choice]
+        if mode is ToolMode.REQUIRED and not has_tools:
+            raise RequestError("tool_choice is 'required', but there are no tools", param="tool_choice")
+        return (mode if has_tools else ToolMode.NONE), names
+    if choice.get("type") == "function":
+        return ToolMode.REQUIRED, frozenset((_named(choice, names),))
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools", choice), names)
+    raise RequestError(
+        f"tool_choice of type {str(choice.get('type'))[:50]!r} is not supported; 'function' and "
+        "'allowed_tools' are",
+        param="tool_choice.type",
+    )
+
+
+def _allowed(allowed: Any, names: frozenset[str]) -> tuple[ToolMode, frozenset[str]]:
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError("tool_choice.allowed_tools.tools must be a list of functions", param="tool_choice")
+    modes = {"auto": ToolMode.AUTO, "required": ToolMode.REQUIRED}
+    if allowed.get("mode") not in modes:
+        raise RequestError("tool_choice.allowed_tools.mode must be 'auto' or 'required'", param="tool_choice")
+    return modes[allowed["mode"]], frozenset(_named(tool, names) for tool in tools)
+
+
+def _named(choice: Mapping[str, Any], names: frozenset[str]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else choice.get("name")
+    if not isinstance(name, str) or name not in names:
+        raise RequestError(
+            f"tool_choice names the function {str(name)[:128]!r}, which tools does not have",
+            param="tool_choice",
+        )
+    return name

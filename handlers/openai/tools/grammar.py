@@ -1,0 +1,149 @@
+"""The grammar of an answer with calls: exactly the format's shape, each function's arguments by its schema.
+
+An answer that may also be text is free until a call begins, which its special token or its opening text tells; from
+there on it is guided.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ....runtime.errors import RequestError
+from ....runtime.grammar.spec import GrammarKind, GrammarSpec
+from ..reasoning import ReasoningTags
+from .format import Shape, ToolFormat
+from .functions import MAX_CALLS, Function, ToolMode, ToolPlan
+
+
+def calls_grammar(
+    fmt: ToolFormat,
+    plan: ToolPlan,
+    answer: GrammarSpec | None,
+    reasoning: ReasoningTags | None,
+    *,
+    is_open: bool,
+) -> GrammarSpec:
+    """`answer` is the form of an answer that calls nothing; None: any text. Raises `RequestError`."""
+    markers = list(fmt.markers)
+    rules = _call_rules(fmt.shape, plan, markers)
+    if plan.mode is ToolMode.REQUIRED:
+        start, answer = "calls", None
+    elif answer is None:
+        start = _free_start(fmt, plan, markers, rules)
+    elif fmt.is_bare:
+        rules, start = _json_rules(fmt, plan, answer), "calls | @answer"
+    else:
+        start = "calls | @answer"
+    rules.insert(0, _start(start, markers, reasoning, is_open=is_open))
+    return GrammarSpec.composed("\n".join(rules), markers=markers, answer=answer, param="tools")
+
+
+def reasoning_grammar(answer: GrammarSpec, tags: ReasoningTags, *, is_open: bool) -> GrammarSpec:
+    """`answer`, with free reasoning before it."""
+    markers: list[str] = []
+    start = _start("@answer", markers, tags, is_open=is_open)
+    return GrammarSpec.composed(start, markers=markers, answer=answer, param=answer.param)
+
+
+def _start(rest: str, markers: list[str], tags: ReasoningTags | None, *, is_open: bool) -> str:
+    """The rule `start`: `rest`, with reasoning before it where the model reasons."""
+    if tags is None:
+        return f"start: {rest}"
+    close = _marker(tags.close, markers)
+    thought = f"until_{close} BREAKS?"
+    if not is_open:
+        thought = f"(marker_{_marker(tags.open, markers)} {thought})?"
+    return f"start: {thought} ({rest})\nBREAKS: /[\\r\\n]{{1,2}}/"
+
+
+def _free_start(fmt: ToolFormat, plan: ToolPlan, markers: list[str], rules: list[str]) -> str:
+    """Text with calls in it. A bare call can only be the answer's beginning: text that begins otherwise is free."""
+    if fmt.is_bare:
+        rules.append(r"WORDS: /([^{\[\s](?s:.*))?/")
+        return "calls | WORDS"
+    # The opener is where the free text ends, so it is taken out of what follows it.
+    opener, shape = fmt.openers[0], fmt.shape
+    if shape.first:
+        first = f"{_text(shape.first.removeprefix(opener), markers)} call"
+    else:
+        rules += _alternatives("opened", shape.before_name.removeprefix(opener), shape, plan, markers)
+        first = "opened"
+    more = _more_calls(shape, plan, markers)
+    rules.append(f"free: until_{markers.index(opener)} {first}{more} {_text(shape.last, markers)}")
+    rules.append("WORDS: /(?s:.+)/")
+    return "(free | WORDS)?" if plan.max_calls == 1 else "free* WORDS?"
+
+
+def _call_rules(shape: Shape, plan: ToolPlan, markers: list[str]) -> list[str]:
+    more = _more_calls(shape, plan, markers)
+    calls = f"calls: {_text(shape.first, markers)} call{more} {_text(shape.last, markers)}"
+    return [calls, *_alternatives("call", shape.before_name, shape, plan, markers)]
+
+
+def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[str]:
+    """Bare calls where the answer may be JSON as well: objects by a schema, since two texts that begin in the same way
+    can only be told apart by the same rules. Raises `RequestError` for an answer of another form.
+    """
+    if answer.kind is not GrammarKind.JSON_SCHEMA:
+        raise RequestError(
+            f"{answer.param} and tools together need tool_choice 'none' or 'required' with this model, whose calls are "
+            "bare JSON",
+            param=answer.param,
+        )
+    names = [f"call_{number}" for number in range(len(plan.functions))]
+    rules = [f"calls: call{_more_calls(fmt.shape, plan, [])}", f"call: {' | '.join(names)}"]
+    for name, function in zip(names, plan.functions, strict=True):
+        schema = json.loads(function.arguments.text)
+        shared = {key: schema.pop(key) for key in ("$defs", "definitions") if key in schema}
+        properties = {"name": {"const": function.name}, fmt.arguments_key: schema}
+        call = {"type": "object", "properties": properties, "required": list(properties)}
+        spec = GrammarSpec.json_schema({**shared, **call, "additionalProperties": False}, param="tools")
+        rules.append(f"{name}: {spec.embedded_schema()}")
+    return rules
+
+
+def _more_calls(shape: Shape, plan: ToolPlan, markers: list[str]) -> str:
+    more = (plan.max_calls or MAX_CALLS) - 1
+    return f" ({_text(shape.separator, markers)} call){{0,{more}}}" if more else ""
+
+
+def _alternatives(rule: str, before_name: str, shape: Shape, plan: ToolPlan, markers: list[str]) -> list[str]:
+    """A rule for a call of any of the functions."""
+    rules = [f"{rule}: {' | '.join(f'{rule}_{number}' for number in range(len(plan.functions)))}"]
+    tail = _text(shape.after_arguments, markers)
+    for number, function in enumerate(plan.functions):
+        head = _text(f"{before_name}{function.name}{shape.before_arguments}", markers)
+        rules.append(f"{rule}_{number}: {head} {_schema(function, plan)} {tail}")
+    return rules
+
+
+def _schema(function: Function, plan: ToolPlan) -> str:
+    """The function's own schema; where another one's strictness alone is why an answer is guided, any object."""
+    if plan.mode is ToolMode.AUTO and plan.is_strict and not function.is_strict:
+        return GrammarSpec.json_schema({"type": "object"}).embedded_schema()
+    return function.arguments.embedded_schema()
+
+
+def _text(text: str, markers: Sequence[str]) -> str:
+    """This exact text, in which markers may be special tokens."""
+    parts: list[str] = []
+    while text:
+        starts = [
+            (start, number) for number, marker in enumerate(markers) if (start := text.find(marker)) >= 0
+        ]
+        start, number = min(starts, default=(len(text), -1))
+        if start:
+            parts.append(json.dumps(text[:start]))
+        if number >= 0:
+            parts.append(f"marker_{number}")
+            start += len(markers[number])
+        text = text[start:]
+    return " ".join(parts)
+
+
+def _marker(text: str, markers: list[str]) -> int:
+    """The marker's number, added to the others if it is new."""
+    if text not in markers:
+        markers.append(text)
+    return markers.index(text)

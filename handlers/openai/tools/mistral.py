@@ -1,0 +1,88 @@
+"""Calls as Mistral's models write them, in two forms: `[TOOL_CALLS][{…}, {…}]`, and of newer ones
+`[TOOL_CALLS]name[ARGS]{…}` for each call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import secrets
+import string
+from collections.abc import Collection
+
+from .format import SPACES, Block, Call, JsonBlock, NotACallError, Shape, ToolFormat, object_text
+from .json_text import JsonScanner
+
+OPENER, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+ID_CHARS = 9  # their templates refuse ids of another length
+MAX_NAME_CHARS = 256  # of a name and its id: beyond that it is no call
+_ALPHABET = string.ascii_letters + string.digits
+_ID = re.compile(rf"[A-Za-z0-9]{{{ID_CHARS}}}")
+
+
+def new_id() -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
+
+
+def given_id(text: str) -> str:
+    """An id of another server's making, as these templates take it: the same for the same."""
+    if _ID.fullmatch(text):
+        return text
+    digest = hashlib.sha256(text.encode(errors="replace")).digest()
+    return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:ID_CHARS])
+
+
+class NamedBlock(Block):
+    """One call, its name before its arguments; or a list of calls, as `JsonBlock` has it."""
+
+    def __init__(self, opener: str, names: Collection[str]) -> None:
+        self._opener, self._names = opener, names
+        self._list = JsonBlock(opener, "", names)
+        self._scanner = JsonScanner()
+        self._num_scanned = 0
+
+    def read(self, text: str, *, is_final: bool) -> tuple[list[Call], int] | None:
+        body = text[len(self._opener) :].lstrip(SPACES)
+        if not body or body[0] in "[{":
+            return self._list.read(text, is_final=is_final)
+        num_before = body.find("{")
+        if num_before > MAX_NAME_CHARS or (num_before < 0 and (is_final or len(body) > MAX_NAME_CHARS)):
+            raise NotACallError
+        if num_before < 0:
+            return None
+        start = len(text) - len(body) + num_before
+        head = text[len(self._opener) : start].strip(SPACES)
+        name = head.removesuffix(ARGUMENTS).partition(CALL_ID)[0].strip(SPACES)
+        if name not in self._names:
+            raise NotACallError
+        end = self._scanner.feed(text, max(start, self._num_scanned))
+        self._num_scanned = len(text)
+        if end is None:
+            if is_final:
+                raise NotACallError
+            return None
+        return [Call(name, object_text(text[start:end].encode()))], end
+
+
+LIST = ToolFormat(
+    name="mistral",
+    shape=Shape(
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after_arguments="}",
+        separator=", ",
+        first=f"{OPENER}[",
+        last="]",
+    ),
+    openers=(OPENER,),
+    is_bare=False,
+    block=NamedBlock,
+    markers=(OPENER, ARGUMENTS, CALL_ID),
+    new_id=new_id,
+    given_id=given_id,
+)
+NAMED = dataclasses.replace(
+    LIST,
+    shape=Shape(before_name=OPENER, before_arguments=ARGUMENTS, after_arguments="", separator=""),
+)

@@ -1,0 +1,57 @@
+"""From the states of a text's tokens to one row, in numpy. A text's row does not depend on other texts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...dtypes import DType, to_float32
+from ...models.spec import Pooling
+from ...step.batch import Int64s
+
+if TYPE_CHECKING:
+    from .arrays import Array
+    from .reference import Floats
+
+_SMALLEST_NORM = np.float32(1e-12)  # of an embedding that is divided by it
+
+
+def chosen_rows(starts: Int64s, pooling: Pooling) -> Int64s | None:
+    """The row of each text that is all of its result; None where all of its rows count."""
+    match pooling:
+        case Pooling.CLS:
+            return starts[:-1]
+        case Pooling.LAST:
+            return starts[1:] - 1
+        case _:
+            return None
+
+
+def pooled(x: Array, starts: Int64s, pooling: Pooling, dtype: DType) -> Floats:
+    """x (T, columns) in `dtype` → (N, columns) fp32."""
+    rows = chosen_rows(starts, pooling)
+    if rows is not None:
+        return np.array(to_float32(x[rows], dtype))
+    out = np.empty((len(starts) - 1, x.shape[1]), np.float32)
+    for text, (begin, end) in enumerate(pairwise(starts)):
+        states = to_float32(x[begin:end], dtype)
+        count = np.float32(len(states))
+        match pooling:
+            case Pooling.MAX:
+                out[text] = states.max(0)
+            case Pooling.MEAN_SQRT:
+                out[text] = states.sum(0) / np.sqrt(count)
+            case Pooling.WEIGHTED_MEAN:
+                weights = np.arange(1, len(states) + 1, dtype=np.float32)
+                out[text] = (states * weights[:, None]).sum(0) / weights.sum()
+            case _:
+                out[text] = states.sum(0) / count
+    return out
+
+
+def normalize(rows: Floats) -> None:
+    """Scales each row to unit length, in place."""
+    for number, row in enumerate(rows):  # one by one: a sum must not depend on how many there are
+        rows[number] = row / max(np.sqrt((row * row).sum()), _SMALLEST_NORM)

@@ -1,0 +1,134 @@
+"""Decoders computed by transformers, sequence by sequence.
+
+The pool knows each sequence's tokens. What transformers keeps of a sequence is found again by these tokens as long as
+there is room; else the sequence is computed anew from its first token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ...dtypes import DType
+from ...errors import ModelError
+from ...kv.kinds import KVKind
+from ...models.executor import ComputeDtype, Floats
+from ...step.backend import OnLayer
+from ...step.batch import SequenceSpan, StepBatch
+from .limits import limits_of
+from .tokens import TokenPool
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """In the place of an executor, for logs and figures."""
+
+    name: str
+    numerics: str
+
+
+class TransformersDecoder:
+    """A `DecoderLike`. One forward pass at a time."""
+
+    device = "cpu"
+
+    def __init__(self, module: Any, settings: Any, computes: ComputeDtype) -> None:
+        self.config = limits_of(settings)
+        self.computes = computes
+        self.executor = Named("transformers", f"transformers/{transformers.__version__}")
+        self._module = module
+        self._takes = inspect.signature(module.forward).parameters
+        self._token_bytes = _token_bytes(settings, computes.dtype)
+        self._past: OrderedDict[tuple[int, ...], Any] = (
+            OrderedDict()
+        )  # by the tokens that it is of, oldest first
+        self._past_tokens = 0
+
+    @property
+    def dtype(self) -> DType:
+        return self.computes.dtype
+
+    def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
+        """The size of a cache of transformers for this number of tokens, about."""
+        return block_size * self._token_bytes
+
+    def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = KVKind.MODEL) -> TokenPool:
+        """Raises `ModelError` for kinds of the library's own."""
+        if kind is not KVKind.MODEL:
+            raise ModelError(
+                "transformers keeps keys and values in the model's dtype", hint="Leave --kv-dtype out."
+            )
+        return TokenPool(num_blocks, block_size)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, kv: TokenPool, *, on_layer: OnLayer | None = None) -> Floats:
+        """Logits (R, vocab) fp32 of the batch's `logit_rows`."""
+        started_s = time.monotonic()
+        kv.write(batch.slots, batch.tokens)
+        out = np.empty((len(batch.logit_rows), self.config.vocab_size), np.float32)
+        for span in batch.spans:
+            end = span.start + span.length
+            wanted = np.flatnonzero((batch.logit_rows >= span.start) & (batch.logit_rows < end))
+            rows = batch.logit_rows[wanted] - span.start
+            scored = [each for each in batch.scored if span.start <= each.start < end]
+            spread = [each.start - span.start + row for each in scored for row in range(each.length)]
+            logits = self._logits(span, kv, [*rows.tolist(), *spread])
+            out[wanted] = logits[: len(rows)]
+            place = len(rows)
+            for each in scored:
+                each.scores.add(each.position, logits[place : place + each.length])
+                place += each.length
+        self._forget(kv.num_blocks * kv.block_size)
+        if on_layer is not None:
+            on_layer(0, "layers", started_s, time.monotonic())
+        return out
+
+    def _logits(self, span: SequenceSpan, kv: TokenPool, rows: list[int]) -> Floats:
+        """(len(rows), vocab) fp32 of these of the span's rows."""
+        tokens = kv.context(span)
+        known = len(tokens) - span.length
+        past = self._past.pop(tuple(tokens[:known]), None)
+        if past is None:
+            known = 0
+        else:
+            self._past_tokens -= known
+        given: dict[str, Any] = {"input_ids": torch.tensor([tokens[known:]])}
+        first = len(tokens) - span.length - known  # the span's first row, of those that are computed now
+        places = [first + row for row in rows]
+        keeps_past = "past_key_values" in self._takes
+        given["use_cache"] = keeps_past
+        if keeps_past:
+            given["past_key_values"] = past
+        is_cut = "logits_to_keep" in self._takes
+        if is_cut:
+            # All that is kept of none is all rows: so at least the last one.
+            given["logits_to_keep"] = torch.tensor(places or [len(tokens) - known - 1])
+        result = self._module(**given)
+        kept = getattr(result, "past_key_values", None)
+        if keeps_past and kept is not None:
+            self._past[tuple(tokens)] = kept
+            self._past_tokens += len(tokens)
+        logits = result.logits[0, : len(places)] if is_cut else result.logits[0, places]
+        found: Floats = logits.float().numpy()
+        return found
+
+    def _forget(self, max_tokens: int) -> None:
+        """The oldest go first, down to what the pool could hold."""
+        while self._past_tokens > max_tokens:
+            tokens, _ = self._past.popitem(last=False)
+            self._past_tokens -= len(tokens)
+
+
+def _token_bytes(settings: Any, dtype: DType) -> int:
+    """Of keys and values of one token in all layers."""
+    heads = getattr(settings, "num_key_value_heads", None)
+    head_dim = getattr(settings, "head_dim", None)
+    width = heads * head_dim if heads and head_dim else int(settings.hidden_size)
+    return 2 * int(settings.num_hidden_layers) * int(width) * dtype.size_bytes + 8

@@ -1,0 +1,83 @@
+"""Encoders and classifiers computed by transformers, text by text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+import transformers
+
+from ...dtypes import DType
+from ...models.executor import ComputeDtype
+from ...models.fields import Fields
+from ...models.pooling_config import SentenceConfig
+from ...models.rope_config import MAX_POSITIONS
+from ...models.spec import Pooling
+from ...weights import Weights
+from ..torch.encoder import pool_states
+from .decoder import Named
+from .limits import limits_of
+from .sentence import SentenceLayers
+
+
+class TransformersEncoder:
+    """An `EncoderLike`. One forward pass at a time."""
+
+    device = "cpu"
+
+    def __init__(
+        self,
+        module: Any,
+        settings: Any,
+        computes: ComputeDtype,
+        sentence: SentenceConfig | None,
+        sentence_bert: Any,
+        dense_weights: Mapping[str, Weights] | None,
+    ) -> None:
+        """`sentence` is None of a classifier."""
+        limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
+        most = limits.optional_integer("max_seq_length", low=1, high=MAX_POSITIONS)
+        labels: tuple[str, ...] = ()
+        if sentence is None:
+            labels = tuple(settings.id2label[index] for index in range(settings.num_labels))
+        self.config = limits_of(settings, labels, most=most)
+        self.computes = computes
+        self.executor = Named("transformers", f"transformers/{transformers.__version__}")
+        self._module = module
+        self._takes_types = "token_type_ids" in inspect.signature(module.forward).parameters
+        self._sentence = sentence
+        self._layers = None if sentence is None else SentenceLayers(sentence, dense_weights or {})
+
+    @property
+    def dtype(self) -> DType:
+        return self.computes.dtype
+
+    @torch.inference_mode()
+    def embed(
+        self, token_lists: Sequence[Sequence[int]], type_lists: Sequence[Sequence[int] | None] | None = None
+    ) -> npt.NDArray[np.float32]:
+        """(N, columns): embeddings, or a classifier's scores. As `Encoder.embed`."""
+        types = type_lists or [None] * len(token_lists)
+        rows = [self._row(tokens, own) for tokens, own in zip(token_lists, types, strict=True)]
+        joined: npt.NDArray[np.float32] = torch.stack(rows).numpy()
+        return joined
+
+    def _row(self, tokens: Sequence[int], types: Sequence[int] | None) -> torch.Tensor:
+        given: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)])}
+        # Stated, for else some models take tokens for padding by their number.
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        if types is not None and self._takes_types:
+            given["token_type_ids"] = torch.tensor([list(types)])
+        result = self._module(**given)
+        if self._sentence is None or self._layers is None:
+            scores: torch.Tensor = result.logits[0].float()
+            return scores
+        states = result.last_hidden_state
+        everything = torch.ones(states.shape[:2], dtype=torch.bool)
+        row = self._layers(pool_states(states, everything, Pooling(self._sentence.pooling)))
+        return (F.normalize(row, dim=-1) if self._sentence.normalize else row)[0]

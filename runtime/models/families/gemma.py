@@ -1,0 +1,98 @@
+"""Gemma 2 and Gemma 3 (text): norms before and after attention and MLP, scaled embeddings, windows in most layers.
+
+Gemma 2 caps scores and logits; Gemma 3 normalises heads, and turns those of layers with a window by a table of their
+own. Models that also see images have another architecture, which is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..decoder_config import (
+    DecoderConfig,
+    LayerNames,
+    LayerRotary,
+    Norm,
+    read_common,
+    refuse_set,
+    windows_by_type,
+)
+from ..fields import Fields
+from ..rope_config import MAX_POSITIONS, RopeConfig
+
+_NAMES = LayerNames(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_THETA, _LOCAL_THETA = 1e6, 1e4  # of Gemma 3, where the file leaves them out
+
+
+def read(config: Fields, family: str) -> DecoderConfig:
+    """Raises `ModelError` naming the key that is missing, wrong or not supported."""
+    refuse_set(config, "use_bidirectional_attention")
+    is_third = family == "gemma3_text"
+    common = read_common(
+        config,
+        family,
+        rope=_main_rope if is_third else RopeConfig.from_fields,
+        default_head_dim=256,
+        activation_key="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+        is_tied=True,
+    )
+    attention_bias = config.boolean("attention_bias", default=False)
+    interval = config.integer("sliding_window_pattern", low=1, high=1 << 16, default=6) if is_third else 2
+    windows = _windows(config, common.num_layers, interval)
+    gemma = replace(
+        common,
+        windows=windows,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        norm=Norm.RMS_PLUS_ONE,
+        names=_NAMES,
+        attention_scale=config.number("query_pre_attn_scalar", low=1e-3, high=1e6, default=256.0) ** -0.5,
+        logit_cap=_cap(config, "final_logit_softcapping", None if is_third else 30.0),
+        scales_embeddings=True,
+    )
+    if not is_third:
+        return replace(gemma, score_cap=_cap(config, "attn_logit_softcapping", 50.0))
+    return replace(
+        gemma,
+        max_context=common.rope.max_positions,  # which is stretched already
+        qk_norm=True,
+        local_rope=_local_rope(config, common),
+        layer_rotary=tuple(LayerRotary.MAIN if window is None else LayerRotary.LOCAL for window in windows),
+    )
+
+
+def _windows(config: Fields, num_layers: int, interval: int) -> tuple[int | None, ...]:
+    """Of each layer. In files without `layer_types` each `interval`-th sees all."""
+    stated = config.optional_integer("sliding_window", low=1, high=MAX_POSITIONS)
+    window = stated if config.states("sliding_window") else 4_096
+    by_place = [None if (index + 1) % interval == 0 else window for index in range(num_layers)]
+    return windows_by_type(config, num_layers, window, by_place)
+
+
+def _cap(config: Fields, key: str, default: float | None) -> float | None:
+    """None where the file says null."""
+    stated = config.optional_number(key, low=1e-3, high=1e6)
+    return stated if config.states(key) else default
+
+
+def _main_rope(config: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+    return RopeConfig.from_fields(
+        config, head_dim=head_dim, max_positions=max_positions, default_theta=_THETA, kind="full_attention"
+    )
+
+
+def _local_rope(config: Fields, common: DecoderConfig) -> RopeConfig:
+    """`rope_parameters.sliding_attention`, or `rope_local_base_freq` alone."""
+    return RopeConfig.from_fields(
+        config,
+        head_dim=common.head_dim,
+        max_positions=common.rope.max_positions,
+        default_theta=_LOCAL_THETA,
+        kind="sliding_attention",
+        theta_key="rope_local_base_freq",
+    )

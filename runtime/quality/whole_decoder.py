@@ -1,0 +1,42 @@
+"""A decoder with all its weights in memory, computed by torch."""
+
+from __future__ import annotations
+
+from ...loader.errors import UsageError
+from ...loader.format.manifest import Manifest
+from ...loader.load.options import LoadOptions
+from ...loader.sources.base import Source
+from ...loader.tools.part_reader import PartReader
+from ..backends.torch.backend import TorchBackend
+from ..backends.torch.compute_dtype import ComputePolicy
+from ..files import ModelFiles
+from ..models.build import build_model
+from ..models.decoder import Decoder
+from .evaluate import PartCounter
+from .tiers import TieredWeights, usable_tiers
+
+
+class WholeDecoder:
+    """`decoder`, over weights that hold their values, and its small `files`. Memory: the weights as they are stored."""
+
+    def __init__(
+        self, source: Source, manifest: Manifest, *, threads: int | None, on_part: PartCounter
+    ) -> None:
+        """Read it. Blocks; `on_part` is called from this thread. Raises `UsageError` for an encoder, `ModelError` for
+        a model that torch does not compute, `IntegrityError` naming a bad part, and the source's errors.
+        """
+        self.files = ModelFiles(source, manifest, LoadOptions())
+        weights = TieredWeights(manifest)
+        built = build_model(
+            self.files.json("config.json", required=True),
+            weights.tensors(),
+            [TorchBackend(ComputePolicy.of_this_machine())],
+        )
+        if not isinstance(built, Decoder):
+            raise UsageError(
+                f"{source.url} is an encoder, and only decoders are compared and calibrated so",
+                hint="`teneral eval-draft` judges an encoder's draft.",
+            )
+        self.decoder = built
+        for tier in usable_tiers(manifest)[-1:]:
+            weights.fill(tier, PartReader(source, manifest), threads=threads, on_part=on_part)

@@ -1,0 +1,62 @@
+"""The files of sentence-transformers: how an encoder's token states become an embedding.
+
+It knows the files, and not what their fields mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..loader.errors import CheckpointError
+from ..loader.format.safetensors import PREFIX_BYTES, header_size, parse_header
+from .dtypes import DType
+from .errors import ModelError
+from .files import ModelFiles
+from .models.pooling_config import DENSE_WEIGHTS, dense_folders
+from .tensors import Tensor, aligned_empty
+from .weights import DictWeights
+
+_FILES = {
+    "modules": "modules.json",
+    "pooling": "1_Pooling/config.json",
+    "sentence_bert": "sentence_bert_config.json",
+}
+
+
+def sentence_files(files: ModelFiles) -> dict[str, Any]:
+    """The arguments of `build_model` that describe pooling and what comes after it; None for files that are not there.
+
+    Reads the weights of Dense modules, which are a few megabytes at most. Raises as `ModelFiles.json`, and
+    `ModelError` for a modules.json that is not supported.
+    """
+    found: dict[str, Any] = {key: files.json(name) for key, name in _FILES.items()}
+    folders = dense_folders(found["modules"])
+    if folders:
+        found["dense"] = {folder: files.json(f"{folder}/config.json") for folder in folders}
+        read = {folder: files.read(f"{folder}/{DENSE_WEIGHTS}") for folder in folders}
+        found["dense_weights"] = {
+            folder: _weights_of(data, f"{folder}/{DENSE_WEIGHTS}")
+            for folder, data in read.items()
+            if data is not None
+        }
+    return found
+
+
+def _weights_of(data: bytes, name: str) -> DictWeights:
+    """The tensors of a safetensors file, copied to where matrices have to begin. Raises `CheckpointError` where it is
+    damaged.
+    """
+    if len(data) < PREFIX_BYTES:
+        raise CheckpointError(f"{name} has {len(data)} bytes, and no header", where=name)
+    end = PREFIX_BYTES + header_size(data[:PREFIX_BYTES], len(data), where=name)
+    tensors: dict[str, Tensor] = {}
+    for entry in parse_header(data[PREFIX_BYTES:end], len(data), where=name).entries.values():
+        if entry.dtype not in DType.__members__:
+            raise ModelError(f"tensor {entry.name} of {name} is {entry.dtype}, which is not computed with")
+        dtype = DType(entry.dtype)
+        array = aligned_empty(entry.shape, dtype.numpy)
+        array[...] = np.frombuffer(data[entry.begin : entry.end], dtype.numpy).reshape(entry.shape)
+        tensors[entry.name] = Tensor(dtype, array)
+    return DictWeights(tensors)

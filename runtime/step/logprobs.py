@@ -1,0 +1,98 @@
+"""Log-probabilities under the model's own distribution: of a chosen token, and of a prompt's.
+
+A prompt's are reduced row by row as chunks of logits come, so that the logits of a whole prompt are never held. Nothing
+is known here of sequences, blocks or text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .requests import PromptLogprobs, TokenLogprob
+
+MAX_LOGITS_BYTES = 32 << 20  # of a prompt's logits that are held at once
+
+Floats = npt.NDArray[np.float32]
+
+
+def log_softmax(scores: Floats) -> Floats:
+    """(vocab,) fp32 natural logarithms, computed in 64 bits; not-a-number where no score is finite."""
+    wide = scores.astype(np.float64)
+    wide -= wide.max()
+    logprobs: Floats = (wide - math.log(float(np.exp(wide).sum()))).astype(np.float32)
+    return logprobs
+
+
+def best(logprobs: Floats, count: int) -> npt.NDArray[np.int64]:
+    """The tokens of the `count` highest values, best first; of equals, the lowest id first."""
+    count = min(count, logprobs.size)
+    if not count:
+        return np.empty(0, np.int64)
+    able = np.flatnonzero(logprobs >= np.partition(logprobs, -count)[-count])
+    return able[np.argsort(-logprobs[able], kind="stable")[:count]]
+
+
+def token_logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:
+    """Of (vocab,) scores: the token's, and of the `num_top` best that are possible."""
+    logprobs = log_softmax(scores)
+    tokens = best(logprobs, num_top)
+    pairs = zip(tokens.tolist(), logprobs[tokens].tolist(), strict=True)
+    return TokenLogprob(
+        token, logprobs.item(token), tuple((other, value) for other, value in pairs if value > -math.inf)
+    )
+
+
+class PromptScores:
+    """A prompt's log-probabilities in the making. Rows may come in any order, and again: a preempted sequence is
+    computed from its beginning.
+    """
+
+    def __init__(self, prompt_tokens: Sequence[int], num_top: int) -> None:
+        self.num_rows = len(prompt_tokens) - 1  # after the last token comes the answer
+        self._targets = prompt_tokens[1:]
+        self._num_top = num_top
+        self._num_done = 0
+        self._result: PromptLogprobs | None = (
+            None  # made when the first rows come: a prompt may wait for long
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_done >= self.num_rows
+
+    def add(self, position: int, logits: Any) -> None:
+        """Takes logits (R, vocab) fp32 of the prompt's tokens from `position` on, on any device; changes none."""
+        result = self.result()
+        host: Floats = logits if isinstance(logits, np.ndarray) else logits.cpu().numpy()
+        for row, scores in enumerate(host, position):
+            logprobs = np.nan_to_num(log_softmax(scores), copy=False, nan=-math.inf)
+            token = self._targets[row]
+            tokens = best(logprobs, result.top_tokens.shape[1])
+            result.logprobs[row] = logprobs[token]
+            result.ranks[row] = 1 + np.count_nonzero(scores > scores[token])
+            result.top_tokens[row, : len(tokens)] = tokens
+            result.top_logprobs[row, : len(tokens)] = logprobs[tokens]
+        self._num_done = max(self._num_done, position + len(host))
+
+    def result(self) -> PromptLogprobs:
+        """All of them once it is complete."""
+        if self._result is None:
+            num, top = self.num_rows, self._num_top
+            self._result = PromptLogprobs(
+                np.array(self._targets, np.int32),
+                np.zeros(num, np.float32),
+                np.zeros(num, np.int32),
+                np.zeros((num, top), np.int32),
+                np.full((num, top), -math.inf, np.float32),
+            )
+        return self._result
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """Rows whose logits fit `MAX_LOGITS_BYTES`, at least one."""
+    return max(1, MAX_LOGITS_BYTES // (4 * vocab_size))

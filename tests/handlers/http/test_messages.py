@@ -1,0 +1,303 @@
+"""POST /v1/messages and /v1/messages/count_tokens. Anthropic's own client is in scripts/conformance-anthropic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support.chat_families import family_parts, scripted
+from tests.support.instances import TinyParts
+
+from teneral.handlers.anthropic.bodies import CountBody, MessagesBody
+from teneral.handlers.anthropic.fields import COUNT_TOKENS, MESSAGES, ROUTES
+from teneral.handlers.openai.fields import Effect, as_markdown
+
+HELLO: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+TOOL = {
+    "name": "weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+DOCUMENT = Path(__file__).parents[3] / "docs" / "anthropic.md"
+
+
+@pytest.fixture
+async def server(start: Any) -> Any:
+    async with start() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[TinyParts]:
+    made = family_parts("reasoning", tmp_path_factory.mktemp("reasoning"))
+    yield made
+    made.tokenizer.close()
+
+
+@pytest.fixture
+async def reasoning(start: Any, parts: TinyParts) -> Any:
+    async with start(parts=parts) as running:
+        yield running
+
+
+async def send(server: Any, **changes: Any) -> Any:
+    answer = await server.post("/v1/messages", {**HELLO, **changes})
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+async def chat(server: Any, messages: list[Any], **changes: Any) -> Any:
+    body = {"messages": messages, "max_tokens": 8, "temperature": 0, **changes}
+    return (await server.post("/v1/chat/completions", body)).json
+
+
+def events_of(body: bytes) -> list[Any]:
+    """The events of a stream, whose names are their types."""
+    events = []
+    for block in body.decode().strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_an_answer_is_what_a_chat_says(server: Any) -> None:
+    answer = await send(server, model="tiny/model", system="Be brief.")
+    same = await chat(
+        server, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    )
+    assert answer["content"] == [{"type": "text", "text": same["choices"][0]["message"]["content"]}]
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", "tiny/model")
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
+    usage = answer["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == 8
+
+
+async def test_blocks_and_turns_are_the_messages_of_a_chat(server: Any) -> None:
+    turns = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hel", "cache_control": {"type": "ephemeral"}}],
+        },
+        {"role": "user", "content": "lo"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
+        {"role": "user", "content": "And?"},
+    ]
+    answer = await send(server, messages=turns, system=[{"type": "text", "text": "Be brief."}])
+    same = await chat(
+        server,
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hel\nlo"},
+            {"role": "assistant", "content": "Hi."},
+            {"role": "user", "content": "And?"},
+        ],
+    )
+    assert answer["content"][0]["text"] == same["choices"][0]["message"]["content"]
+
+
+async def test_an_assistants_last_turn_is_gone_on_from(server: Any) -> None:
+    turns = [*HELLO["messages"], {"role": "assistant", "content": "Once upon"}]
+    answer = await send(server, messages=turns)
+    same = await chat(server, turns, continue_final_message=True, add_generation_prompt=False)
+    assert answer["content"][0]["text"] == same["choices"][0]["message"]["content"]
+
+
+async def test_a_streams_events_come_in_order_and_add_up(server: Any) -> None:
+    whole = await send(server)
+    answer = await server.post("/v1/messages", {**HELLO, "stream": True})
+    events = events_of(answer.body)
+    kinds = [event["type"] for event in events]
+    num_deltas = kinds.count("content_block_delta")
+    assert num_deltas > 1
+    assert kinds == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * num_deltas,
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    message = events[0]["message"]
+    assert (message["content"], message["stop_reason"]) == ([], None)
+    prompt = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (prompt, 0)
+    text = "".join(event["delta"]["text"] for event in events if "content_block_delta" in event["type"])
+    assert text == whole["content"][0]["text"]
+    assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_stop_reason_says_what_ended_the_answer(server: Any, stream: bool) -> None:
+    async def ending(**changes: Any) -> tuple[str, str | None]:
+        answer = await server.post("/v1/messages", {**HELLO, "max_tokens": 20, "stream": stream, **changes})
+        end = events_of(answer.body)[-2]["delta"] if stream else answer.json
+        return end["stop_reason"], end["stop_sequence"]
+
+    with scripted(server, "One. Two. Three."):
+        assert await ending() == ("end_turn", None)
+    with scripted(server, "One. Two. Three."):
+        assert await ending(stop_sequences=["xyz", "Two"]) == ("stop_sequence", "Two")
+    with scripted(server, "One. Two. Three."):
+        assert await ending(max_tokens=3) == ("max_tokens", None)
+    assert (await ending(max_tokens=100_000))[0] in ("model_context_window_exceeded", "end_turn")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thinking_text_and_calls_are_blocks(reasoning: Any, stream: bool) -> None:
+    asked = {**HELLO, "max_tokens": 200, "tools": [TOOL], "stream": stream}
+    with scripted(reasoning, "Hmm.</think>Let me see." + CALL):
+        answer = await reasoning.post("/v1/messages", asked)
+    if stream:
+        events = events_of(answer.body)
+        blocks: list[Any] = []
+        for event in events:
+            if event["type"] == "content_block_start":
+                assert event["index"] == len(blocks)
+                blocks.append(dict(event["content_block"], pieces=""))
+            elif event["type"] == "content_block_delta":
+                delta = event["delta"]
+                blocks[-1]["pieces"] += delta.get("text", delta.get("thinking", delta.get("partial_json")))
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        assert blocks[0]["pieces"].strip() == "Hmm."
+        assert blocks[1]["pieces"].strip() == "Let me see."
+        assert json.loads(blocks[2]["pieces"]) == {"city": "Bern"}
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        return
+    thinking, text, call = answer.json["content"]
+    assert (thinking["type"], thinking["thinking"].strip(), thinking["signature"]) == ("thinking", "Hmm.", "")
+    assert text["text"].strip() == "Let me see."
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Bern"})
+    assert answer.json["stop_reason"] == "tool_use"
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call["id"],
+        "content": [{"type": "text", "text": "sunny"}],
+    }
+    turns = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": answer.json["content"]},
+        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+    ]
+    with scripted(reasoning, "</think>It is sunny."):
+        after = await send(reasoning, messages=turns, tools=[TOOL], max_tokens=200)
+    assert after["content"][-1]["text"].strip() == "It is sunny."
+
+
+async def test_thinking_is_turned_on_and_off_where_the_template_can(server: Any, reasoning: Any) -> None:
+    off = await reasoning.post("/v1/messages/count_tokens", counted(thinking={"type": "disabled"}))
+    on = await reasoning.post(
+        "/v1/messages/count_tokens", counted(thinking={"type": "enabled", "budget_tokens": 1024})
+    )
+    assert on.json["input_tokens"] > off.json["input_tokens"]
+    assert (await server.post("/v1/messages", {**HELLO, "thinking": {"type": "disabled"}})).status == 200
+    refused = await server.post(
+        "/v1/messages", {**HELLO, "thinking": {"type": "enabled", "budget_tokens": 1}}
+    )
+    assert refused.status == 400
+
+
+def counted(**changes: Any) -> dict[str, Any]:
+    return {"messages": HELLO["messages"], **changes}
+
+
+async def test_tokens_are_counted_as_an_answers_prompt(server: Any) -> None:
+    answer = await server.post("/v1/messages/count_tokens", counted(model="tiny/model", system="Be brief."))
+    usage = (await send(server, system="Be brief."))["usage"]
+    assert answer.json == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+async def test_a_json_schema_is_followed(server: Any) -> None:
+    schema = {"type": "object", "properties": {"kind": {"enum": ["cat"]}}, "required": ["kind"]}
+    fmt = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    answer = await send(server, max_tokens=100, output_config={"format": fmt})
+    assert json.loads(answer["content"][0]["text"]) == {"kind": "cat"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "content[0]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+async def test_errors_have_anthropics_shape_and_name_the_field(
+    server: Any, change: dict[str, Any], named: str
+) -> None:
+    answer = await server.post("/v1/messages", {**HELLO, **change})
+    assert answer.status == 400
+    assert answer.json["type"] == "error"
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert named in answer.json["error"]["message"]
+    assert answer.json["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+async def test_a_stream_that_fails_ends_with_an_error_event(server: Any) -> None:
+    server.instance.model.step_s = 0.02
+    async with server.stream("/v1/messages", {**HELLO, "max_tokens": 200, "stream": True}) as response:
+        await response.content.readuntil(b"content_block_delta")
+        server.instance.model.failure = RuntimeError("broken")
+        rest = await response.read()
+    name, data = rest.decode().strip().split("\n\n")[-1].split("\n")
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+async def test_a_key_is_taken_as_anthropics_clients_send_it(start: Any) -> None:
+    async with start(api_key="secret") as server:
+        for headers, status in (
+            ({}, 401),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "secret"}, 200),
+            ({"Authorization": "Bearer secret"}, 200),
+            ({"Authorization": "Bearer wrong", "x-api-key": "secret"}, 401),
+        ):
+            answer = await server.post("/v1/messages", HELLO, headers=headers)
+            assert answer.status == status, headers
+            if status == 401:
+                assert answer.json["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_table_has_the_fields_of_the_body_and_no_others(route: str) -> None:
+    bodies: dict[str, type[msgspec.Struct]] = {
+        "/v1/messages": MessagesBody,
+        "/v1/messages/count_tokens": CountBody,
+    }
+    assert set(ROUTES[route]) == set(bodies[route].__struct_fields__)
+
+
+def test_the_documentation_has_this_table() -> None:
+    assert as_markdown(ROUTES) in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"), [("/v1/messages", MESSAGES), ("/v1/messages/count_tokens", COUNT_TOKENS)]
+)
+async def test_refused_fields_are_refused_by_name_unless_null(server: Any, route: str, fields: Any) -> None:
+    least = HELLO if route == "/v1/messages" else counted()
+    for name, (effect, _) in fields.items():
+        if effect is Effect.REFUSED:
+            refused = await server.post(route, {**least, name: "x"})
+            assert refused.status == 400
+            assert name in refused.json["error"]["message"]
+            assert (await server.post(route, {**least, name: None})).status == 200

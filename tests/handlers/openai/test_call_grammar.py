@@ -1,0 +1,281 @@
+"""Grammars of answers with calls: what they allow, over a vocabulary with and without the families' special tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from teneral.handlers.openai.deltas import Answer, Finish
+from teneral.handlers.openai.reasoning import FAMILIES
+from teneral.handlers.openai.tools.arguments import arguments_schema
+from teneral.handlers.openai.tools.format import ToolFormat
+from teneral.handlers.openai.tools.functions import tool_plan
+from teneral.handlers.openai.tools.generic_json import GENERIC_JSON
+from teneral.handlers.openai.tools.grammar import calls_grammar, reasoning_grammar
+from teneral.handlers.openai.tools.hermes import HERMES
+from teneral.handlers.openai.tools.llama3 import LLAMA3
+from teneral.handlers.openai.tools.mistral import LIST, NAMED
+from teneral.handlers.openai.tools.reader import CallReader
+from teneral.runtime.errors import GrammarError, RequestError
+from teneral.runtime.grammar.compiler import GrammarCompiler
+from teneral.runtime.grammar.spec import GrammarSpec
+
+END = "<|end|>"
+MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": LIST, "mistral-named": NAMED, "json": GENERIC_JSON}
+PLACE = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def tools(*, strict: bool = False) -> list[dict[str, Any]]:
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+        for name, schema in (("weather", PLACE), ("time", TIME))
+    ]
+
+
+class Vocabulary:
+    """Bytes, and the markers where they are special tokens."""
+
+    def __init__(self, *, has_markers: bool) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        self.tokenizer = Tokenizer(
+            models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+        )
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        self.tokenizer.add_special_tokens([AddedToken(END, special=True)])
+        if has_markers:
+            self.tokenizer.add_tokens([AddedToken(marker, special=False) for marker in MARKERS])
+        self.end: int = self.tokenizer.token_to_id(END)
+        self.compiler = GrammarCompiler(lambda: self.tokenizer.to_str().encode(), [self.end])
+
+    def accepts(self, spec: GrammarSpec, text: str) -> bool:
+        """True if the grammar accepts the whole text."""
+        matcher = self.compiler.compile(spec).start()
+        try:
+            for token in self.tokenizer.encode(text, add_special_tokens=False).ids:
+                matcher.accept(token)
+            if not matcher.is_finished:
+                matcher.accept(self.end)
+        except GrammarError:
+            return False
+        return True
+
+    def sample(self, spec: GrammarSpec, seed: int, max_tokens: int = 600) -> str | None:
+        """An answer of random tokens that the grammar allows; None: it did not end."""
+        random = np.random.default_rng(seed)
+        matcher = self.compiler.compile(spec).start()
+        tokens: list[int] = []
+        while not matcher.is_finished and len(tokens) < max_tokens:
+            words = np.zeros(matcher.num_mask_words, dtype=np.uint32)
+            matcher.mask_into(words)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            token = self.end if self.end in allowed and random.random() < 0.5 else int(random.choice(allowed))
+            if token == self.end:
+                break
+            matcher.accept(token)
+            tokens.append(token)
+        else:
+            if not matcher.is_finished:
+                return None
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["special", "plain"])
+def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    return Vocabulary(has_markers=request.param)
+
+
+def answer_of(fmt: ToolFormat, text: str) -> Answer:
+    reader = CallReader(fmt, ("weather", "time"), is_guided=True, max_calls=None)
+    return Answer.of([*reader.push(text), *reader.finish(), Finish("stop")])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_required_calls_are_always_valid(vocabulary: Vocabulary, name: str, choice: Any) -> None:
+    plan = tool_plan(tools(), choice, None)
+    spec = calls_grammar(FORMATS[name], plan, None, None, is_open=False)
+    schemas = {"weather": PLACE, "time": TIME}
+    for seed in range(8):
+        text = vocabulary.sample(spec, seed)
+        assert text is not None
+        answer = answer_of(FORMATS[name], text)
+        assert answer.text == ""
+        assert answer.calls
+        assert len(answer.calls) == 1 or choice == "required"
+        for call in answer.calls:
+            assert call.name in plan.names
+            jsonschema_rs.validate(schemas[call.name], json.loads(call.arguments))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_functions_are_guided_once_a_call_begins(vocabulary: Vocabulary, name: str) -> None:
+    fmt = FORMATS[name]
+    spec = calls_grammar(fmt, tool_plan(tools(strict=True), None, None), None, None, is_open=False)
+    shape = fmt.shape
+    good = (
+        f'{shape.before_name}weather{shape.before_arguments}{{"city":"Oslo","days":3}}{shape.after_arguments}'
+    )
+    bad = good.replace("Oslo", "Bonn")
+    assert vocabulary.accepts(spec, "Just text, {with} <tags>.")
+    assert vocabulary.accepts(spec, shape.first + good + shape.last)
+    assert vocabulary.accepts(spec, shape.first + good + shape.separator + good + shape.last)
+    assert not vocabulary.accepts(spec, shape.first + bad + shape.last)
+    if not fmt.is_bare:
+        text = f"Let me see.\n{shape.first}{good}{shape.last}"
+        assert vocabulary.accepts(spec, text)
+        assert vocabulary.accepts(spec, f"{text}\nand\n{text} done")
+        assert not vocabulary.accepts(spec, f"Let me see.\n{shape.first}{bad}{shape.last}")
+
+
+def test_objects_that_list_their_properties_have_no_others() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    closed = {**inner, "additionalProperties": False}
+    for given, expected in (
+        (
+            {"properties": {"a": inner}},
+            {"type": "object", "properties": {"a": closed}, "additionalProperties": False},
+        ),
+        ({"additionalProperties": inner}, {"type": "object", "additionalProperties": inner}),
+        ({"$defs": {"a": inner}}, {"type": "object", "$defs": {"a": closed}}),
+        ({"anyOf": [inner, {"type": "null"}]}, {"type": "object", "anyOf": [closed, {"type": "null"}]}),
+        (
+            {"properties": {"a": {"type": "array", "items": inner}}, "additionalProperties": True},
+            {
+                "type": "object",
+                "properties": {"a": {"type": "array", "items": closed}},
+                "additionalProperties": True,
+            },
+        ),
+        (
+            {"properties": {}, "allOf": [inner, inner]},
+            {"type": "object", "properties": {}, "allOf": [inner, inner]},
+        ),
+    ):
+        assert arguments_schema(given) == expected
+
+
+def test_one_call_ends_the_answer_where_no_more_are_allowed(vocabulary: Vocabulary) -> None:
+    spec = calls_grammar(HERMES, tool_plan(tools(strict=True), None, False), None, None, is_open=False)
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    for text in ("", "Text.", call, f"Yes. {call}"):
+        assert vocabulary.accepts(spec, text)
+    assert not vocabulary.accepts(spec, f"{call}\n{call}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_guidance_begins_behind_the_reasoning(vocabulary: Vocabulary, name: str, is_open: bool) -> None:
+    fmt = FORMATS[name]
+    spec = calls_grammar(fmt, tool_plan(tools(), "required", None), None, FAMILIES[0], is_open=is_open)
+    shape = fmt.shape
+    call = (
+        f"{shape.first}{shape.before_name}time{shape.before_arguments}{{}}{shape.after_arguments}{shape.last}"
+    )
+    before = "" if is_open else "<think>"
+    assert vocabulary.accepts(spec, f'{before}Hm, {{"free": text}}\n</think>\n\n{call}')
+    assert vocabulary.accepts(spec, call) is not is_open
+    assert not vocabulary.accepts(spec, f"{before}Hm.\n</think>\n\nText.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "good", "bad"),
+    [
+        (GrammarSpec.json_schema(PLACE), '{"city":"Rome","days":1}', '{"city":"Rome"}'),
+        (GrammarSpec.regex("a+b"), "aab", "b"),
+        (GrammarSpec.choice(["yes", "no"]), "no", "nope"),
+        (GrammarSpec.grammar('root ::= "x" "y"'), "xy", "x"),
+    ],
+)
+def test_any_form_may_follow_reasoning_or_replace_calls(
+    vocabulary: Vocabulary, answer: GrammarSpec, good: str, bad: str
+) -> None:
+    spec = reasoning_grammar(answer, FAMILIES[0], is_open=True)
+    assert vocabulary.accepts(spec, f"Why not?</think>{good}")
+    assert vocabulary.accepts(spec, f"</think>\n\n{good}")
+    assert not vocabulary.accepts(spec, good)
+    assert not vocabulary.accepts(spec, f"Why not?</think>{bad}")
+    spec = calls_grammar(HERMES, tool_plan(tools(), None, None), answer, None, is_open=False)
+    assert vocabulary.accepts(spec, good)
+    assert not vocabulary.accepts(spec, bad)
+    assert vocabulary.accepts(spec, '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize(("fmt", "key"), [(LLAMA3, "parameters"), (GENERIC_JSON, "arguments")])
+def test_bare_calls_and_answers_in_json(vocabulary: Vocabulary, fmt: ToolFormat, key: str) -> None:
+    answer = GrammarSpec.json_schema(
+        {**PLACE, "properties": {**PLACE["properties"], "name": {"type": "string"}}}
+    )
+    parameters = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/place"}},
+        "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"place": PLACE},
+    }
+    function = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    spec = calls_grammar(fmt, tool_plan([function], None, None), answer, None, is_open=False)
+    place = '{"city":"Oslo","days":3}'
+    call = f'{{"name":"weather","{key}":{{"at":{place}}}}}'
+    for text in (place, call, call + fmt.shape.separator + call):
+        assert vocabulary.accepts(spec, text)
+    for text in ("Text.", f'{{"name":"other","{key}":{{}}}}', f'{{"name":"weather","{key}":{{}}}}'):
+        assert not vocabulary.accepts(spec, text)
+    reader = CallReader(fmt, ("weather",), is_guided=True, max_calls=None)
+    read = Answer.of([*reader.push(call), *reader.finish(), Finish("stop")])
+    assert [(each.name, each.arguments) for each in read.calls] == [("weather", f'{{"at":{place}}}')]
+
+
+def test_a_form_that_is_no_schema_and_bare_calls_together_are_refused() -> None:
+    with pytest.raises(RequestError, match="bare JSON"):
+        calls_grammar(LLAMA3, tool_plan(tools(), None, None), GrammarSpec.regex("a"), None, is_open=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "choice", "param"),
+    [
+        ([{"type": "custom", "custom": {"name": "x"}}], None, "tools[0].type"),
+        ([{"type": "function"}], None, "tools[0].function"),
+        ([{"function": {"name": "a b"}}], None, "tools[0].function.name"),
+        ([{"function": {"name": "a"}}, {"function": {"name": "a"}}], None, "tools[1].function.name"),
+        ([{"function": {"name": "a", "parameters": []}}], None, "tools[0].function.parameters"),
+        ([{"function": {"name": "a", "strict": 1}}], None, "tools[0].function.strict"),
+        ([{"function": {"name": "a"}}] * 300, None, "tools"),
+        (tools(), "always", "tool_choice"),
+        ([], "required", "tool_choice"),
+        (tools(), {"type": "function", "function": {"name": "x"}}, "tool_choice"),
+        (tools(), {"type": "custom"}, "tool_choice.type"),
+        (tools(), {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice"),
+    ],
+)
+def test_tools_that_cannot_be_honoured_are_refused_by_name(
+    given: list[dict[str, Any]], choice: Any, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        tool_plan(given, choice, None)
+    assert caught.value.param == param
+
+
+def test_allowed_tools_are_the_only_ones_that_may_be_called() -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    plan = tool_plan(
+        tools(), {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}, None
+    )
+    assert plan.names == {"time"}
+    assert plan.tools is not None
+    assert len(plan.tools) == 2

@@ -1,0 +1,94 @@
+"""The pool's state folder, and those that killed runs have left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from teneral.handlers.pool.state_folder import FOLDER_PREFIX, LOCK_NAME, MIN_AGE_S, state_folder
+from teneral.loader.errors import UsageError
+
+RUN = """
+import sys, time
+from teneral.handlers.pool.state_folder import state_folder
+with state_folder(None) as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def age(folder: Path) -> None:
+    long_ago_s = time.time() - 2 * MIN_AGE_S
+    os.utime(folder, (long_ago_s, long_ago_s))
+
+
+def test_a_runs_folder_is_private_and_removed_at_its_end(temporary: Path) -> None:
+    with state_folder(None) as folder:
+        (folder / "snapshot").write_bytes(b"kept")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(temporary.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_run_is_removed_by_the_next_one_and_that_of_a_live_one_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        other = Path(run.stdout.readline().strip())
+        (other / "snapshot").write_bytes(b"kept")
+        age(other)
+        with state_folder(None):
+            assert other.exists()
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    with state_folder(None):
+        assert not other.exists()
+
+
+def test_other_files_stay(temporary: Path) -> None:
+    elsewhere = temporary / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "file").write_bytes(b"")
+    link = temporary / f"{FOLDER_PREFIX}link"
+    link.symlink_to(elsewhere)
+    fresh = temporary / f"{FOLDER_PREFIX}fresh"
+    fresh.mkdir()
+    hidden = temporary / f"{FOLDER_PREFIX}linked-lock"
+    hidden.mkdir()
+    (hidden / LOCK_NAME).symlink_to(elsewhere / "file")
+    age(hidden)
+    with state_folder(None):
+        assert link.is_symlink()
+        assert all(path.exists() for path in (elsewhere / "file", fresh, hidden))
+
+
+def test_a_folder_of_the_same_prefix_that_no_run_made_stays(temporary: Path) -> None:
+    models, empty = temporary / f"{FOLDER_PREFIX}models", temporary / f"{FOLDER_PREFIX}empty"
+    for folder in (models, empty):
+        folder.mkdir()
+    (models / "weights").write_bytes(b"kept")
+    age(models)
+    age(empty)
+    with state_folder(None):
+        assert (models / "weights").read_bytes() == b"kept"
+        assert not empty.exists(), "as a run leaves it that is killed before it has its lock"
+
+
+def test_a_named_folder_stays(temporary: Path) -> None:
+    with state_folder(str(temporary / "a" / "b")) as folder:
+        (folder / "snapshot").write_bytes(b"kept")
+    assert (temporary / "a" / "b" / "snapshot").read_bytes() == b"kept"
+    with pytest.raises(UsageError, match="state"), state_folder(str(temporary / "a" / "b" / "snapshot")):
+        pass

@@ -1,0 +1,113 @@
+"""Models of the newer families while their weights arrive: plain, in tiers, quantised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.decoding import Stepper, prompt_of
+from tests.support.models import build_model, forward
+from tests.support.paced import PacedSource, reads_of
+from tests.support.tiny_models import save_tiny
+
+from teneral.loader.artifact import open_artifact, read_file
+from teneral.loader.format.manifest import Tier
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.load.options import LoadOptions, Order
+from teneral.loader.native.library import library
+from teneral.loader.sources.open import open_source, open_store
+from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.pack.quantize_plan import QuantizeOptions
+from teneral.runtime.backends.native.backend import NativeBackend
+from teneral.runtime.models.decoder import Decoder
+from teneral.runtime.models.matrices import DenseMatrix, IntegerMatrix
+from teneral.runtime.weights import StreamedWeights
+
+FAMILIES = ("gemma2", "gemma3_text", "granite", "olmo2", "phi3", "smollm3", "mixtral", "qwen3_moe")
+KINDS = {"packed": None, "int8": QuantizeOptions(8), "int4": QuantizeOptions(4)}
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native libraries are not built here")
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def packed(family: str, folder: Path, kind: str) -> Path:
+    sizes = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    plain = save_tiny(family, folder / "plain", dtype=torch.bfloat16, intermediate_size=128, **sizes)
+    pack(open_source(str(plain)), open_store(str(folder / kind)), quantize=KINDS[kind])
+    return folder / kind
+
+
+@contextmanager
+def arriving(
+    artifact: Path, options: LoadOptions | None = None
+) -> Iterator[tuple[Any, PacedSource, Decoder]]:
+    """A load that is not started, whose memory holds NaN, and the model over it."""
+    source = PacedSource(open_source(str(artifact)))
+    source.delay(seed=1, max_s=0.003)
+    manifest = open_artifact(source)
+    with closing(source), WeightLoad(source, manifest, options=options or LoadOptions()) as load:
+        for group in manifest.groups:
+            load.slab(group.index)[:] = 0xFF
+        config = json.loads(read_file(source, manifest, "config.json"))
+        decoder = build_model(config, StreamedWeights(load), backends=[NativeBackend()])
+        assert isinstance(decoder, Decoder)
+        yield load, source, decoder
+
+
+@each_family
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_built_before_its_load_starts_computes_what_a_finished_one_does(tmp_path, family, kind):
+    artifact, prompt = packed(family, tmp_path, kind), prompt_of(40)
+
+    with arriving(artifact) as (load, _, decoder):
+        load.start()
+        ours = Stepper(decoder).step({"a": prompt})["a"]
+        layer = decoder.weights.layers[1]
+        gate_up = layer.experts[1].gate_up if layer.experts else layer.gate_up
+        matrices = [*layer.qkv.matrices(), *gate_up.matrices()]
+    with arriving(artifact) as (load, _, decoder):
+        load.start()
+        load.join()
+        expected = Stepper(decoder).step({"a": prompt})["a"]
+
+    assert torch.equal(ours, expected)
+    assert ours.isfinite().all()
+    assert len(matrices) == 2, "stored as one, or side by side"
+    assert all(isinstance(each, DenseMatrix if kind == "packed" else IntegerMatrix) for each in matrices)
+
+
+@each_family
+def test_integers_stay_close_to_the_floats(tmp_path, family):
+    prompt, rows = prompt_of(40), {}
+    for kind in KINDS:
+        with arriving(packed(family, tmp_path / kind, kind)) as (load, _, decoder):
+            load.start()
+            rows[kind] = Stepper(decoder).step({"a": prompt})["a"]
+
+    size = rows["packed"].abs().mean()
+    assert 0 < (rows["int8"] - rows["packed"]).abs().mean() < 0.2 * size
+    assert 0 < (rows["int4"] - rows["packed"]).abs().mean() < 0.8 * size
+
+
+@each_family
+def test_a_pass_over_the_draft_is_near_the_exact_one_that_follows(tmp_path, family):
+    artifact, prompt = packed(family, tmp_path, "packed"), prompt_of(40)
+    options = LoadOptions(connections=64, order=Order.DRAFT_FIRST)
+
+    with arriving(artifact, options) as (load, source, decoder):
+        manifest = load.manifest
+        held = source.hold(reads_of(manifest, *(part for part in manifest.parts if part.tier is Tier.REFINE)))
+        load.start()
+        stepper = Stepper(decoder)
+        draft = forward(decoder, stepper.batch({"a": prompt}), stepper.kv, tier=Tier.DRAFT)
+        assert not held.released
+        held.release()
+        exact = Stepper(decoder).step({"a": prompt})["a"]
+
+    assert draft.isfinite().all()
+    assert 0 < (draft - exact).abs().mean() < 0.8 * exact.abs().mean()

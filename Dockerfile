@@ -59,7 +59,7 @@ ARG EXTRAS=""
 # Those of a GPU, for the architectures that data centres have; this needs no GPU.
 RUN mkdir -p /opt/teneral-kernels/gpu && case ",${EXTRAS}," in *cuda*) cd / \
  && /opt/teneral/bin/python -m teneral.loader.device.compile /opt/teneral-kernels/gpu 80 90 100 \
- && /opt/teneral/bin/python -m teneral.runtime.cuda.compile /opt/teneral-kernels/gpu ;; esac
+ && /opt/teneral/bin/python -m teneral.runtime.backends.cuda.compile /opt/teneral-kernels/gpu ;; esac
 
 FROM system AS serving
 COPY --from=dependencies /opt/teneral /opt/teneral

@@ -398,7 +398,7 @@ class Instance:
         if device != "cpu":
             import torch
 
-            from .cuda.warm_up import start_warm_up  # nobody else has a device
+            from .backends.cuda.warm_up import start_warm_up  # nobody else has a device
 
             start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
@@ -543,7 +543,7 @@ def _weights_of(load: AnyLoad) -> Weights:
 
     if load.place == "host":
         return StreamedWeights(load)
-    from .cuda.weights import DeviceWeights  # nobody else has a device
+    from .backends.cuda.weights import DeviceWeights  # nobody else has a device
 
     return DeviceWeights(load)
 

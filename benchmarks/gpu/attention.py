@@ -88,9 +88,9 @@ def attend_s(shares: list[tuple[int, int]], *, num_stages: int = 5, is_recorded:
     """
     import torch
 
-    from teneral.runtime.cuda import variants as v
-    from teneral.runtime.cuda.tables import split_keys, tables_of
-    from teneral.runtime.cuda.warm_up import open_launcher
+    from teneral.runtime.backends.cuda import variants as v
+    from teneral.runtime.backends.cuda.tables import split_keys, tables_of
+    from teneral.runtime.backends.cuda.warm_up import open_launcher
     from teneral.runtime.step.batch import SequenceSpan
 
     group = HEADS // KV_HEADS

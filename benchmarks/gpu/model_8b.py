@@ -140,7 +140,7 @@ def decoder(num_layers: int) -> Any:
 def engine(model: Any, *, max_running: int, max_context: int, records: bool, kv_gib: float = 8) -> Any:
     """Started. Without `records` every step is launched kernel by kernel."""
     from teneral.runtime.backends.choose import step_backend
-    from teneral.runtime.cuda.backend import CudaBackend
+    from teneral.runtime.backends.cuda.backend import CudaBackend
     from teneral.runtime.engine.engine import Engine, EngineOptions
 
     def make_backend(model: Any, kv: Any, options: Any, timeline: Any) -> Any:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.products [--json FILE]
 
 Matrices of a shape take turns, so many that they do not fit into the device's cache. Shapes for which the kernel is
-faster by a tenth are printed as rows for the table in `runtime/cuda/products.py`.
+faster by a tenth are printed as rows for the table in `runtime/backends/cuda/products.py`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def is_better(each: dict[str, float]) -> bool:
 def times(num_out: int, num_in: int) -> dict[str, float]:
     import torch
 
-    from teneral.runtime.cuda.products import RowProducts
-    from teneral.runtime.cuda.warm_up import open_launcher
+    from teneral.runtime.backends.cuda.products import RowProducts
+    from teneral.runtime.backends.cuda.warm_up import open_launcher
 
     num = max(2, -(-CACHE_BYTES // (num_out * num_in * 2)))
     matrices = torch.randn((num, num_out, num_in), dtype=torch.bfloat16, device="cuda")

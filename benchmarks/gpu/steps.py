@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-GPU_TESTS = ("tests/loader/device", "tests/runtime/cuda", "tests/runtime/test_instance_on_device.py")
+GPU_TESTS = ("tests/loader/device", "tests/runtime/backends/cuda", "tests/runtime/test_instance_on_device.py")
 ONE_LOAD = "tests/loader/device/test_cuda_load.py"
 
 

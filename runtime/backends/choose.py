@@ -71,7 +71,7 @@ class BackendChoice:
         self.check()
         if self.device != CPU:
             self.import_torch()
-            from ..cuda.executor import CudaModelBackend  # nobody else has a device
+            from .cuda.executor import CudaModelBackend  # nobody else has a device
 
             yield CudaModelBackend()
             return
@@ -117,7 +117,7 @@ def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files
 def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
     """A `MakeBackend`: the one for where the model's weights are."""
     if getattr(model, "device", CPU) != CPU:
-        from ..cuda.backend import cuda_backend  # nobody else needs it
+        from .cuda.backend import cuda_backend  # nobody else needs it
 
         return cuda_backend(model, kv, options, timeline)
     from .host import host_backend
@@ -134,7 +134,7 @@ def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
         from ..kv.sizing import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())
-    from ..cuda.budget import pool_bytes_on  # nobody else has a device
+    from .cuda.budget import pool_bytes_on  # nobody else has a device
 
     return pool_bytes_on(model.device, model.spec, max_rows=max_running)
 

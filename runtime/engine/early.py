@@ -26,9 +26,8 @@ import numpy.typing as npt
 from ...loader.format.manifest import Tier
 from ...loader.load.options import Order
 from ..errors import GrammarError
-from ..kv.blocks import Epoch
 from ..step.backend import Backend, OnLayer
-from ..step.batch import StepBatch
+from ..step.batch import Epoch, StepBatch
 from ..step.requests import FirstToken, GenerationEvent
 from ..step.rows import Rows
 from ..step.state import Choice, Chosen

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from ...loader.errors import TeneralError
-from ..kv.blocks import Epoch
+from ..step.batch import Epoch
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from .capacity import Capacity
 from .expected_wait import steps_until_place

@@ -8,9 +8,9 @@ Nothing is known here of tensors, scheduling or threads.
 
 from __future__ import annotations
 
-from ..kv.blocks import Epoch
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.fetch import Fetch
+from ..step.batch import Epoch
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
 from ..step.state import Choice, SamplingState

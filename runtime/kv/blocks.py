@@ -8,17 +8,11 @@ tokens, tensors or threads; the caller serialises access.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-
-class Epoch(enum.IntEnum):
-    """Which weights made the keys and values in a block: what one kind has made, the other must never use."""
-
-    DRAFT = 0  # some of them were not exact
-    EXACT = 1
+from ..step.batch import Epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from .blocks import BlockAllocator, Epoch
+from ..step.batch import Epoch
+from .blocks import BlockAllocator
 from .followers import Followers
 
 HASH_BYTES = 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from .logprobs import PromptScores
 
 Int64s = npt.NDArray[np.int64]
+
+
+class Epoch(enum.IntEnum):
+    """The weights that keys and values were computed with. Those of one epoch never serve the other."""
+
+    DRAFT = 0  # some of them were not exact
+    EXACT = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..kv.blocks import Epoch
-from .batch import ScoredRows, SequenceSpan, StepBatch
+from .batch import Epoch, ScoredRows, SequenceSpan, StepBatch
 
 if TYPE_CHECKING:
     from .logprobs import PromptScores

@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .cli_flags import parse
+from .cli_source import source_options
 from .loader import errors as loading
 
 if TYPE_CHECKING:
-    from .loader.sources.base import Source, SourceOptions
+    from .loader.sources.base import Source
     from .loader.tools.pack.quantize_plan import MomentsOf, QuantizeOptions
 
 # One table: errors become exit codes here and nowhere else. The first class that fits counts; documented in
@@ -156,8 +157,8 @@ def _pack(options: argparse.Namespace) -> int:
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     quantize = _quantize_options(options)
     keep_integers = quantize is None and not options.dequantize
-    source = open_model(options.model, _source_options(options), keep_integers=keep_integers)
-    store = open_store(options.artifact, _source_options(options))
+    source = open_model(options.model, source_options(options), keep_integers=keep_integers)
+    store = open_store(options.artifact, source_options(options))
     moments_of = _calibrate(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
@@ -228,7 +229,7 @@ def _unpack(options: argparse.Namespace) -> int:
     from .loader.tools.unpack import unpack
 
     address, digest = split_pin(options.artifact)
-    source = open_model(address, _source_options(options))
+    source = open_model(address, source_options(options))
     with ProgressBar("unpacking", quiet=options.quiet) as bar:
         result = unpack(source, options.directory, digest=digest, force=options.force, progress=bar.update)
     print(result.render())
@@ -242,7 +243,7 @@ def _verify(options: argparse.Namespace) -> int:
     from .loader.tools.verify import verify
 
     address, digest = split_pin(options.artifact)
-    source = open_model(address, _source_options(options))
+    source = open_model(address, source_options(options))
     with ProgressBar("verifying", quiet=options.quiet) as bar:
         report = verify(source, digest=digest, threads=options.threads, progress=bar.update)
     print(report.render())
@@ -256,7 +257,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from .runtime.backends.describe import describe_model
 
     address, digest = split_pin(options.artifact)
-    source = open_model(address, _source_options(options))
+    source = open_model(address, source_options(options))
     manifest = open_artifact(source, digest=digest)
     description = describe(manifest, source.url)
     if find_file(manifest, "config.json") is not None:
@@ -279,7 +280,7 @@ def _eval_draft(options: argparse.Namespace) -> int:
 
     text = read_text(options.text)
     address, digest = split_pin(options.artifact)
-    source = open_model(address, _source_options(options))
+    source = open_model(address, source_options(options))
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_draft(
             source,
@@ -310,7 +311,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     def candidate(argument: str) -> Candidate:
         address, digest = split_pin(argument)
-        return Candidate(open_model(address, _source_options(options)), digest)
+        return Candidate(open_model(address, source_options(options)), digest)
 
     with ProgressBar("reading", quiet=options.quiet) as bar:
         report = evaluate_against(
@@ -390,7 +391,7 @@ def _kv(options: argparse.Namespace) -> int:
 
 def _kv_export(options: argparse.Namespace) -> int:
     from .runtime.config import resolve
-    from .runtime.kv.snapshots.export import export_prefixes, read_prefix
+    from .runtime.kv_export import export_prefixes, read_prefix
 
     prefixes = [read_prefix(given, is_system=False) for given in options.prefix]
     prefixes += [read_prefix(given, is_system=True) for given in options.chat_system]
@@ -410,7 +411,7 @@ def _kv_inspect(options: argparse.Namespace) -> int:
     from .runtime.kv.snapshots.tools import describe, render_table
 
     address, digest = split_pin(options.snapshot)
-    source = open_source(address, _source_options(options))
+    source = open_source(address, source_options(options))
     snapshot, _ = open_snapshot(source, digest=digest)
     description = describe(snapshot, source.url)
     _print_json(description) if options.json else print(render_table(description))
@@ -424,7 +425,7 @@ def _kv_verify(options: argparse.Namespace) -> int:
     from .runtime.kv.snapshots.tools import verify_snapshot
 
     address, digest = split_pin(options.snapshot)
-    source = open_source(address, _source_options(options))
+    source = open_source(address, source_options(options))
     with ProgressBar("verifying", quiet=options.quiet) as bar:
         report = verify_snapshot(source, digest=digest, progress=bar.update)
     print(report.render())
@@ -438,8 +439,8 @@ def _kv_import(options: argparse.Namespace) -> int:
     from .runtime.kv.snapshots.tools import copy_snapshot
 
     address, digest = split_pin(options.source)
-    source = open_source(address, _source_options(options))
-    store = open_store(options.snapshot, _source_options(options))
+    source = open_source(address, source_options(options))
+    store = open_store(options.snapshot, source_options(options))
     with ProgressBar("importing", quiet=options.quiet) as bar:
         report = copy_snapshot(source, store, digest=digest, force=options.force, progress=bar.update)
     print(report.render())
@@ -481,19 +482,6 @@ def _synth(options: argparse.Namespace) -> int:
         )
     print(result.render())
     return 0
-
-
-def _source_options(options: argparse.Namespace) -> SourceOptions:
-    from .loader.sources.base import SourceOptions
-
-    return SourceOptions(
-        endpoint_url=options.endpoint_url,
-        region=options.region,
-        profile=options.profile,
-        addressing_style=options.addressing_style,
-        anonymous=options.anonymous,
-        requester_pays=options.requester_pays,
-    )
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

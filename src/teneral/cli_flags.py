@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from .cli_source import add_source_flags
+
 SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://, az://, http(s)://"
 
 
@@ -136,7 +138,7 @@ def _verify(command: argparse.ArgumentParser) -> None:
 def _inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
     command.add_argument("--json", action="store_true", help="for machines")
-    _add_source_flags(command)
+    add_source_flags(command)
 
 
 def _eval_draft(command: argparse.ArgumentParser) -> None:
@@ -267,11 +269,11 @@ def _kv(command: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--threads", default=None, metavar="N", help="threads that compute (default: the cores at hand)"
     )
-    _add_source_flags(export)
+    add_source_flags(export)
     inspect = actions.add_parser("inspect", help="print what a snapshot is for, and its prefixes")
     inspect.add_argument("snapshot", metavar="SNAPSHOT")
     inspect.add_argument("--json", action="store_true", help="for machines")
-    _add_source_flags(inspect)
+    add_source_flags(inspect)
     verify = actions.add_parser("verify", help="read a whole snapshot and name every part that is damaged")
     verify.add_argument("snapshot", metavar="SNAPSHOT")
     importing = actions.add_parser("import", help="copy a snapshot from one store to another, verified")
@@ -280,7 +282,7 @@ def _kv(command: argparse.ArgumentParser) -> None:
     importing.add_argument("--force", action="store_true", help="replace the snapshot that is there")
     for action in (verify, importing):
         action.add_argument("--quiet", action="store_true", help="no progress")
-        _add_source_flags(action)
+        add_source_flags(action)
 
 
 def _pool(command: argparse.ArgumentParser) -> None:
@@ -327,17 +329,7 @@ def _add_work_flags(command: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=None, metavar="N", help="threads (default: the cores at hand)"
     )
     command.add_argument("--quiet", action="store_true", help="no progress")
-    _add_source_flags(command)
-
-
-def _add_source_flags(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("the store")
-    group.add_argument("--endpoint-url", metavar="URL", help="address of an S3-compatible store")
-    group.add_argument("--region")
-    group.add_argument("--profile", help="AWS profile to take credentials from")
-    group.add_argument("--addressing-style", choices=("auto", "path", "virtual"), default="auto")
-    group.add_argument("--anonymous", action="store_true", help="send unsigned requests")
-    group.add_argument("--requester-pays", action="store_true", help="agree to pay for the requests")
+    add_source_flags(command)
 
 
 def _add_settings(command: argparse.ArgumentParser, *, model_flag: bool = False) -> None:

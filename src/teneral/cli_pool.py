@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from .cli_source import add_source_flags, source_options
 from .loader.errors import UsageError
 
 
@@ -74,17 +75,10 @@ def _add_render(command: argparse.ArgumentParser) -> None:
     )
     around.add_argument("--prometheus", metavar="URL", help="kubernetes, helm: server that KEDA asks")
     around.add_argument("--gateway", metavar="NAME", help="kubernetes, helm: Gateway that divides traffic")
-    _add_store(command)
-
-
-def _add_store(command: argparse.ArgumentParser) -> None:
-    from .cli_flags import _add_source_flags
-
-    _add_source_flags(command)
+    add_source_flags(command)
 
 
 def _render(options: argparse.Namespace) -> int:
-    from .cli import _source_options
     from .infra.render.command import run_render
     from .infra.render.documents import Options
 
@@ -97,7 +91,7 @@ def _render(options: argparse.Namespace) -> int:
         model=options.model,
         strict=options.strict,
         options=Options(**{name: value for name, value in around.items() if value is not None}),
-        manifests=_source_options(options) if options.read_manifests else None,
+        manifests=source_options(options) if options.read_manifests else None,
     )
 
 

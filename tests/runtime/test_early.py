@@ -15,7 +15,7 @@ from tests.support.early_rig import (
 )
 
 from teneral.loader.tools.pack.plan import TierOptions
-from teneral.runtime.kv.blocks import Epoch
+from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 
 PROMPTS = [tuple((number * 37 + index * 11) % 250 for index in range(3 + 9 * number)) for number in range(4)]

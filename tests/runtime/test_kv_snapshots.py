@@ -18,15 +18,15 @@ from teneral.loader.tools.pack.pack import pack
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.errors import SnapshotMismatchError
 from teneral.runtime.instance import Instance
-from teneral.runtime.kv.snapshots.export import (
+from teneral.runtime.kv.snapshots.parts import open_snapshot
+from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
+from teneral.runtime.kv_export import (
     PrefixText,
     common_beginning,
     export_prefixes,
     prefix_tokens,
     read_prefix,
 )
-from teneral.runtime.kv.snapshots.parts import open_snapshot
-from teneral.runtime.kv.snapshots.snapshot import SNAPSHOT_NAME
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.text.tokenizer import TextTokenizer
 

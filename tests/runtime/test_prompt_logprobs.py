@@ -23,9 +23,8 @@ from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import GenerationResult
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import ContextLengthError, RequestError
-from teneral.runtime.kv.blocks import Epoch
 from teneral.runtime.step import logprobs
-from teneral.runtime.step.batch import join, select
+from teneral.runtime.step.batch import Epoch, join, select
 from teneral.runtime.step.logprobs import PromptScores, token_logprob
 from teneral.runtime.step.requests import FinishReason, FirstToken, GenerationRequest, SamplingParams
 from teneral.runtime.step.rows import Rows, build_batch

@@ -14,9 +14,9 @@ from tests.support.models import DictWeights, build_model
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
-from teneral.runtime.cuda.backend import CudaBackend
-from teneral.runtime.cuda.decoder import DeviceKernels
-from teneral.runtime.cuda.executor import CudaModelBackend
+from teneral.runtime.backends.cuda.backend import CudaBackend
+from teneral.runtime.backends.cuda.decoder import DeviceKernels
+from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.generation import Generation
 from teneral.runtime.models.decoder import Decoder

@@ -18,8 +18,8 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from teneral.runtime.cuda.compile import function_of
-from teneral.runtime.cuda.variants import Variant
+from teneral.runtime.backends.cuda.compile import function_of
+from teneral.runtime.backends.cuda.variants import Variant
 
 
 class Interpreter:

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from tests.support.reference_kernels import ReferenceKernels
 
-from teneral.runtime.cuda import variants as v
-from teneral.runtime.cuda.tables import StepTables, tables_of
-from teneral.runtime.cuda.variants import Shape
+from teneral.runtime.backends.cuda import variants as v
+from teneral.runtime.backends.cuda.tables import StepTables, tables_of
+from teneral.runtime.backends.cuda.variants import Shape
 from teneral.runtime.step.batch import SequenceSpan
 
 TOLERANCE = {

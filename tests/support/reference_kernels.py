@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from teneral.runtime.cuda.variants import Variant
+from teneral.runtime.backends.cuda.variants import Variant
 
 ACTIVATIONS = (F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu)
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from teneral.runtime.backends.cuda.storage import DeviceKVStorage
 from teneral.runtime.backends.torch.storage import MAX_CODE, TorchInt8KVStorage, TorchKVStorage, TorchPool
 from teneral.runtime.backends.torch.tensors import torch_dtype
-from teneral.runtime.cuda.storage import DeviceKVStorage
 from teneral.runtime.dtypes import DType
 from teneral.runtime.kv.storage import Int8KVStorage, KVStorage
 from teneral.runtime.step.batch import SequenceSpan

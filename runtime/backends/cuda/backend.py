@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...loader.timeline import Timeline
-from ..step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
-from ..step.batch import StepBatch
-from ..step.rows import Rows
-from ..step.state import Chosen, SamplingState
+from ....loader.timeline import Timeline
+from ...step.backend import Backend, BackendOptions, DeviceStatistics, OnLayer
+from ...step.batch import StepBatch
+from ...step.rows import Rows
+from ...step.state import Chosen, SamplingState
 from .budget import activation_bytes
 from .decoder import DeviceKernels
 from .executor import CudaExecutor
@@ -34,7 +34,7 @@ from .torch_backend import TorchDeviceBackend
 from .warm_up import open_launcher, span, use_flash_attention
 
 if TYPE_CHECKING:
-    from ..models.decoder import Decoder
+    from ...models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 

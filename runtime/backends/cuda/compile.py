@@ -1,6 +1,6 @@
 """Compiles the kernels ahead of time, for machines that then need neither Triton nor a compiler:
 
-    python -m teneral.runtime.cuda.compile OUT [--arch 80,90,100] [--config config.json …] [--block-size 16]
+    python -m teneral.runtime.backends.cuda.compile OUT [--arch 80,90,100] [--config config.json …] [--block-size 16]
 
 Needs Triton, and no device. Writes a folder for each architecture, with a binary for each variant (`variants.py`) and
 an index that says how to launch it (`library.py` reads both). `serve --kernel-dir OUT` uses them.
@@ -130,7 +130,7 @@ def compile_to(out: Path, variants: Iterable[Variant], architectures: Sequence[i
 
 def variants_of_config(path: Path, block_size: int) -> tuple[Variant, ...]:
     """Those of the model that a config.json describes, with norms stored in its dtype and in fp32."""
-    from ..models.decoder_config import DecoderConfig
+    from ...models.decoder_config import DecoderConfig
     from .shape import shape_of_config
 
     config = DecoderConfig.from_json(json.loads(path.read_text()))
@@ -141,7 +141,9 @@ def variants_of_config(path: Path, block_size: int) -> tuple[Variant, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m teneral.runtime.cuda.compile", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m teneral.runtime.backends.cuda.compile", description=__doc__
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", default="80,90,100", help="compute capabilities, 90 for 9.0")
     parser.add_argument(

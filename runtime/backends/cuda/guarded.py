@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import DeviceLostError
-from ..step.backend import Backend, DeviceStatistics, OnLayer
-from ..step.batch import StepBatch
-from ..step.rows import Rows
-from ..step.state import Chosen, SamplingState
+from ...errors import DeviceLostError
+from ...step.backend import Backend, DeviceStatistics, OnLayer
+from ...step.batch import StepBatch
+from ...step.rows import Rows
+from ...step.state import Chosen, SamplingState
 from .launch import OUT_OF_MEMORY, LaunchError
 
 PROBE_S = 10.0  # a device that takes longer for one addition is lost, too

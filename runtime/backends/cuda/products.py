@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..backends.torch.decoder import GatedMLP, TorchExecutor
-from ..backends.torch.linear import Linear
+from ..torch.decoder import GatedMLP, TorchExecutor
+from ..torch.linear import Linear
 from .launch import Launcher
 from .variants import PRODUCT_ROWS, Variant, product_variant
 

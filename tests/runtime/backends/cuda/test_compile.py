@@ -11,11 +11,11 @@ import pytest
 import torch
 from tests.support.load import patience_s
 
-from teneral.runtime.cuda import warm_up
-from teneral.runtime.cuda.compile import Compiler, compile_variant, count_parameters
-from teneral.runtime.cuda.launch import BinaryLauncher, LaunchError, parameters_for
-from teneral.runtime.cuda.library import INDEX, Binary, open_library
-from teneral.runtime.cuda.variants import (
+from teneral.runtime.backends.cuda import warm_up
+from teneral.runtime.backends.cuda.compile import Compiler, compile_variant, count_parameters
+from teneral.runtime.backends.cuda.launch import BinaryLauncher, LaunchError, parameters_for
+from teneral.runtime.backends.cuda.library import INDEX, Binary, open_library
+from teneral.runtime.backends.cuda.variants import (
     Shape,
     decode_stages,
     gate_variant,
@@ -125,7 +125,7 @@ def compiled(tmp_path_factory):
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "teneral.runtime.cuda.compile", str(folder / "out")]
+    command = [sys.executable, "-m", "teneral.runtime.backends.cuda.compile", str(folder / "out")]
     result = subprocess.run(
         [*command, "--arch", "90", "--config", str(folder / "config.json")],
         capture_output=True,
@@ -276,7 +276,7 @@ def test_there_is_room_for_every_parameter():
 
 def test_who_has_all_binaries_imports_no_triton():
     program = (
-        "import sys, teneral.runtime.cuda.backend, teneral.runtime.cuda.compile as compile; "
+        "import sys, teneral.runtime.backends.cuda.backend, teneral.runtime.backends.cuda.compile as compile; "
         "compile.Compiler(90); "
         "print(sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))"
     )

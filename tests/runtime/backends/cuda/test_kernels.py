@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="kernels are written in Triton, which is fo
 import numpy as np
 from tests.support.interpreted import Interpreter
 
-from teneral.runtime.cuda import variants as v
-from teneral.runtime.cuda.compile import compile_variant
-from teneral.runtime.cuda.tables import StepTables, split_keys
+from teneral.runtime.backends.cuda import variants as v
+from teneral.runtime.backends.cuda.compile import compile_variant
+from teneral.runtime.backends.cuda.tables import StepTables, split_keys
 
 
 def decode(

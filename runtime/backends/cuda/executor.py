@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..backends.torch.backend import TorchBackend
-from ..backends.torch.decoder import TorchExecutor
-from ..kv.kinds import KVKind
-from ..models.matrices import DecoderWeights
-from ..models.spec import DecoderSpec
-from ..step.batch import Int64s, StepBatch
+from ...kv.kinds import KVKind
+from ...models.matrices import DecoderWeights
+from ...models.spec import DecoderSpec
+from ...step.batch import Int64s, StepBatch
+from ..torch.backend import TorchBackend
+from ..torch.decoder import TorchExecutor
 from .decoder import DeviceKernels, DeviceStep
 from .storage import DeviceKVStorage
 from .tables import DeviceBatch

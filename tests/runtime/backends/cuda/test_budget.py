@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiny_models import config_json, tiny_model
 
-from teneral.runtime.cuda.budget import GRAPH_BYTES, MIN_KV_BYTES, SPARE_BYTES, activation_bytes, plan_budget
+from teneral.runtime.backends.cuda.budget import (
+    GRAPH_BYTES,
+    MIN_KV_BYTES,
+    SPARE_BYTES,
+    activation_bytes,
+    plan_budget,
+)
 from teneral.runtime.dtypes import DType
 from teneral.runtime.models.decoder_config import DecoderConfig
 from teneral.runtime.models.spec import DecoderSpec

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...loader.load.device_load import DeviceLoad
-from ..backends.torch.tensors import TORCH_DTYPES, stacked_view
-from ..dtypes import DType
-from ..tensors import Tensor
-from ..weights import StreamedWeights
+from ....loader.load.device_load import DeviceLoad
+from ...dtypes import DType
+from ...tensors import Tensor
+from ...weights import StreamedWeights
+from ..torch.tensors import TORCH_DTYPES, stacked_view
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.reference_kernels import ReferenceKernels, device_exponentials
 
-from teneral.runtime.cuda.sampling import DeviceSampler
+from teneral.runtime.backends.cuda.sampling import DeviceSampler
 from teneral.runtime.errors import ModelError
 from teneral.runtime.step import sampling
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..models.spec import DecoderSpec
+    from ...models.spec import DecoderSpec
 
 KV_SHARE = 0.9  # of what is left
 GRAPH_BYTES = 256 << 20  # a few hundred kernels' records for each size, and the activations that they share

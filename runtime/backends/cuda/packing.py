@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..step.batch import SequenceSpan, StepBatch
-from ..step.rows import Rows
+from ...step.batch import SequenceSpan, StepBatch
+from ...step.rows import Rows
 from .tables import DeviceBatch, TableCache, as_tables, pack
 from .transfer import Numbers, Uplink
 

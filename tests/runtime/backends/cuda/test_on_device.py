@@ -17,24 +17,24 @@ from tests.support.tiny_models import config_json, tensors_of, tiny_model
 from tests.support.toy_decoder import ToyTokenizer
 
 from teneral.runtime.backends.choose import step_backend
+from teneral.runtime.backends.cuda import decoder as decoder_module
+from teneral.runtime.backends.cuda import variants as v
+from teneral.runtime.backends.cuda.compile import compile_to
+from teneral.runtime.backends.cuda.executor import CudaModelBackend
+from teneral.runtime.backends.cuda.launch import BinaryLauncher, Driver
+from teneral.runtime.backends.cuda.library import open_library
+from teneral.runtime.backends.cuda.products import is_plain, projections_of
+from teneral.runtime.backends.cuda.sampling import DeviceSampler
+from teneral.runtime.backends.cuda.storage import DeviceKVStorage
+from teneral.runtime.backends.cuda.warm_up import open_launcher
+from teneral.runtime.backends.cuda.weights import DeviceTensor
 from teneral.runtime.backends.torch.tensors import dtype_of
-from teneral.runtime.cuda import decoder as decoder_module
-from teneral.runtime.cuda import variants as v
-from teneral.runtime.cuda.compile import compile_to
-from teneral.runtime.cuda.executor import CudaModelBackend
-from teneral.runtime.cuda.launch import BinaryLauncher, Driver
-from teneral.runtime.cuda.library import open_library
-from teneral.runtime.cuda.products import is_plain, projections_of
-from teneral.runtime.cuda.sampling import DeviceSampler
-from teneral.runtime.cuda.storage import DeviceKVStorage
-from teneral.runtime.cuda.warm_up import open_launcher
-from teneral.runtime.cuda.weights import DeviceTensor
 from teneral.runtime.dtypes import DType
 from teneral.runtime.engine.engine import Engine, EngineOptions
 from teneral.runtime.engine.sequence import Lane
 from teneral.runtime.errors import CapacityError
-from teneral.runtime.kv.blocks import Epoch
 from teneral.runtime.step import sampling
+from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import GenerationRequest, SamplingParams
 from teneral.runtime.step.rows import Rows
 from teneral.runtime.step.state import SamplingState
@@ -338,7 +338,7 @@ def test_a_model_without_kernels_is_computed_by_torch():
     with torch.no_grad():
         expected = [tuple(oracle_greedy(oracle, prompt, NUM_TOKENS)) for prompt in PROMPTS]
     decoder, _ = on_device(oracle)
-    from teneral.runtime.cuda.torch_backend import TorchBackend
+    from teneral.runtime.backends.cuda.torch_backend import TorchBackend
     from teneral.runtime.kv.kinds import KVKind
 
     with Rig(copy.copy(decoder), kv_dtype=KVKind.INT8) as rig:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import GrammarError
-from ..step.requests import TokenLogprob
-from ..step.sampling import not_finite
-from ..step.state import Choice, Chosen, SamplingState
+from ...errors import GrammarError
+from ...step.requests import TokenLogprob
+from ...step.sampling import not_finite
+from ...step.state import Choice, Chosen, SamplingState
 from .launch import Launcher
 from .transfer import Downlink, Numbers, Uplink, as_floats, bits
 from .variants import PIECE, race_variant

@@ -10,9 +10,9 @@ from tests.support.device_engine import TIMEOUT_S, DeviceRig, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
 from teneral.cli import exit_code
-from teneral.runtime.cuda.guarded import GuardedBackend, is_out_of_memory
-from teneral.runtime.cuda.launch import Driver, LaunchError
-from teneral.runtime.cuda.library import Binary
+from teneral.runtime.backends.cuda.guarded import GuardedBackend, is_out_of_memory
+from teneral.runtime.backends.cuda.launch import Driver, LaunchError
+from teneral.runtime.backends.cuda.library import Binary
 from teneral.runtime.engine.engine import Engine
 from teneral.runtime.errors import CapacityError, DeviceLostError, ModelError
 

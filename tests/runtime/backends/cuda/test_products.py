@@ -7,9 +7,9 @@ import torch
 from tests.support.device_engine import DeviceRig, Repeater, decoder_of
 from tests.support.reference_kernels import ReferenceKernels
 
+from teneral.runtime.backends.cuda import products as products_module
+from teneral.runtime.backends.cuda.products import RowProducts
 from teneral.runtime.backends.torch.linear import Linear
-from teneral.runtime.cuda import products as products_module
-from teneral.runtime.cuda.products import RowProducts
 
 PROMPT = (7, 11, 13, 17)
 

@@ -11,11 +11,11 @@ pytest.importorskip("hypothesis", reason="machines that only check a device need
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teneral.runtime.cuda.packing import NUM_PARTS, StepPacker
-from teneral.runtime.cuda.tables import tables_of
-from teneral.runtime.cuda.variants import TILE_ROWS
+from teneral.runtime.backends.cuda.packing import NUM_PARTS, StepPacker
+from teneral.runtime.backends.cuda.tables import tables_of
+from teneral.runtime.backends.cuda.variants import TILE_ROWS
 from teneral.runtime.engine.sequence import Lane
-from teneral.runtime.kv.blocks import Epoch
+from teneral.runtime.step.batch import Epoch
 from teneral.runtime.step.requests import GenerationRequest
 from teneral.runtime.step.rows import Rows, build_batch
 from teneral.runtime.step.state import SamplingState

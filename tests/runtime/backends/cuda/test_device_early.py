@@ -10,9 +10,9 @@ from tests.support.device_engine import Repeater
 from tests.support.early_rig import TIMEOUT_S, EarlyRig, exact_tokens, packed_tiny
 from tests.support.reference_kernels import ReferenceKernels
 
-from teneral.runtime.cuda.backend import CudaBackend
-from teneral.runtime.cuda.decoder import DeviceKernels
-from teneral.runtime.cuda.executor import CudaModelBackend
+from teneral.runtime.backends.cuda.backend import CudaBackend
+from teneral.runtime.backends.cuda.decoder import DeviceKernels
+from teneral.runtime.backends.cuda.executor import CudaModelBackend
 from teneral.runtime.errors import CapacityError
 from teneral.runtime.step.requests import FirstToken
 

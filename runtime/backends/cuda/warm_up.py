@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...loader.timeline import Timeline
+from ....loader.timeline import Timeline
 from .launch import BinaryLauncher, Driver, Launcher, Source
 from .library import open_library
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..step.batch import SequenceSpan, StepBatch
+from ...step.batch import SequenceSpan, StepBatch
 from .variants import MAX_SPLITS, TILE_ROWS
 
 PROGRAMS_A_PROCESSOR = 16  # of attention, those included that find nothing to do

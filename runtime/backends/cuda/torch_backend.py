@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.host import HostBackend
+from ..host import HostBackend
 
 
 class TorchDeviceBackend(HostBackend):

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backends.torch.storage import Extent, extent_of
-from ..backends.torch.tensors import torch_dtype
-from ..dtypes import DType
-from ..kv.pool import Bytes, layout_of
-from ..kv.storage import KVStorage
-from ..step.batch import SequenceSpan
+from ...dtypes import DType
+from ...kv.pool import Bytes, layout_of
+from ...kv.storage import KVStorage
+from ...step.batch import SequenceSpan
+from ..torch.storage import Extent, extent_of
+from ..torch.tensors import torch_dtype
 
 
 class DeviceKVStorage:

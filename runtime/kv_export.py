@@ -13,21 +13,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ....loader.errors import AlreadyExistsError, UsageError
-from ....loader.sources.open import open_store
-from ....loader.tools.progress_bar import format_bytes
-from ...config import ServeConfig
-from ...errors import ModelError, SnapshotMismatchError
-from ...instance import Instance
-from .snapshot import RECENT, SNAPSHOT_NAME, check_prefix_name, require_same
+from ..loader.errors import AlreadyExistsError, UsageError
+from ..loader.sources.open import open_store
+from ..loader.tools.progress_bar import format_bytes
+from .config import ServeConfig
+from .errors import ModelError, SnapshotMismatchError
+from .instance import Instance
+from .kv.snapshots.snapshot import RECENT, SNAPSHOT_NAME, check_prefix_name, require_same
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ...engine.engine import Engine
-    from ...text.tokenizer import TextTokenizer
-    from .generation import Chain
+    from .engine.engine import Engine
+    from .kv.snapshots.generation import Chain
+    from .text.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 4 << 20
 # What users begin with: letters, digits, spaces, line ends, marks, and what other scripts do.
@@ -116,12 +116,12 @@ def export_prefixes(
                 key="artifact",
                 hint="Pack it first: teneral pack MODEL ARTIFACT.",
             )
-        from .generation import (
+        from .kv.snapshots.generation import (
             plan_generation,
             write_generation,
         )  # numpy, while weights were arriving
-        from .service import identity_of
-        from .writer import find_published
+        from .kv.snapshots.service import identity_of
+        from .kv.snapshots.writer import find_published
 
         computing = _Computing(engine, cache_salt)
         tokens = {prefix.name: computing.add(prefix, tokenizer) for prefix in prefixes}
@@ -182,7 +182,7 @@ class _Computing:
         return pool.get(hashes)
 
     def _compute(self, tokens: Sequence[int]) -> None:
-        from ...step.requests import GenerationRequest, SamplingParams  # the engine has imported it
+        from .step.requests import GenerationRequest, SamplingParams  # the engine has imported it
 
         request = GenerationRequest(
             "kv-export",

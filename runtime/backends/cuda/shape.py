@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..dtypes import DType
-from ..models.spec import DecoderSpec
+from ...dtypes import DType
+from ...models.spec import DecoderSpec
 from .variants import Shape
 
 if TYPE_CHECKING:
     import torch
 
-    from ..backends.torch.decoder import TorchExecutor
-    from ..models.decoder_config import DecoderConfig
+    from ...models.decoder_config import DecoderConfig
+    from ..torch.decoder import TorchExecutor
 
 _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 

@@ -1,1 +1,1 @@
-"""Ways to compute: each hands its executors to the models, which know none of them."""
+"""The backends. Each passes its executors to the models, which import none of them."""

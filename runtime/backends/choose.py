@@ -1,7 +1,7 @@
-"""Which way computes a model: what `--backend` asks for, and what this machine and its weights allow.
+"""The choice of a backend: from `--backend`, the machine and the model's weights.
 
-The only place that knows all backends. What is chosen is logged; a wish that cannot be met is an error, never silently
-something else.
+This is the only module that knows all backends. The choice is logged; a request that cannot be met
+is an error, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ BACKENDS = (AUTO, NATIVE, TORCH, TRANSFORMERS)
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """What was asked for, and for where."""
+    """The requested backend, device and precision."""
 
     asked: str = AUTO  # one of BACKENDS
-    device: str = CPU  # where the weights are
-    compute_dtype: str = AUTO  # or a name as config.json has it
-    threads: int | None = None  # None: as many as there are cores
+    device: str = CPU  # the device that holds the weights
+    compute_dtype: str = AUTO  # or a dtype name as in config.json
+    threads: int | None = None  # None: one for each available core
     trim_imports: bool = False
 
     @property
     def is_torch(self) -> bool:
-        """Whether torch computes whatever the model is, so that its import need not wait for the model's config."""
+        """Whether torch computes any model, so that its import need not wait for the model's
+        config.
+        """
         return self.device != CPU or self.asked in (TORCH, TRANSFORMERS)
 
     def check(self) -> None:
-        """Raises `UsageError` for what cannot be had here."""
+        """Raise `UsageError` for a combination that this machine cannot run."""
         if self.asked == NATIVE and self.device != CPU:
             raise UsageError(
-                f"the native backend computes on the CPU, and the weights are on {self.device}",
+                f"the native backend runs on the CPU only, but the weights are on {self.device}",
                 key="backend",
                 hint="Leave --backend out, or add --device cpu.",
             )
         if self.asked == TRANSFORMERS and self.device != CPU:
             raise UsageError(
-                f"models that transformers computes are on the CPU, and the weights are on {self.device}",
+                f"the transformers backend runs on the CPU only, but the weights are on {self.device}",
                 key="backend",
                 hint="Add --device cpu.",
             )
@@ -67,11 +69,12 @@ class BackendChoice:
             )
 
     def model_backends(self) -> Iterator[ExecutorFactory]:
-        """In the order in which they are asked whether they compute a model. Each is imported when its turn comes."""
+        """Yield the candidates in order of preference. Each is imported only when it is reached."""
         self.check()
         if self.device != CPU:
             self.import_torch()
-            from .cuda.executor import CudaModelBackend  # nobody else has a device
+            # Only models on a device need it.
+            from .cuda.executor import CudaModelBackend
 
             yield CudaModelBackend()
             return
@@ -91,13 +94,17 @@ class BackendChoice:
             yield ReferenceBackend(self.compute_dtype)
 
     def import_torch(self) -> bool:
-        """The longest import by far. Whether it was trimmed; the environment decides how its threads wait."""
-        # OpenMP's threads sleep between regions instead of spinning: a container's cores are few, and metered.
-        # Read once, when torch brings the library in (docs/decisions/0007).
+        """Import torch, by far the longest import. Returns whether the import was trimmed.
+
+        The environment decides how torch's threads wait.
+        """
+        # OpenMP's threads sleep between regions instead of spinning, because a container's cores
+        # are few and metered. The variable is read once, when torch loads the library
+        # (docs/decisions/0007).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from ..torch_import import import_torch
 
-        # transformers looks into corners of torch that others do not.
+        # transformers uses modules of torch that trimming removes.
         trimmed = import_torch(trim=self.trim_imports and self.asked != TRANSFORMERS)
         import torch
 
@@ -106,8 +113,11 @@ class BackendChoice:
 
 
 def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files: Any) -> tuple[Any, bool]:
-    """A model that transformers computes, and whether it is an encoder. As `build_with_transformers`."""
-    from .transformers.build import build_with_transformers  # few ask for it
+    """Build a model that transformers computes. Returns it and whether it is an encoder.
+
+    The arguments are those of `build_with_transformers`.
+    """
+    from .transformers.build import build_with_transformers  # rarely used
     from .transformers.encoder import TransformersEncoder
 
     model = build_with_transformers(config, weights, compute_dtype=compute_dtype, **files)
@@ -115,9 +125,10 @@ def model_of_transformers(config: Any, weights: Any, compute_dtype: str, **files
 
 
 def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
-    """A `MakeBackend`: the one for where the model's weights are."""
+    """A `MakeBackend`: the backend for the device that holds the model's weights."""
     if getattr(model, "device", CPU) != CPU:
-        from .cuda.backend import cuda_backend  # nobody else needs it
+        # Only models on a device need it.
+        from .cuda.backend import cuda_backend
 
         return cuda_backend(model, kv, options, timeline)
     from .host import host_backend
@@ -126,19 +137,21 @@ def step_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timelin
 
 
 def pool_bytes(model: Any, weight_bytes: int, max_running: int) -> int:
-    """The KV pool's size unless somebody says it. The weights have their memory by now; on a CPU, much of that is
-    untouched yet.
+    """The default size of the KV pool in bytes.
+
+    The weights have their memory by now; on a CPU, much of that is not touched yet.
     """
     if model.device == CPU:
         from ...loader.memory.limits import available_bytes
         from ..kv.sizing import default_kv_bytes
 
         return default_kv_bytes(weight_bytes, available_bytes())
-    from .cuda.budget import pool_bytes_on  # nobody else has a device
+    # Only models on a device need it.
+    from .cuda.budget import pool_bytes_on
 
     return pool_bytes_on(model.device, model.spec, max_rows=max_running)
 
 
 def has_torch() -> bool:
-    """Whether torch is installed. Does not import it."""
+    """Return whether torch is installed, without importing it."""
     return find_spec("torch") is not None

@@ -96,7 +96,7 @@ def test_commands_that_need_torch_say_so(
 
 
 def test_the_native_core_computes_on_no_gpu() -> None:
-    with pytest.raises(UsageError, match="computes on the CPU, and the weights are on cuda:0"):
+    with pytest.raises(UsageError, match="runs on the CPU only, but the weights are on cuda:0"):
         BackendChoice("native", "cuda:0").check()
 
 

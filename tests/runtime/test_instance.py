@@ -292,7 +292,7 @@ def test_the_timeline_says_what_is_computed_in_and_why(tmp_path: Path, asked: st
     assert built.attributes == {
         "stored_dtype": "float16",
         "compute_dtype": computed,
-        "why": "it was asked for",
+        "why": "it was requested",
     }
 
 

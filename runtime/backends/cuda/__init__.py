@@ -1,1 +1,1 @@
-"""Generating on a CUDA device. What is not on one never imports this."""
+"""Generation on a CUDA device. Processes without a device never import this package."""

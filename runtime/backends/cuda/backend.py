@@ -1,8 +1,9 @@
-"""What an engine computes with on a CUDA device.
+"""The CUDA backend of the engine.
 
-A step is one copy of numbers to the device, launches or one graph, the choice of tokens there, and one copy back, which
-is the step's only wait. Graphs are recorded between steps, in time that nobody wants, once the weights are exact and
-something was served. Where there are no kernels for a model, torch computes it, and says so on the timeline.
+A step is one copy of numbers to the device, kernel launches or one graph, the choice of tokens on
+the device, and one copy back, which is the step's only wait. Graphs are recorded between steps, in
+otherwise idle time, once the weights are exact and the first step has run. Where no kernels support
+a model, torch computes it, and the timeline records this.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIN_WANTED = 64  # steps of one size, before those who wait for tokens wait for its recording
+# Steps of one size before its recording may delay the running sequences.
+MIN_WANTED = 64
 
 
 class CudaBackend:
-    """Of one decoder. `DeviceKernels` compute its steps from now on, whoever asks for them."""
+    """The backend of one decoder. Installs `DeviceKernels` in the decoder's executor when it is
+    made.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,7 @@ class CudaBackend:
         recorder: Recorder | None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Without a recorder nothing is recorded."""
+        """Without a recorder, no graphs are recorded."""
         self._decoder = decoder
         self._kv = kv
         self._options = options
@@ -76,8 +80,10 @@ class CudaBackend:
                 max_rows=options.max_running,
                 max_context=options.max_context,
             )
-        self._missed: Counter[int] = Counter()  # steps that a graph of this size would have served
-        self._next_graph: int | None = None  # that computes the batch which was made last
+        # Steps that a graph of each size would have served.
+        self._missed: Counter[int] = Counter()
+        # Size of the graph that computes the batch built last.
+        self._next_graph: int | None = None
         self._num_graph_steps = 0
         self._num_eager_steps = 0
         self._num_out_of_memory = 0
@@ -89,7 +95,8 @@ class CudaBackend:
     @torch.inference_mode()
     def build(self, parts: Sequence[Rows]) -> StepBatch:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread: kernels are launched without asking torch
+            # Per thread: kernels are launched without going through torch.
+            torch.cuda.set_device(self._device)
         self._next_graph = None
         graphs = self._graphs
         if graphs is not None and all(
@@ -117,12 +124,14 @@ class CudaBackend:
         return self._sampler.choose(logits, states)
 
     def wants_idle_time(self, *, has_running: bool) -> bool:
-        """Nothing before the first step: whoever starts a server is about to ask."""
+        """Whether a graph is worth recording now. Never before the first step: a new server's first
+        request is likely to arrive soon.
+        """
         return self._num_eager_steps > 0 and self._size_to_record(has_running=has_running) is not None
 
     @torch.inference_mode()
     def work_when_idle(self) -> None:
-        """Records one graph."""
+        """Record one graph."""
         size = self._size_to_record(has_running=False)
         assert size is not None
         assert self._graphs is not None
@@ -144,7 +153,8 @@ class CudaBackend:
     def make_room(self) -> None:
         self._num_out_of_memory += 1
         if self._graphs is not None and self._num_out_of_memory > 1:
-            self._graphs.forget()  # memory is really short
+            # Memory is short even after the allocator's cache was emptied.
+            self._graphs.forget()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -169,7 +179,9 @@ class CudaBackend:
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """What the driver and torch's allocator say. On a CPU, where tests run: nothing."""
+    """Memory figures from the driver and torch's allocator, in bytes; all 0 on a CPU, where tests
+    run.
+    """
     if device.type != "cuda":
         return dict.fromkeys(("free_bytes", "total_bytes", "allocated_bytes", "reserved_bytes"), 0)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -182,32 +194,36 @@ def device_memory(device: torch.device) -> dict[str, int]:
 
 
 def cuda_backend(model: Any, kv: Any, options: BackendOptions, timeline: Timeline | None) -> Backend:
-    """With kernels where there are some for this model and pool; otherwise torch computes it all."""
+    """Make the backend with kernels where they support this model and pool; otherwise torch
+    computes every step.
+    """
     try:
         if not isinstance(kv, DeviceKVStorage):
-            raise NotImplementedError("there are kernels only for keys and values in the model's own dtype")
+            raise NotImplementedError("the kernels support only keys and values in the model's own dtype")
         device = torch.device(model.device)
         use_flash_attention()
         with span(timeline, "kernels' modules"):
             folder = Path(options.kernels_dir) if options.kernels_dir else None
-            launch, told = open_launcher(device, folder)
+            launch, description = open_launcher(device, folder)
             kernels = _kernels(model, options, launch)
-    except Exception as error:  # noqa: BLE001 - of a compiler or a driver that we may not know: torch can do it all
+    except Exception as error:  # noqa: BLE001 - torch can replace kernels after any error of a compiler or a driver
         logger.warning(
-            "no kernels on the device, torch computes everything: %s: %s", type(error).__name__, error
+            "the CUDA kernels are unavailable, torch computes every step: %s: %s", type(error).__name__, error
         )
         if timeline is not None:
             timeline.mark("process", "no kernels on the device", why=str(error)[:200])
         return GuardedBackend(TorchDeviceBackend(model, kv, options.block_size), torch.device(model.device))
     if timeline is not None:
-        timeline.mark("process", "kernels on the device", kernels=told)
+        timeline.mark("process", "kernels on the device", kernels=description)
     recorder = CudaRecorder(torch.device(model.device))
     backend = CudaBackend(model, kv, options, kernels, recorder=recorder, timeline=timeline)
     return GuardedBackend(backend, torch.device(model.device))
 
 
 def _kernels(model: Any, options: BackendOptions, launch: Launcher) -> DeviceKernels:
-    """Raises what makes them impossible for this model, before anything is computed with them."""
+    """Load the kernels of this model. Raises if they do not support it, before any step is
+    computed.
+    """
     properties = torch.cuda.get_device_properties(torch.device(model.device))
     kernels = DeviceKernels(
         model.executor,

@@ -1,7 +1,7 @@
-"""How a device's memory is divided: pure arithmetic over what is free.
+"""The division of a device's memory: pure arithmetic over the free bytes.
 
-Weights come first, then room for the largest step, for recorded steps and for what cannot be foreseen (libraries'
-workspaces, the allocator's rounding); keys and values get most of the rest.
+Weights come first, then room for the largest step, for recorded steps and for unforeseen needs
+(libraries' workspaces, the allocator's rounding); keys and values get most of the rest.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ...models.spec import DecoderSpec
 
-KV_SHARE = 0.9  # of what is left
-GRAPH_BYTES = 256 << 20  # a few hundred kernels' records for each size, and the activations that they share
+KV_SHARE = 0.9  # of the remaining memory
+# A few hundred kernels' records for each size, and the activations that they share.
+GRAPH_BYTES = 256 << 20
 SPARE_BYTES = 512 << 20
 MIN_KV_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """In bytes."""
+    """The bytes of each use of the device's memory."""
 
-    weight_bytes: int  # that are still to come
+    weight_bytes: int  # weights not yet allocated
     activation_bytes: int
     graph_bytes: int
     spare_bytes: int
@@ -32,7 +33,11 @@ class DeviceBudget:
 def plan_budget(
     free_bytes: int, *, missing_weight_bytes: int, activation_bytes: int, kv_bytes: int | None
 ) -> DeviceBudget:
-    """`missing_weight_bytes` have no memory yet; `kv_bytes` is what somebody has asked for, who gets it."""
+    """Divide `free_bytes` of the device.
+
+    `missing_weight_bytes` are not allocated yet. `kv_bytes` is the configured size of the pool,
+    which overrides the computed one.
+    """
     taken = missing_weight_bytes + activation_bytes + GRAPH_BYTES + SPARE_BYTES
     left = max(0, free_bytes - taken)
     chosen = max(MIN_KV_BYTES, int(KV_SHARE * left)) if kv_bytes is None else kv_bytes
@@ -46,7 +51,7 @@ def pool_bytes_on(
     max_rows: int,
     max_step_tokens: int = 2_048,
 ) -> int:
-    """For keys and values on this device, whose weights have their memory already."""
+    """The pool's size in bytes on this device, whose weights are allocated already."""
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(torch.device(device))
@@ -55,10 +60,11 @@ def pool_bytes_on(
 
 
 def activation_bytes(spec: DecoderSpec, max_step_tokens: int, max_rows: int) -> int:
-    """What the largest step takes beside weights and cache, at most.
+    """An upper bound of the largest step's memory, weights and cache excluded.
 
-    Of a layer, at the same time: the rows, their norm, queries with keys and values, what attention gives, the gate's
-    two products and theirs. Then logits, in the model's dtype and in fp32, and as much again while tokens are chosen.
+    A layer holds at the same time: the rows, their norm, queries with keys and values, the output
+    of attention, the gate's two products and their product. Then logits, in the model's dtype and
+    in fp32, and as much again while tokens are chosen.
     """
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     of_row = 3 * spec.hidden_size + heads + spec.num_heads * spec.head_dim + 3 * spec.intermediate_size

@@ -1,9 +1,10 @@
-"""Compiles the kernels ahead of time, for machines that then need neither Triton nor a compiler:
+"""Ahead-of-time compiler of the kernels, for machines that then need neither Triton nor a compiler:
 
     python -m teneral.runtime.backends.cuda.compile OUT [--arch 80,90,100] [--config config.json …] [--block-size 16]
 
-Needs Triton, and no device. Writes a folder for each architecture, with a binary for each variant (`variants.py`) and
-an index that says how to launch it (`library.py` reads both). `serve --kernel-dir OUT` uses them.
+Needs Triton, but no device. Writes a folder for each architecture, with a binary for each variant
+(`variants.py`) and an index of their launch parameters (`library.py` reads both). `serve
+--kernel-dir OUT` uses them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
 
 
 class Compiler:
-    """A `Source` of binaries for one architecture, made when they are asked for. Triton keeps them in its own cache."""
+    """A `Source` of binaries for one architecture, compiled on demand. Triton keeps them in its own
+    cache.
+    """
 
     def __init__(self, architecture: int) -> None:
         self._architecture = architecture
@@ -37,7 +40,7 @@ class Compiler:
 
 
 def compile_variant(variant: Variant, architecture: int) -> tuple[Binary, bytes]:
-    """Takes a second or so. Raises what Triton raises."""
+    """Compile one variant, which takes about a second. Raises Triton's errors."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -49,7 +52,9 @@ def compile_variant(variant: Variant, architecture: int) -> tuple[Binary, bytes]
     _require_plain(variant, metadata)
     num_parameters = count_parameters(compiled.asm["ptx"])
     if not len(types) <= num_parameters <= len(types) + 2:
-        raise RuntimeError(f"{variant.key} has {num_parameters} parameters, and not those of {sorted(types)}")
+        raise RuntimeError(
+            f"{variant.key} has {num_parameters} parameters, which do not match {sorted(types)}"
+        )
     binary = Binary(
         key=variant.key,
         name=metadata.name,
@@ -62,7 +67,7 @@ def compile_variant(variant: Variant, architecture: int) -> tuple[Binary, bytes]
 
 
 def _source(function: Any, types: dict[str, str], constants: dict[str, int]) -> Any:
-    """What Triton compiles, said as its version wants it."""
+    """Triton's `ASTSource`, in the form that the installed version takes."""
     from triton.compiler import ASTSource
 
     places = {name: place for place, name in enumerate(function.arg_names)}
@@ -81,29 +86,34 @@ def _source(function: Any, types: dict[str, str], constants: dict[str, int]) -> 
 
 
 def function_of(variant: Variant) -> Any:
-    """The plain function. Imports Triton's language."""
+    """The kernel's Python function. Imports Triton's language."""
     kernel = KERNELS[variant.kernel]
     return getattr(import_module(f"{__package__}.kernels.{kernel.module}"), kernel.name)
 
 
 def count_parameters(ptx: str) -> int:
-    """Of the entry: behind the arguments there may be addresses of scratch memory, which are not used."""
+    """The number of the entry's parameters.
+
+    The arguments may be followed by addresses of scratch memory, which are not used.
+    """
     entry = ptx[ptx.index(".entry") :]
     return len(_PARAMETER.findall(entry[: entry.index(")")]))
 
 
 def _require_plain(variant: Variant, metadata: Any) -> None:
-    """A launch gives no scratch memory, and makes no clusters."""
+    """Raise for kernels with scratch memory or clusters, which the launcher does not support."""
     for name in ("global_scratch_size", "profile_scratch_size"):
         if getattr(metadata, name, 0):
             raise RuntimeError(f"{variant.key} needs {name}")
     clusters = getattr(metadata, "num_ctas", 1), getattr(metadata, "launch_cooperative_grid", False)
     if clusters != (1, False):
-        raise RuntimeError(f"{variant.key} is to be launched in another way than its kind: {clusters}")
+        raise RuntimeError(f"{variant.key} needs an unsupported launch: {clusters}")
 
 
 def compile_to(out: Path, variants: Iterable[Variant], architectures: Sequence[int]) -> int:
-    """Replaces what OUT has for these architectures. Returns how many binaries there are."""
+    """Compile the variants into OUT, replacing its folders of these architectures. Returns the
+    number of binaries.
+    """
     import triton
 
     num_binaries = 0
@@ -129,7 +139,9 @@ def compile_to(out: Path, variants: Iterable[Variant], architectures: Sequence[i
 
 
 def variants_of_config(path: Path, block_size: int) -> tuple[Variant, ...]:
-    """Those of the model that a config.json describes, with norms stored in its dtype and in fp32."""
+    """The variants of the model that a config.json describes, with norms stored in its dtype and in
+    fp32.
+    """
     from ...models.decoder_config import DecoderConfig
     from .shape import shape_of_config
 
@@ -147,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--arch", default="80,90,100", help="compute capabilities, 90 for 9.0")
     parser.add_argument(
-        "--config", type=Path, action="append", help="config.json of a model; may be given again"
+        "--config", type=Path, action="append", help="config.json of a model; may be repeated"
     )
     parser.add_argument("--block-size", type=int, default=16)
     given = parser.parse_args(arguments)

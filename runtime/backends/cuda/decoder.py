@@ -1,9 +1,9 @@
-"""A decoder's layers on a device: torch's matrix products, and kernels for all that is between them.
+"""A decoder's layers on a device: torch's matrix products, and kernels for everything between them.
 
-Another way to compute the same step as `backends/torch/decoder.py`, over the same weights, where the loader has
-put them, and a pool in the device's layout. It follows arriving weights layer by layer, and reads nothing when it is
-made. No layer waits for the device, so a step is a sequence of launches whose number and shapes do not depend on what
-it computes: `graphs.py` records it.
+Computes the same step as `backends/torch/decoder.py`, over the same weights at the loader's
+addresses and a pool in the device's layout. It follows arriving weights layer by layer, and reads
+no weights at construction. No layer waits for the device, so a step is a sequence of launches whose
+number and shapes do not depend on the data: `graphs.py` records it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from .storage import DeviceKVStorage
 from .tables import StepTables, split_keys, tell_device
 
 SEES_ALL = 1 << 30  # a window that no context reaches
-MIN_SDPA_ROWS = 64  # of a prompt of its own, from which torch's attention is worth its preparations
+# Rows of a prompt of its own from which torch's attention outweighs its preparation.
+MIN_SDPA_ROWS = 64
 
 
 IMPLEMENTED: Mapping[str, Accepts] = {
-    "dtype": any_value,  # `variants.why_not` says which
+    "dtype": any_value,  # `variants.why_not` checks it
     "vocab_size": any_value,
     "hidden_size": any_value,
     "intermediate_size": any_value,
@@ -49,7 +50,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
     "attention_scale": any_value,
     "score_cap": one_of(None),
     "logit_cap": one_of(None),
-    "embedding_scale": any_value,  # torch makes the rows
+    "embedding_scale": any_value,  # torch computes the rows
     "residual_scale": one_of(1.0),
     "logits_scale": one_of(1.0),
     "activation": one_of(*v.ACTIVATIONS),
@@ -72,7 +73,7 @@ IMPLEMENTED: Mapping[str, Accepts] = {
 
 
 class DeviceKernels:
-    """For one decoder and one pool's block size."""
+    """The kernels for one decoder and one pool's block size."""
 
     def __init__(
         self,
@@ -84,8 +85,10 @@ class DeviceKernels:
         num_processors: int = 1,
         architecture: int = 80,
     ) -> None:
-        """For contexts up to `max_context`. `num_processors` of the device share the work; its `architecture` is
-        10 · major + minor of its compute capability. NotImplementedError where there are no kernels for a model.
+        """Prepare for contexts up to `max_context`.
+
+        `num_processors` of the device share the work; `architecture` is 10 · major + minor of its
+        compute capability. Raises NotImplementedError for a model that the kernels do not support.
         """
         spec = executor.spec
         reason = refusal_of(spec, IMPLEMENTED, "a device's kernels")
@@ -117,7 +120,7 @@ class DeviceKernels:
 
     @property
     def variants(self) -> tuple[v.Variant, ...]:
-        """All that it may launch."""
+        """All variants that this model may launch."""
         stages = self.whole.num_stages
         return tuple(
             variant
@@ -126,7 +129,7 @@ class DeviceKernels:
         )
 
     def takes(self, batch: StepBatch, kv: KVPool) -> bool:
-        """Whether a step over this batch is to be computed here."""
+        """Whether the kernels compute a step over this batch."""
         return (
             isinstance(kv, DeviceKVStorage) and kv.block_size == self.shape.block_size and bool(batch.spans)
         )
@@ -140,8 +143,9 @@ class DeviceKernels:
         *,
         is_recorded: bool = False,
     ) -> DeviceStep:
-        """The step over this batch; `cos` and `sin` are `RopeTable.rows`. A recorded one has as many splits as the
-        longest context takes, whatever the contexts are.
+        """The step over this batch; `cos` and `sin` are `RopeTable.rows`.
+
+        A recorded step always has the number of splits of the longest context.
         """
         assert isinstance(kv, DeviceKVStorage)
         return DeviceStep(self, batch, kv, cos, sin, is_recorded=is_recorded)
@@ -155,14 +159,14 @@ class DeviceKernels:
         return out
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """(R, vocab_size) fp32 of what the last layer made of these rows."""
+        """Logits (R, vocab_size) fp32 from the last layer's rows."""
         if not len(x):
             return x.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         return self.products(self.executor.head, self.normed(self.executor.norm, x)).float()
 
 
 class DeviceStep:
-    """What all layers share in one step."""
+    """The state that all layers share in one step."""
 
     def __init__(
         self,
@@ -177,17 +181,18 @@ class DeviceStep:
         spans = batch.spans
         self._kernels = kernels
         self._kv = kv
-        told = batch.on_device or tell_device(batch, kernels.group, kv.device)
-        self._slots = told.slots
+        arrays = batch.on_device or tell_device(batch, kernels.group, kv.device)
+        self._slots = arrays.slots
         self._cos, self._sin = cos, sin
-        self._tables: StepTables = told.tables
+        self._tables: StepTables = arrays.tables
         longest = max((span.context_len for span in spans), default=0)
         # A prompt that begins here and is alone: nothing of it has to be read back from the pool.
         self._is_one_prompt = (
             len(spans) == 1
             and MIN_SDPA_ROWS <= spans[0].length == spans[0].context_len
             and kv.device.type == "cuda"
-            and kernels.shape.dtype != "fp32"  # for which torch would write out all scores
+            # In fp32 torch would materialise all scores.
+            and kernels.shape.dtype != "fp32"
         )
         self._length = longest
         num_decoding = len(self._tables.decoding)
@@ -200,16 +205,16 @@ class DeviceStep:
         self._num_splits = -(-most // self._split_keys)
         num_heads = kernels.spec.num_heads
         size = num_decoding * num_heads * self._num_splits if self._num_splits > 1 else 0
-        # Written and read within each layer's attention, so one room serves all of them.
+        # Written and read within each layer's attention, so all layers share one buffer.
         self._split_out = cos.new_empty((size, kv.head_dim), dtype=torch.float32)
         self._split_scale = cos.new_empty(size, dtype=torch.float32)
 
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """x (T, hidden_size) through this layer, in place."""
+        """Compute this layer on x (T, hidden_size), in place."""
         kernels = self._kernels
         layer = kernels.executor.layers_of[index]
         assert layer.attention_norm is not None
-        assert layer.mlp_norm is not None  # IMPLEMENTED says so
+        assert layer.mlp_norm is not None  # guaranteed by IMPLEMENTED
         assert isinstance(layer.mlp, GatedMLP)
         attended = self._attention(layer, kernels.normed(layer.attention_norm, x))
         added = kernels.products(layer.attention.output, attended)
@@ -220,13 +225,15 @@ class DeviceStep:
         return kernels.products.add_(x, layer.mlp.down, active)
 
     def _attention(self, layer: DecoderLayer, normed: torch.Tensor) -> torch.Tensor:
-        """(T, num_heads * head_dim) of the layer's normed rows, before the output projection."""
+        """Attention over the layer's normed rows, before the output projection: (T, num_heads *
+        head_dim).
+        """
         kernels, kv, attention = self._kernels, self._kv, layer.attention
         spec = kernels.spec
         heads = kernels.products(attention.qkv, normed).view(len(normed), -1, kv.head_dim)
         keys, values = kv.of_layer(layer.index)
         norms = attention.head_norm
-        # Without norms the kernel reads neither.
+        # Without norms the kernel reads neither weight.
         of_queries, of_keys = (heads, heads) if norms is None else (norms.queries.weight, norms.keys.weight)
         kernels.launch(
             kernels.place,
@@ -238,7 +245,7 @@ class DeviceStep:
         if self._is_one_prompt and window >= self._length:
             return self._prompt_alone(heads, spec.num_heads)
         out = heads.new_empty((len(heads), spec.num_heads * kv.head_dim))
-        # The number of heads a row has, and what each means
+        # The number of heads of a row, and of each kind.
         numbers = (heads.shape[1], spec.num_heads, kv.num_kv_heads, window)
         if len(self._tables.decoding):
             self._decode(heads, keys, values, out, numbers)

@@ -1,4 +1,4 @@
-"""Decoders on a CUDA device: torch's executor, with kernels of ours in its place once the backend has made them."""
+"""The executor of decoders on a CUDA device: torch's, until the backend installs its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .tables import DeviceBatch
 
 
 class CudaExecutor(TorchExecutor):
-    """An `Executor` whose logits stay on the device, for `DeviceSampler`, where kernels compute them."""
+    """An `Executor` whose logits stay on the device, for `DeviceSampler`, when kernels compute
+    them.
+    """
 
     kernels: DeviceKernels | None = None
 
@@ -28,15 +30,15 @@ class CudaExecutor(TorchExecutor):
 
     @torch.inference_mode()
     def embed(self, batch: StepBatch) -> torch.Tensor:
-        told = batch.on_device
-        return self.embeddings(told.tokens) if isinstance(told, DeviceBatch) else super().embed(batch)
+        arrays = batch.on_device
+        return self.embeddings(arrays.tokens) if isinstance(arrays, DeviceBatch) else super().embed(batch)
 
     @torch.inference_mode()
     def begin(self, batch: StepBatch, kv: Any) -> Any:
         if self.kernels is None or not self.kernels.takes(batch, kv):
             return super().begin(batch, kv)
-        told = batch.on_device
-        positions = torch.from_numpy(batch.positions).to(self.device) if told is None else told.positions
+        arrays = batch.on_device
+        positions = torch.from_numpy(batch.positions).to(self.device) if arrays is None else arrays.positions
         cos, sin = self.rope.rows(positions, max(span.context_len for span in batch.spans))
         return self.kernels.begin(batch, kv, cos, sin)
 
@@ -70,7 +72,7 @@ class CudaExecutor(TorchExecutor):
 
 
 class CudaModelBackend(TorchBackend):
-    """An `ExecutorFactory` for weights on a device: everything is computed in the dtype that is stored."""
+    """An `ExecutorFactory` for weights on a device. Computes in the dtype of the stored weights."""
 
     name = "cuda"
 

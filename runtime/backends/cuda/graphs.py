@@ -1,13 +1,15 @@
-"""Steps in which every sequence takes one token, recorded once and replayed.
+"""CUDA graphs of steps in which every sequence takes one token: recorded once, then replayed.
 
-Launching the few hundred kernels of a step takes the host longer than the device needs for them when sequences are few.
-A CUDA graph launches them all at once. Each is recorded for one number of rows, a power of 2, and serves all steps with
-at most as many; what changes from step to step is read from one buffer, whose addresses do not change.
+With few sequences, launching the few hundred kernels of a step takes the host longer than the
+device needs to compute them. A CUDA graph launches them all at once. Each is recorded for one
+number of rows, a power of 2, and serves all steps with at most as many; whatever changes between
+steps is read from one buffer at a fixed address.
 
-A graph keeps addresses: of weights, which are refined in place and never moved; of the pool; and of the tables of
-rotary angles, which it therefore holds on to. It is recorded when the weights are exact, since no layer of it waits.
+A graph keeps addresses: of weights, which are refined in place and never moved; of the pool; and of
+the tables of rotary angles, which it therefore keeps alive. It is recorded once the weights are
+exact, since none of its layers waits.
 
-When that fails the reason is logged once, and everything goes on as without.
+If recording fails, the reason is logged once, and steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -32,18 +34,20 @@ WARM_UP_STEPS = 2
 
 
 class Recorder(Protocol):
-    """Records what a function puts on the device. A test's calls the function again at each replay."""
+    """A recorder of the work that a function enqueues. The one in tests calls the function again at
+    each replay.
+    """
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """(replay, the function's result, whose content each replay replaces)"""
+        """Record `work`. Returns (replay, its result), a tensor that each replay overwrites."""
 
     @property
     def memory_bytes(self) -> int:
-        """What recordings keep, all together."""
+        """The memory of all recordings together."""
 
 
 class CudaRecorder:
-    """CUDA graphs, which share one pool of memory: they never run at the same time."""
+    """Recorder of CUDA graphs. They share one memory pool because they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -62,7 +66,8 @@ class CudaRecorder:
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                for _ in range(WARM_UP_STEPS):  # what is made at the first use must not be recorded
+                # Lazy initialisation at the first use must not be recorded.
+                for _ in range(WARM_UP_STEPS):
                     work()
                 self._stream.synchronize()
                 # Other threads may allocate and copy meanwhile.
@@ -81,11 +86,14 @@ class CudaRecorder:
 class _Recorded:
     replay: Callable[[], None]
     logits: torch.Tensor  # (rows, vocab) fp32
-    kept: tuple[torch.Tensor, ...]  # what it reads and nobody else need hold
+    # Tensors that the graph reads and that it must keep alive.
+    kept: tuple[torch.Tensor, ...]
 
 
 class DecodeGraphs:
-    """Of one decoder and its pool. One thread at a time, the one that computes steps."""
+    """The graphs of one decoder and its pool. Not thread-safe: only the thread that computes steps
+    uses them.
+    """
 
     def __init__(
         self,
@@ -97,7 +105,7 @@ class DecodeGraphs:
         max_rows: int,
         max_context: int,
     ) -> None:
-        """Of steps with up to `max_rows` sequences of up to `max_context` tokens."""
+        """For steps with up to `max_rows` sequences of up to `max_context` tokens."""
         self._kernels = kernels
         self._kv = kv
         self._packer = packer
@@ -118,27 +126,30 @@ class DecodeGraphs:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Sizes that are not recorded, and can be."""
+        """The sizes not recorded yet; empty after a failure."""
         return () if self._failed else tuple(size for size in self.sizes if size not in self._recorded)
 
     def size_for(self, num_rows: int) -> int | None:
-        """The recorded size for a step of so many rows; None: there is none."""
+        """The recorded size for a step of `num_rows` rows; None: there is none."""
         size = next((size for size in self.sizes if size >= num_rows), None)
         return size if size in self._recorded else None
 
     def batch(self, parts: list[Rows], size: int) -> StepBatch:
-        """What `run` computes next."""
+        """Build the batch that the next `run` computes."""
         assert self._buffer is not None
         return self._packer.decode_batch(parts, size, self._buffer)
 
     def run(self, size: int, num_rows: int) -> torch.Tensor:
-        """Logits (num_rows, vocab) fp32 of the batch that was made last, valid until the next replay."""
+        """Logits (num_rows, vocab) fp32 of the batch built last, valid until the next replay."""
         recorded = self._recorded[size]
         recorded.replay()
         return recorded.logits[:num_rows]
 
     def record(self, size: int) -> bool:
-        """False when it failed; then nothing is recorded any more. Some 100 ms. The weights must be exact."""
+        """Record one size, in about 100 ms. The weights must be exact.
+
+        Returns False on failure; then recording is disabled.
+        """
         try:
             if self._buffer is None:
                 most = self.sizes[-1]
@@ -147,31 +158,34 @@ class DecodeGraphs:
                     NUM_PARTS * most + num_blocks, dtype=torch.int64, device=self._kv.device
                 )
             self._recorded[size] = self._record(size, self._buffer)
-        except Exception:  # of a driver, a library or memory: every step can be computed without
+        # Errors of a driver, a library or memory: every step can be computed without graphs.
+        except Exception:
             self._failed = True
-            logger.exception("steps of %d rows could not be recorded: they are launched one by one", size)
+            logger.exception(
+                "recording the graph of %d rows failed: its kernels are launched one by one", size
+            )
             return False
         return True
 
     def forget(self) -> None:
-        """Give their memory back, and record nothing any more: others need it."""
+        """Free the graphs' memory for other uses, and disable recording."""
         self._recorded.clear()
         self._failed = True
 
     def _record(self, size: int, buffer: torch.Tensor) -> _Recorded:
         kernels, kv = self._kernels, self._kv
         executor = kernels.executor
-        batch = self._packer.decode_batch([], size, buffer)  # rows that do nothing
-        # Tables as long as any context, so that no longer ones take their place.
-        told = batch.on_device
-        assert isinstance(told, DeviceBatch)
-        executor.rope.rows(told.positions, self._max_context)
+        batch = self._packer.decode_batch([], size, buffer)  # rows of padding
+        # Grow the tables to the longest context first, because growing later would replace them.
+        arrays = batch.on_device
+        assert isinstance(arrays, DeviceBatch)
+        executor.rope.rows(arrays.positions, self._max_context)
 
         @torch.inference_mode()
         def work() -> torch.Tensor:
-            cos, sin = executor.rope.rows(told.positions, self._max_context)
+            cos, sin = executor.rope.rows(arrays.positions, self._max_context)
             step = kernels.begin(batch, kv, cos, sin, is_recorded=True)
-            x = executor.embeddings(told.tokens)
+            x = executor.embeddings(arrays.tokens)
             for index in range(executor.spec.num_layers):
                 x = step.layer(index, x)
             return kernels.logits(x)
@@ -181,7 +195,7 @@ class DecodeGraphs:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Powers of 2, and `max_rows` itself."""
+    """The powers of 2 below `max_rows`, then `max_rows` itself."""
     sizes = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
     return (*sizes, max_rows)
 
@@ -189,8 +203,10 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 def next_to_record(
     missing: tuple[int, ...], wanted: dict[int, int], *, has_running: bool, min_wanted: int
 ) -> int | None:
-    """Which size is worth recording now: in idle time the one that was missed most often, or the smallest; while
-    somebody waits for tokens only one that was missed at least `min_wanted` times.
+    """The size most worth recording now; None: none.
+
+    In idle time this is the size missed most often, or the smallest. While sequences are running,
+    it must have been missed at least `min_wanted` times.
     """
     if not missing:
         return None

@@ -1,8 +1,9 @@
-"""How kernels are launched: as binaries, through the driver itself (docs/decisions/0019).
+"""Kernel launches from binaries, through the CUDA driver API (docs/decisions/0019).
 
-What was compiled ahead of time is loaded from a folder; without, Triton compiles it when the engine is made. Either way
-a launch needs neither Triton nor a C compiler, goes to torch's current stream, and can be recorded. It checks nothing
-about its arguments but their alignment: shapes are the caller's business (`decoder.py`).
+Binaries compiled ahead of time are loaded from a folder; missing ones are compiled by Triton when
+the engine is made. Either way a launch needs neither Triton nor a C compiler, goes to torch's
+current stream, and can be recorded. A launch checks only the alignment of its arguments: shapes are
+the caller's responsibility (`decoder.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 class LaunchError(RuntimeError):
-    """The driver refused a binary or a launch. `result` is what it returned; 0: it was not asked."""
+    """The driver refused a binary or a launch. `result` is the driver's error code; 0: it was not
+    called.
+    """
 
     def __init__(self, message: str, *, result: int = 0) -> None:
         super().__init__(message)
@@ -37,26 +40,31 @@ class LaunchError(RuntimeError):
 
 
 class Launcher(Protocol):
-    """Puts one kernel on the current stream. `arguments` are those of the variant's signature, in order."""
+    """Enqueue one kernel on the current stream. `arguments` are those of the variant's signature,
+    in order.
+    """
 
     def __call__(self, variant: Variant, grid: Grid, *arguments: Argument) -> None: ...
 
     def prepare(self, variants: Iterable[Variant]) -> None:
-        """Load, or compile, all of these now. Raises what makes it impossible."""
+        """Load or compile all of these variants now. Raises the first error."""
 
 
 class Source(Protocol):
-    """Where binaries come from."""
+    """A provider of binaries."""
 
     def find(self, variant: Variant) -> tuple[Binary, bytes] | None:
-        """What is launched, and its content; None: it is not here. May take seconds, and raises what prevents it."""
+        """Return a binary's launch parameters and content; None: not available.
+
+        May take seconds. Raises errors of reading or compiling.
+        """
 
 
 class Driver:
-    """The few functions of CUDA's driver that a launch takes, as its header declares them."""
+    """The functions of the CUDA driver that a launch needs, as its header declares them."""
 
     def __init__(self, device: torch.device) -> None:
-        """OSError where there is no driver."""
+        """Raises OSError without a driver."""
         self._device = device
         self._cuda = ctypes.CDLL("libcuda.so.1")
         launch = self._cuda.cuLaunchKernel
@@ -65,7 +73,9 @@ class Driver:
         self.launch = launch
 
     def load(self, content: bytes, binary: Binary) -> ctypes.c_void_p:
-        """The function, which stays loaded on the device for as long as the process lives. Waits for no stream."""
+        """Load a binary's function, which stays on the device until the process ends. Waits for no
+        stream.
+        """
         self._make_current()
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         cuda = self._cuda
@@ -80,8 +90,10 @@ class Driver:
         return function
 
     def _make_current(self) -> None:
-        """A thread has no context of the driver's before the runtime was asked for something in it. The one that torch
-        uses becomes this thread's, without a wait for what its streams do, such as a load's.
+        """Make torch's primary context current in this thread, without waiting for its streams,
+        such as a load's.
+
+        A thread has no driver context until the runtime is first called in it.
         """
         cuda, context, number = self._cuda, ctypes.c_void_p(), ctypes.c_int()
         what = f"making {self._device} current"
@@ -96,12 +108,15 @@ class Driver:
         if result:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(result, ctypes.byref(text))
-            said = text.value.decode() if text.value else "error"
-            raise LaunchError(f"{what}: {said} ({result})", result=result)
+            message = text.value.decode() if text.value else "error"
+            raise LaunchError(f"{what}: {message} ({result})", result=result)
 
 
 class BinaryLauncher:
-    """From the first source that has a binary. One thread at a time; the device's context must be current in it."""
+    """A `Launcher` of the first source that has each binary.
+
+    Not thread-safe; the device's context must be current in the calling thread.
+    """
 
     def __init__(self, sources: Sequence[Source], driver: Driver, device: torch.device) -> None:
         self._sources = sources
@@ -127,11 +142,11 @@ class BinaryLauncher:
                 function = self._driver.load(found[1], found[0])
                 self._loaded[variant.key] = loaded = _Loaded(self._driver, function, found[0], variant)
                 return loaded
-        raise LaunchError(f"{variant.key} was not compiled, and nothing is here that could")
+        raise LaunchError(f"{variant.key} was not compiled ahead of time, and Triton is not available")
 
 
 class _Loaded:
-    """A binary's function, and the room for its parameters."""
+    """A binary's function, and the buffer of its parameters."""
 
     def __init__(self, driver: Driver, function: ctypes.c_void_p, binary: Binary, variant: Variant) -> None:
         self._driver = driver
@@ -151,7 +166,7 @@ class _Loaded:
                 address = argument.data_ptr()  # type: ignore[union-attr]
                 if must_be_aligned and address & _ALIGNMENT_MASK:
                     raise LaunchError(
-                        f"{self._binary.key}: a tensor lies at {address:#x}, at no multiple of 16"
+                        f"{self._binary.key}: the address {address:#x} of a tensor is not a multiple of 16"
                     )
                 value.value = address
             else:
@@ -175,7 +190,10 @@ class _Loaded:
 
 
 def parameters_for(binary: Binary) -> tuple[list[Any], Any]:
-    """Room for each parameter, and the array of their addresses that a launch takes. What has no argument is 0."""
+    """The buffer of each parameter, and the array of their addresses for a launch.
+
+    Parameters without an argument are 0.
+    """
     values: list[Any] = [_C_TYPES.get(kind, ctypes.c_uint64)(0) for kind in binary.types]
     values += [ctypes.c_uint64(0) for _ in range(binary.num_parameters - len(values))]
     addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])

@@ -1,7 +1,7 @@
-"""Binaries of kernels in a folder, as `compile.py` has left them: found, and checked, by what they were made of.
+"""The folder of compiled kernels that `compile.py` writes.
 
-Keyed by the device's architecture and by the variant; of other sources than those that are installed nothing is taken.
-Nothing is known here of a driver.
+Binaries are looked up by the device's architecture and by the variant; those of other sources than
+the installed ones are rejected. This module knows nothing of the driver.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TYPES = {"*bf16", "*fp16", "*fp32", "*fp64", "*i64", "i32", "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """How one is launched."""
+    """The launch parameters of one binary."""
 
     key: str
     name: str  # of its entry
     types: tuple[str, ...]  # of its arguments
-    num_parameters: int  # of the entry: those, and addresses that may be 0
+    num_parameters: int  # of the entry: its arguments, then addresses that may be 0
     num_warps: int
     shared_bytes: int
 
@@ -42,28 +42,29 @@ class Binary:
 
 
 class Library:
-    """All binaries for one device."""
+    """The binaries for one device."""
 
     def __init__(self, folder: Path, binaries: dict[str, Binary]) -> None:
         self.folder = folder
         self.binaries = binaries
 
     def find(self, variant: Variant) -> tuple[Binary, bytes] | None:
-        """How it is launched, and its content. OSError when that cannot be read."""
+        """The binary's launch parameters and content. Raises OSError if it cannot be read."""
         binary = self.binaries.get(variant.key)
         if binary is None:
             return None
         path = self.folder / binary.file_name
         if path.stat().st_size > MAX_BINARY_BYTES:
-            raise OSError(f"{path} is larger than any kernel")
+            raise OSError(f"{path} is too large for a kernel")
         return binary, path.read_bytes()
 
 
 def open_library(root: Path, capability: tuple[int, int]) -> tuple[Library | None, str]:
-    """The binaries in this folder that such a device runs, and in words what was found; None: there are none.
+    """Open the binaries in `root` for a device of this capability. Returns them and a description
+    for logs; None: there are none.
 
-    A device runs what was compiled for it, and up to 8.x also what was for a lower one of the same first number; from
-    9.0 on kernels use what only that one architecture has.
+    A device runs binaries for its own architecture, and up to 8.x also those for a lower one of the
+    same major version; from 9.0 on kernels use features of that one architecture.
     """
     own = capability[0] * 10 + capability[1]
     found = [int(match[1]) for path in _folders(root) if (match := _FOLDER.fullmatch(path.name))]
@@ -74,7 +75,7 @@ def open_library(root: Path, capability: tuple[int, int]) -> tuple[Library | Non
     try:
         binaries = _read_index(folder / INDEX)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return None, f"{folder} cannot be used: {error}"
+        return None, f"{folder} is unusable: {error}"
     return Library(folder, binaries), f"{len(binaries)} in {folder}"
 
 
@@ -87,20 +88,20 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, Binary]:
-    """ValueError for one that is damaged, or was made of other sources."""
+    """Read the index. Raises ValueError if it is damaged or of other sources."""
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise ValueError(f"{path.name} is too large")
     index = json.loads(path.read_bytes())
     if index["sources"] != sources_digest():
-        raise ValueError("its kernels were compiled of another version's sources")
+        raise ValueError("its kernels were compiled from another version's sources")
     found: dict[str, Binary] = {}
     for each in index["binaries"]:
         binary = Binary(**{**each, "types": tuple(each["types"])})
         if not _KEY.fullmatch(binary.key) or not _TYPES.issuperset(binary.types):
-            raise ValueError(f"{binary.key!r} is no kernel")
+            raise ValueError(f"{binary.key!r} is not a kernel")
         if not len(binary.types) <= binary.num_parameters <= len(binary.types) + 2:
-            raise ValueError(f"{binary.key} has {binary.num_parameters} parameters")
+            raise ValueError(f"{binary.key} has {binary.num_parameters} parameters, which is invalid")
         if not (1 <= binary.num_warps <= 32 and 0 <= binary.shared_bytes <= 228 << 10):
-            raise ValueError(f"{binary.key} cannot be launched")
+            raise ValueError(f"{binary.key} has invalid launch parameters")
         found[binary.key] = binary
     return found

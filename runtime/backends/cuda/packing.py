@@ -1,5 +1,6 @@
-"""From rows of sequences to the numbers of a step, in one copy. Runs once a step, before the device can begin: it must
-cost little.
+"""The packing of a step's rows into one copy to the device.
+
+Runs once a step, before the device can begin, so it must be fast.
 """
 
 from __future__ import annotations
@@ -14,31 +15,33 @@ from ...step.rows import Rows
 from .tables import DeviceBatch, TableCache, as_tables, pack
 from .transfer import Numbers, Uplink
 
-NUM_PARTS = 9  # of `decode_batch` that have a number for each row; the blocks come behind
+# Arrays of `decode_batch` that have a number for each row; the blocks follow.
+NUM_PARTS = 9
 
 
 class StepPacker:
-    """One thread at a time."""
+    """Packs batches. Not thread-safe."""
 
     def __init__(self, device: torch.device, *, block_size: int, group: int) -> None:
-        """`group` query heads share a key head."""
+        """`group` is the number of query heads that share a key head."""
         self._uplink = Uplink(device)
         self._block_size = block_size
         self._group = group
         self._tables = TableCache()
 
     def batch(self, parts: Sequence[Rows]) -> StepBatch:
-        """As `build_batch`, on the device, with its tables."""
+        """Build the batch like `build_batch`, on the device and with its tables."""
         assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
         spans, numbers = self._numbers(parts)
         sent = self._uplink.send([*numbers, *pack(spans, self._group, self._tables)])
-        told = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables(sent[4:]))
+        on_device = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables(sent[4:]))
         scored = [own for part, span in zip(parts, spans, strict=True) for own in part.scored(span.start)]
-        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told, tuple(scored))
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], on_device, tuple(scored))
 
     def decode_batch(self, parts: Sequence[Rows], num_rows: int, into: torch.Tensor) -> StepBatch:
-        """The same for rows that are each a sequence's next token, with as many rows that do nothing as there are too
-        few: always in the same places of `into`. Its `spans` are only those of `parts`.
+        """Build a batch of rows that are each a sequence's next token, padded to `num_rows` rows.
+
+        The arrays have fixed places in `into`. Its `spans` are only those of `parts`.
         """
         spans, numbers = self._numbers(parts)
         _, lengths, contexts, table_starts, _, tiles, blocks = pack(spans, self._group, self._tables)
@@ -51,10 +54,11 @@ class StepPacker:
         sent = self._uplink.send(
             [tokens, positions, slots, everybody, everybody, *filled, everybody, tiles, blocks], into
         )
-        # All of the room that is left, and not only what is in use now: a recorded step must have its address.
+        # All of the remaining buffer, not only the part in use now: a recorded step must have its
+        # address.
         rest = into[NUM_PARTS * num_rows :]
-        told = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables((*sent[4:-1], rest)))
-        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], told)
+        on_device = DeviceBatch(sent[0], sent[1], sent[2], sent[3], as_tables((*sent[4:-1], rest)))
+        return StepBatch(numbers[0], numbers[1], numbers[2], spans, numbers[3], on_device)
 
     def _numbers(self, parts: Sequence[Rows]) -> tuple[tuple[SequenceSpan, ...], list[Numbers]]:
         """Spans, and (tokens, positions, slots, logit_rows)."""
@@ -78,5 +82,5 @@ class StepPacker:
 
 
 def _filled(part: Numbers, num_zeros: int) -> Numbers:
-    """np.pad does the same, in ten times the time."""
+    """Pad with zeros. np.pad takes ten times as long."""
     return np.concatenate([part, np.zeros(num_zeros, np.int64)]) if num_zeros else part

@@ -1,8 +1,9 @@
-"""Products with one row: by torch, or by a kernel of ours for the shapes in a table.
+"""Products with one row: by torch, or by a kernel for the shapes in a table.
 
-The table, not a measurement, decides: which sum a product takes depends on it, so two servers with the same model and
-device say the same, and so does a server before and after it recorded its steps. `python -m benchmarks.gpu.products`
-prints the times of both on a device, by which shapes enter the table. Only plain matrices without a bias are meant.
+A table decides, not a measurement: the order of summation depends on it, so two servers with the
+same model and device give the same output, and so does a server before and after it records its
+steps. `python -m benchmarks.gpu.products` prints the times of both on a device, from which shapes
+enter the table. Only plain matrices without a bias use the kernel.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from .variants import PRODUCT_ROWS, Variant, product_variant
 
 ALIGNMENT_BYTES = 16
 
-# (out, in) of the matrices that the kernel multiplies. Empty until a device has shown one that it is faster for.
+# (out, in) of the matrices that the kernel multiplies. Empty until a measurement on a device shows
+# one for which the kernel is faster.
 KERNEL_SHAPES: frozenset[tuple[int, int]] = frozenset()
 
 
 class RowProducts:
-    """Of one model. One thread at a time."""
+    """The products of one model. Not thread-safe."""
 
     def __init__(self, launch: Launcher, dtype: str) -> None:
-        """`dtype` as Triton calls it."""
+        """`dtype` is Triton's name of it."""
         self._launch = launch
         self._dtype = dtype
         self._variants: dict[tuple[int, bool], Variant] = {}
         self.shapes = KERNEL_SHAPES
 
     def __call__(self, projection: Any, x: torch.Tensor) -> torch.Tensor:
-        """projection(x)."""
+        """projection(x), in either way."""
         if len(x) == 1 and self._takes(projection):
             out = x.new_empty((1, len(projection.weight)))
             self._run(projection.weight, x, out, out, adds=False)
@@ -43,7 +45,7 @@ class RowProducts:
         return result
 
     def add_(self, x: torch.Tensor, projection: Any, inner: torch.Tensor) -> torch.Tensor:
-        """x += projection(inner). Where the product itself can add, it is one kernel less."""
+        """Compute x += projection(inner). A product that adds by itself saves one kernel."""
         if len(x) == 1 and self._takes(projection):
             self._run(projection.weight, inner, x, x, adds=True)
             return x
@@ -52,11 +54,11 @@ class RowProducts:
         return x.add_(projection(inner))
 
     def use_for(self, shapes: Iterable[tuple[int, int]]) -> None:
-        """Another table. For tests and measurements."""
+        """Replace the table. For tests and measurements."""
         self.shapes = frozenset(shapes)
 
     def run(self, matrix: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> None:
-        """out (1, out) = row (1, in) times the matrix, by the kernel."""
+        """Compute out (1, out) = row (1, in) times the matrix, by the kernel."""
         self._run(matrix, row, out, out, adds=False)
 
     def _takes(self, projection: Any) -> bool:
@@ -78,7 +80,7 @@ class RowProducts:
 
 
 def projections_of(executor: TorchExecutor) -> list[Any]:
-    """All that a step multiplies rows with, but for experts, which the kernels do not compute."""
+    """All projections of a step except experts, which the kernels do not compute."""
     found: list[Any] = []
     for layer in executor.layers_of:
         found += [layer.attention.qkv, layer.attention.output]
@@ -96,6 +98,6 @@ def _shape(matrix: torch.Tensor) -> tuple[int, int]:
 
 
 def is_aligned(matrix: torch.Tensor) -> bool:
-    """Whether all of its rows begin where the kernel wants them to: matrices lie where the loader has put them."""
+    """Whether all rows are aligned for the kernel. Matrices lie at the loader's addresses."""
     row_bytes = matrix.shape[1] * matrix.element_size()
     return not (matrix.data_ptr() % ALIGNMENT_BYTES or row_bytes % ALIGNMENT_BYTES) and matrix.is_contiguous()

@@ -1,11 +1,13 @@
-"""From logits to the next token on the device, all rows together, and one small copy to the host.
+"""Sampling on the device: from logits to the next tokens, all rows together, with one small copy to
+the host.
 
-What is chosen is what `step/sampling.py` says, in the same order and precision; only the numbers of the race are made
-another way (`kernels/race.py`), so that a device can make each by itself. A sequence draws the same whatever its
-company.
+The order and precision are those of `step/sampling.py`; only the numbers of the race are generated
+differently (`kernels/race.py`), so that a device can make each by itself. A sequence's draws do not
+depend on the other sequences of its batch.
 
-Who asks for top-k or top-p draws among the NARROW best candidates, which are sorted. Whether all that are wanted were
-among them comes to the host with the tokens; the rare row of which it is not true is drawn once more among all.
+Rows with top-k or top-p draw among the NARROW best candidates, which are sorted. A flag for each
+row, copied to the host with the tokens, tells whether these included all eligible candidates; the
+rare row for which they did not is drawn again among all.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ NARROW = 1024
 
 
 class DeviceSampler:
-    """One thread at a time."""
+    """Sampler of one device. Not thread-safe."""
 
     def __init__(self, device: torch.device, launch: Launcher, *, narrow: int = NARROW) -> None:
         self._uplink = Uplink(device)
@@ -39,7 +41,9 @@ class DeviceSampler:
         self.num_redraws = 0
 
     def choose(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Chosen]:
-        """As `choose_tokens`. Returns when the device has done all that was asked of it before."""
+        """Choose tokens like `choose_tokens`. Returns once the device has finished all work
+        enqueued before.
+        """
         if not states:
             self._downlink.wait()
             return []
@@ -61,7 +65,7 @@ class DeviceSampler:
     def _choose(
         self, logits: torch.Tensor, states: Sequence[SamplingState], width: int
     ) -> list[Chosen | None]:
-        """None for a row that so many candidates were not enough for."""
+        """Choose with `width` candidates; None for a row that needs more."""
         scores = self._adjusted(logits, states)
         masks = _Masks.of(states, scores.shape[1])
         legal = masks.applied(scores, self._uplink)
@@ -70,12 +74,12 @@ class DeviceSampler:
         drawing = [number for number, state in enumerate(states) if state.params.temperature != 0]
         if drawing:
             self._draw(legal, best, tokens, is_complete, drawing, states, width)
-        told = [tokens.double(), best.double(), is_complete]
+        results = [tokens.double(), best.double(), is_complete]
         asked = [number for number, state in enumerate(states) if state.num_top_logprobs is not None]
         logprobs = _Logprobs.of(scores, tokens, asked, states, self._uplink) if asked else None
         if logprobs is not None:
-            told += logprobs.on_device()
-        answer = self._downlink.fetch(torch.cat(told))
+            results += logprobs.on_device()
+        answer = self._downlink.fetch(torch.cat(results))
         of_tokens = {} if logprobs is None else logprobs.read(answer[3 * len(states) :])
         choices: list[Chosen | None] = []
         for number, (token, highest, complete) in enumerate(answer[: 3 * len(states)].reshape(3, -1).T):
@@ -90,7 +94,7 @@ class DeviceSampler:
     # -- bias and penalties ----------------------------------------------------------------------------------
 
     def _adjusted(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
-        """A new tensor, unless there is nothing to do."""
+        """Logits with bias and penalties: a new tensor, unless there are none."""
         biases, repeated, penalised = _Sparse(), _Sparse(), _Sparse()
         for row, state in enumerate(states):
             params = state.params
@@ -129,7 +133,9 @@ class DeviceSampler:
         states: Sequence[SamplingState],
         width: int,
     ) -> None:
-        """Writes the tokens of those rows that draw into `tokens`, and whether they are right into `is_complete`."""
+        """Draw for the `drawing` rows: writes tokens, and into `is_complete` whether the candidates
+        sufficed.
+        """
         vocab_size = scores.shape[1]
         narrow: list[int] = []
         free: list[int] = []
@@ -153,10 +159,10 @@ class DeviceSampler:
     def _draw_narrow(
         self, relative: torch.Tensor, asked: _Asked, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(R,) tokens, and (R,) bool: whether all that could be drawn was among so many candidates."""
+        """(R,) tokens, and (R,) bool: whether all eligible candidates were among the `width` best."""
         size = relative.shape[1]
         values, ids = relative.topk(width, dim=-1)
-        # Among equals the lowest id is the best, as where all are sorted.
+        # Ties go to the lowest id, as in a full sort.
         ids, order = ids.sort(dim=-1)
         values, order_by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
         ids = ids.gather(1, order_by_value)
@@ -166,12 +172,13 @@ class DeviceSampler:
         mass = values.exp().double() * kept
         total = torch.where(has_k, mass.sum(-1), relative.exp().double().sum(-1))
         before = mass.cumsum(-1) - mass
-        # An exact 0 for the first: a wish for no mass at all still has one token.
+        # Exactly 0 mass before the first, so that even top_p = 0 keeps one token.
         before[:, 0] = -1.0
         kept &= (before < (asked.top_p * total)[:, None]) | (asked.top_p >= 1.0)[:, None]
         lowest = values.masked_fill(~kept, math.inf).amin(-1)
-        # What is beyond the candidates is no better than the last of them. So all that counts is among them when the
-        # worst that is kept is better, and, since top-p is a share of it, the worst of top-k.
+        # Tokens beyond the candidates score no higher than the last of them. The candidates are
+        # therefore complete if the worst kept one scores higher than the last, and, since top-p is
+        # a share of it, so does the worst of top-k.
         last = values[:, -1]
         complete = (lowest > last) & (~has_k | (kth.squeeze(1) > last))
         if width == size:
@@ -181,7 +188,7 @@ class DeviceSampler:
         return ids.gather(1, places[:, None]).squeeze(1), complete
 
     def _race(self, scores: torch.Tensor, ids: torch.Tensor | None, asked: _Asked) -> torch.Tensor:
-        """(R,) the place in each row of scores (R, size) that wins."""
+        """(R,) the index of the winner in each row of scores (R, size)."""
         num_rows, size = scores.shape
         num_pieces = -(-size // PIECE)
         quotients = scores.new_empty((num_rows, num_pieces), dtype=torch.float64)
@@ -197,13 +204,14 @@ class DeviceSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """The tokens that grammars and limits allow, of those rows that have any."""
+    """The tokens that grammars and limits allow, for the rows that have any."""
 
     rows: list[int]
-    words: list[Numbers]  # a row each: bit t % 64 of word t // 64 is token t's
+    words: list[Numbers]  # one array a row: bit t % 64 of word t // 64 is token t's
     errors: dict[
         int, GrammarError
-    ]  # of rows whose grammar has gone over its limits, or which have no token left
+        # Rows whose grammar exceeded its limits, or which have no token left.
+    ]
 
     @classmethod
     def of(cls, states: Sequence[SamplingState], vocab_size: int) -> _Masks:
@@ -223,7 +231,9 @@ class _Masks:
         return masks
 
     def applied(self, scores: torch.Tensor, uplink: Uplink) -> torch.Tensor:
-        """Scores (R, vocab), minus infinity for tokens that may not come next: a new tensor where there are any."""
+        """Scores (R, vocab) with minus infinity for disallowed tokens: a new tensor if there are
+        any.
+        """
         if not self.rows:
             return scores
         sent = uplink.send([np.array(self.rows, dtype=np.int64), *self.words])
@@ -236,7 +246,7 @@ class _Masks:
 
 
 class _Sparse:
-    """Numbers for single tokens of single rows."""
+    """Values for single tokens of single rows."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -259,7 +269,7 @@ class _Sparse:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What some rows want, on the device, (R,) each."""
+    """Sampling parameters of some rows, on the device, (R,) each."""
 
     rows: torch.Tensor  # int64
     seeds: torch.Tensor
@@ -294,12 +304,12 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Of the rows that ask, on their way to the host."""
+    """Log probabilities of the rows that request them, on their way to the host."""
 
     numbers: Sequence[int]
     num_top: Sequence[int]
     own: torch.Tensor  # (R,) fp32
-    values: torch.Tensor  # (R, most that is asked for) fp32, and whose they are
+    values: torch.Tensor  # (R, largest number requested) fp32, with their `tokens`
     tokens: torch.Tensor
     chosen: torch.Tensor  # (R,)
 
@@ -324,7 +334,7 @@ class _Logprobs:
         return [part.double() for part in parts]
 
     def read(self, answer: np.ndarray) -> dict[int, TokenLogprob]:
-        """By row, from what `on_device` has become on the host."""
+        """The log probabilities by row, from the host copy of `on_device`."""
         num = len(self.numbers)
         own, chosen, rest = answer[:num], answer[num : 2 * num], answer[2 * num :]
         values, tokens = rest.reshape(2, num, -1)

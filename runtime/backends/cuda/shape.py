@@ -1,4 +1,4 @@
-"""What of a decoder decides about its kernels."""
+"""The dimensions of a decoder that select its kernels."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """As Triton calls it; the name itself of what it has no kernels for."""
+    """Triton's name of the dtype, or torch's name if no kernel supports it."""
     name = str(dtype).removeprefix("torch.")
     return _NAMES.get(name, name)
 
 
 def shape_of(executor: TorchExecutor, block_size: int) -> Shape:
-    norm = executor.norm.weight  # that all are stored alike is checked elsewhere
+    # That all norms are stored alike is checked elsewhere.
+    norm = executor.norm.weight
     return _shape(executor.spec, short_name(executor.dtype), short_name(norm.dtype), block_size)
 
 
 def shape_of_config(config: DecoderConfig, block_size: int) -> tuple[Shape, ...]:
-    """Of a model that is not there: in the dtype that its config says, with norms in that and in fp32."""
+    """The shapes of a model known only by its config: in the config's dtype, with norms in that and
+    in fp32.
+    """
     dtype = DType.of_label(config.dtype or "bfloat16")
     spec, name = DecoderSpec.of(config, dtype), _NAMES.get(dtype.label, "bf16")
     return tuple(_shape(spec, name, norm, block_size) for norm in dict.fromkeys((name, "fp32")))

@@ -1,8 +1,8 @@
-"""Keys and values in the order that suits a device: the heads of a token lie beside each other.
+"""KV storage in a layout for devices: the heads of a token are adjacent.
 
-A token's keys are one stretch of memory, which a kernel writes and reads as such, and a block is one stretch, too: so
-it does not matter where in the pool a block lies. What `copy_out` gives is in the order of `KVStorage`, so blocks move
-between the two like between two of a kind, and a snapshot that the one has made is of use to the other.
+A token's keys are contiguous memory, which a kernel writes and reads as a unit, and so is a block:
+its place in the pool does not matter. `copy_out` returns the order of `KVStorage`, so blocks move
+between both kinds of pools like between two of one kind, and both read each other's snapshots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from ..torch.tensors import torch_dtype
 
 
 class DeviceKVStorage:
-    """As `KVStorage`. Memory is reserved at once. All copies are put on the current stream of the calling thread."""
+    """A `KVPool` on a device. Memory is reserved at once. All copies are enqueued on the current
+    stream of the calling thread.
+    """
 
     def __init__(
         self,
@@ -54,24 +56,25 @@ class DeviceKVStorage:
 
     @property
     def element_bytes(self) -> int:
-        """Of the numbers that a block's bytes are."""
+        """The size of the numbers in a block's bytes."""
         return self.data.element_size()
 
     @property
     def layout(self) -> str:
-        """That of what `copy_out` gives, and `copy_in` takes."""
+        """The layout of `copy_out` and `copy_in`."""
         return layout_of(
             self.dtype.label, len(self._layers), self.num_kv_heads, self.block_size, self.head_dim
         )
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its keys and its values, (blocks, block_size, kv_heads, head_dim) each: for kernels."""
+        """The layer's keys and values for kernels, (blocks, block_size, kv_heads, head_dim) each."""
         return self._layers[layer]
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block), C-contiguous.
+        """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
+        C-contiguous.
 
-        Waits until it is there. What is on its way takes as much memory of the device again.
+        Waits for the copy. Takes as much memory again on the device meanwhile.
         """
         content = self._by_block()[
             self._numbers(blocks)
@@ -79,7 +82,9 @@ class DeviceKVStorage:
         torch.from_numpy(into).view(self.data.dtype).view(content.shape).copy_(content)
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
-        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        """The reverse of `copy_out`. The blocks are distinct, and no other thread may read them
+        meanwhile.
+        """
         places = self._by_block()
         shape = (len(blocks), *places.shape[1:])
         places[self._numbers(blocks)] = (
@@ -87,21 +92,25 @@ class DeviceKVStorage:
         )
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        """Copy the first tokens of one block, in all layers, to another, whose other tokens stay
+        unchanged.
+        """
         self.data[:, :, target, :num_tokens].copy_(self.data[:, :, source, :num_tokens])
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        first.
+        """
         split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
         for kind, places in enumerate(self._layers[layer]):
             places.view(-1, self.num_kv_heads, self.head_dim).index_copy_(0, slots, split[:, kind])
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """Where the tokens [first, span.context_len) of a sequence lie."""
+        """The location of the tokens [first, span.context_len) of a sequence."""
         return extent_of(span, first, self.block_size, self.device)
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, (num_kv_heads, extent.count, head_dim) each, as `KVStorage.read`. For torch's attention."""
+        """Keys and values, (num_kv_heads, extent.count, head_dim) each, for torch's attention."""
         found = []
         for places in self._layers[layer]:
             some = places if extent.blocks is None else places.index_select(0, extent.blocks)

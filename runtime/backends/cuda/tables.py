@@ -1,9 +1,9 @@
-"""What kernels are told of a step's sequences, as numbers in one tensor.
+"""The tables from which kernels read a step's sequences, in one tensor.
 
-The tables of blocks lie behind one another, each as long as its sequence needs, so that one copy of just these numbers
-tells a device all of a step. Which programs compute which rows is decided here, too: a span of one row goes to the
-kernel that cuts its keys into splits, all others are cut into tiles of rows. Pure arithmetic; `of_spans` alone puts
-something on a device.
+The block tables are concatenated, each as long as its sequence needs, so that one copy of just
+these numbers describes a whole step to the device. They also assign rows to kernels: a span of one
+row goes to the kernel that splits its keys, all others are cut into tiles of rows. Pure arithmetic;
+only `tables_of` and `tell_device` copy to a device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 from ...step.batch import SequenceSpan, StepBatch
 from .variants import MAX_SPLITS, TILE_ROWS
 
-PROGRAMS_A_PROCESSOR = 16  # of attention, those included that find nothing to do
+# Of attention, including those that find nothing to do.
+PROGRAMS_A_PROCESSOR = 16
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """All int64, on the device. S spans, of which D have one row."""
+    """The tables of one step, all int64, on the device. S spans, of which D have one row."""
 
     starts: torch.Tensor  # (S,)
     lengths: torch.Tensor  # (S,)
@@ -38,11 +39,14 @@ class StepTables:
 
 
 class TableCache:
-    """Block tables as arrays: one is made when a sequence gets a block, and used in all steps until the next."""
+    """Block tables as arrays: made when a sequence gets a block, and used in all steps until the
+    next.
+    """
 
     def __init__(self, max_tables: int = 1_024) -> None:
         self._max_tables = max_tables
-        # By the tuple's identity; the tuple is kept, so that its identity is not given to another one.
+        # Keyed by the tuple's identity; the tuple is kept alive, so that its identity is not
+        # reused.
         self._arrays: dict[int, tuple[tuple[int, ...], Numbers]] = {}
 
     def array(self, blocks: tuple[int, ...]) -> Numbers:
@@ -57,11 +61,11 @@ class TableCache:
 def pack(spans: Sequence[SequenceSpan], group: int, cache: TableCache) -> list[Numbers]:
     """The parts of `StepTables`, in its order. `group` query heads share a key head."""
     tables = [cache.array(span.blocks) for span in spans]
-    told = np.array([(span.start, span.length, span.context_len) for span in spans], dtype=np.int64)
-    told = told.reshape(-1, 3).T
+    spans_table = np.array([(span.start, span.length, span.context_len) for span in spans], dtype=np.int64)
+    spans_table = spans_table.reshape(-1, 3).T
     sizes = [len(table) for table in tables]
     table_starts = np.array([0, *accumulate(sizes)][: len(sizes)], dtype=np.int64)
-    decoding = np.flatnonzero(told[1] == 1)
+    decoding = np.flatnonzero(spans_table[1] == 1)
     tiles = [
         (number, first)
         for number, span in enumerate(spans)
@@ -69,17 +73,17 @@ def pack(spans: Sequence[SequenceSpan], group: int, cache: TableCache) -> list[N
         for first in range(0, span.length * group, TILE_ROWS)
     ]
     blocks = np.concatenate(tables) if tables else np.empty(0, np.int64)
-    return [*told, table_starts, decoding, np.array(tiles, dtype=np.int64).reshape(-1), blocks]
+    return [*spans_table, table_starts, decoding, np.array(tiles, dtype=np.int64).reshape(-1), blocks]
 
 
 def as_tables(parts: Sequence[torch.Tensor]) -> StepTables:
-    """From what `pack` gave, on the device."""
+    """The tables from the parts of `pack`, on the device."""
     starts, lengths, contexts, table_starts, decoding, tiles, blocks = parts
     return StepTables(starts, lengths, contexts, table_starts, decoding, tiles.view(-1, 2), blocks)
 
 
 def tables_of(spans: Sequence[SequenceSpan], group: int, device: torch.device) -> StepTables:
-    """For a batch that nobody has packed."""
+    """The tables of a batch that was not packed."""
     parts = pack(spans, group, TableCache())
     together = torch.from_numpy(np.concatenate(parts)).to(device)
     return as_tables(together.split_with_sizes([len(part) for part in parts]))
@@ -97,18 +101,20 @@ class DeviceBatch:
 
 
 def tell_device(batch: StepBatch, group: int, device: torch.device) -> DeviceBatch:
-    """For a batch that nobody has packed."""
+    """The arrays of a batch that was not packed, on the device."""
     arrays = (batch.tokens, batch.positions, batch.slots, batch.logit_rows)
     sent = [torch.from_numpy(array).to(device) for array in arrays]
     return DeviceBatch(sent[0], sent[1], sent[2], sent[3], tables_of(batch.spans, group, device))
 
 
 def split_keys(num_spans: int, num_kv_heads: int, num_processors: int, max_context: int, keys: int) -> int:
-    """How many keys of a sequence a program computes, where sequences have up to `max_context` tokens.
+    """The number of keys that one program of a split computes, for sequences of up to `max_context`
+    tokens.
 
-    As few as 4 times the keys that a program reads at a time, so that a few sequences keep the device busy; more where
-    there would be more than `MAX_SPLITS`, or more programs than the device soon has done. By the power of 2 above
-    `num_spans`, and by no length: so a step has the same splits launched, and recorded for more rows.
+    As few as 4 times the keys that a program reads at a time, so that a few sequences keep the
+    device busy; more if there would be more than `MAX_SPLITS`, or more programs than the device
+    finishes soon. Depends on the power of 2 above `num_spans` and on no length, so that a step has
+    the same splits launched, and recorded for more rows.
     """
     num_rows = 1 << max(0, num_spans - 1).bit_length()
     most = max(1, min(MAX_SPLITS, PROGRAMS_A_PROCESSOR * num_processors // (num_rows * num_kv_heads)))

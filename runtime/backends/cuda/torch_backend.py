@@ -1,6 +1,7 @@
-"""A device without kernels of ours: torch computes each sequence's attention by itself, and tokens are chosen here.
+"""The backend for a device without kernels: torch computes each sequence's attention separately,
+and tokens are chosen on the host.
 
-Slower, and waits for the device many times a step; but it runs whatever torch runs.
+Slower, with many waits for the device a step; but it runs any model that torch runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ..host import HostBackend
 
 
 class TorchDeviceBackend(HostBackend):
-    """As on a CPU: the executor sends the numbers of a step where the model is."""
+    """A `HostBackend` whose executor sends a step's numbers to the model's device."""
 
     def make_room(self) -> None:
         if torch.cuda.is_available():

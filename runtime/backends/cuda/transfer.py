@@ -1,7 +1,7 @@
-"""Small copies between host and device, through memory that the device can reach by itself.
+"""Small copies between host and device through pinned memory.
 
-Several buffers take turns on the way up: filling one must not wait for the copy of another, which waits for a step. On
-a CPU, where tests run, there is nothing to copy through.
+Uploads rotate among several buffers: filling one must not wait for the copy of another, which waits
+for a step. On a CPU, where tests run, there are no copies.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NUM_ROOMS = 8  # more than a step sends
 
 
 class _Pinned:
-    """Room for int64 on the host, and when the last copy from it was over."""
+    """A pinned host buffer of int64, and the event that ends its last copy."""
 
     def __init__(self) -> None:
         self.tensor = torch.empty(0, dtype=torch.int64)
         self.copied: torch.cuda.Event | None = None
 
     def at_least(self, size: int) -> torch.Tensor:
-        """May wait for the copy before."""
+        """The buffer with at least `size` numbers. May wait for its previous copy."""
         if self.copied is not None:
             self.copied.synchronize()
         if len(self.tensor) < size:
@@ -36,7 +36,7 @@ class _Pinned:
 
 
 class Uplink:
-    """One thread at a time."""
+    """Copies to the device. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -44,7 +44,9 @@ class Uplink:
         self._turn = 0
 
     def send(self, parts: Sequence[Numbers], into: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Each part on the device, views of one tensor: a new one, or the beginning of `into`. Waits for none."""
+        """Send the parts, as views of one tensor: a new one, or the beginning of `into`. Does not
+        wait.
+        """
         sizes = [len(part) for part in parts]
         size = sum(sizes)
         if not self._rooms:
@@ -64,7 +66,7 @@ class Uplink:
 
 
 class Downlink:
-    """The one wait of a step. One thread at a time."""
+    """Copies to the host, the one wait of a step. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,7 +76,9 @@ class Downlink:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def fetch(self, numbers: torch.Tensor) -> npt.NDArray[np.float64]:
-        """(N,) float64, once all is done that was put on the stream before. Valid until the next call."""
+        """(N,) float64, once all work enqueued on the stream before is done. Valid until the next
+        call.
+        """
         if self._done is None:
             return numbers.numpy()
         if len(self._room) < len(numbers):
@@ -85,14 +89,14 @@ class Downlink:
         return host.numpy()
 
     def wait(self) -> None:
-        """Until all is done that was put on the stream."""
+        """Wait until all work enqueued on the stream is done."""
         if self._done is not None:
             self._done.record()
             self._done.synchronize()
 
 
 def bits(values: Sequence[float]) -> Numbers:
-    """Floats as they can travel among integers; `as_floats` has them again."""
+    """Floats as int64 bits, to share a copy with integers; `as_floats` is the reverse."""
     return np.array(values, dtype=np.float64).view(np.int64)
 
 

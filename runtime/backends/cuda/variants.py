@@ -1,8 +1,10 @@
-"""Which kernels there are and in which variants a model uses them: values, which the compiler and launchers share.
+"""Kernels and the variants of them that a model uses: values shared by the compiler and the
+launchers.
 
-A variant is a kernel with the types of its arguments and its constants: what a binary is compiled of. Whatever varies
-from step to step, or can be had at run time without loss, is no constant, so that few variants serve many models.
-Imports no Triton: a process that finds its kernels compiled never does.
+A variant is a kernel with the types of its arguments and its constants, the unit of compilation.
+Numbers that vary between steps, or that cost nothing at run time, are not constants, so that few
+variants serve many models. This module does not import Triton: a process that finds its kernels
+compiled never does.
 """
 
 from __future__ import annotations
@@ -13,14 +15,16 @@ from functools import cache
 from pathlib import Path
 
 MAX_SPLITS = 64  # of a sequence's keys in one step
-DECODE_STAGES = (3, 5)  # of loading keys and values while earlier ones are computed with
-PIECE = 1024  # elements that a program of `gate` and `race` has
-PRODUCT_ROWS = 4  # of the matrix, that a program of `row_product` has
-PLACED_HEADS = 8  # of a row, that a program of `place_heads` has
-TILE_ROWS = 64  # rows times query heads a key head that a program of `chunk_attention` computes
+# Stages of loading keys and values while earlier ones are used.
+DECODE_STAGES = (3, 5)
+PIECE = 1024  # elements that a program of `gate` and `race` computes
+PRODUCT_ROWS = 4  # rows of the matrix that a program of `row_product` computes
+PLACED_HEADS = 8  # heads of a row that a program of `place_heads` computes
+# Rows times query heads a key head that a program of `chunk_attention` computes.
+TILE_ROWS = 64
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads that share a key head
-MAX_SIZE = 1 << 15  # elements that a program can norm
+MAX_SIZE = 1 << 15  # elements that a program can normalise
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # by `Activation`, as `gate` numbers them
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -34,7 +38,9 @@ _FLOATS = {"scale", "eps"}
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A function of `kernels/`, and its arguments in order: a type each, `dtype` standing for the model's."""
+    """A function of `kernels/`, and its arguments in order, with a type each; `dtype` stands for
+    the model's.
+    """
 
     module: str
     name: str
@@ -90,12 +96,13 @@ KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one binary is of. `key` names it."""
+    """The key of one binary. `key` is its name."""
 
     kernel: str
     dtype: str  # of activations, keys and values
     constants: tuple[tuple[str, int], ...]
-    norm_dtype: str = ""  # of the weights of norms, where they matter
+    # Of the norms' weights, where relevant.
+    norm_dtype: str = ""
     num_warps: int = 4
     num_stages: int = 2
 
@@ -107,14 +114,14 @@ class Variant:
 
     @property
     def signature(self) -> tuple[tuple[str, str], ...]:
-        """Names and types of the arguments that are no constants, in order, as Triton writes them."""
+        """Names and types of the non-constant arguments, in order, as Triton writes them."""
         own = {"*dtype": f"*{self.dtype}", "*norm": f"*{self.norm_dtype or self.dtype}"}
         return tuple((name, own.get(kind, kind)) for name, kind in KERNELS[self.kernel].arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model decides about its variants."""
+    """The dimensions of a model that select its variants."""
 
     dtype: str
     norm_dtype: str
@@ -130,17 +137,17 @@ class Shape:
 
 
 def why_not(shape: Shape) -> str | None:
-    """Why the kernels do not compute a model of this shape; None: they do."""
+    """The reason why the kernels do not support a model of this shape; None: they do."""
     if shape.dtype not in DTYPES or shape.norm_dtype not in DTYPES:
-        return f"there are kernels for {', '.join(DTYPES)}, and this model computes in {shape.dtype}"
+        return f"the kernels support {', '.join(DTYPES)}, but this model computes in {shape.dtype}"
     if not (16 <= shape.head_dim <= MAX_HEAD_DIM and shape.head_dim % 8 == 0):
-        return f"there are kernels for heads of 16 to {MAX_HEAD_DIM} numbers, and this model's have {shape.head_dim}"
+        return f"the kernels support head_dim 16 to {MAX_HEAD_DIM}, but this model has {shape.head_dim}"
     if shape.group > MAX_GROUP:
-        return f"{shape.group} query heads share a key head; kernels are for up to {MAX_GROUP}"
+        return f"{shape.group} query heads share a key head; the kernels support up to {MAX_GROUP}"
     if shape.hidden_size > MAX_SIZE:
-        return f"rows have {shape.hidden_size} numbers; kernels are for up to {MAX_SIZE}"
+        return f"hidden_size is {shape.hidden_size}; the kernels support up to {MAX_SIZE}"
     if shape.activation not in ACTIVATIONS:
-        return f"there is no kernel for the activation {shape.activation}"
+        return f"the kernels do not support the activation {shape.activation}"
     return None
 
 
@@ -150,7 +157,7 @@ def decode_variant(shape: Shape, *, is_split: bool, num_stages: int = 3) -> Vari
         "HEAD_DIM": shape.head_dim,
         "PADDED_DIM": padded,
         "BLOCK_SIZE": shape.block_size,
-        "ROWS": max(16, power_of_2(shape.group)),  # what a product has at least
+        "ROWS": max(16, power_of_2(shape.group)),  # the minimum of a product
         "KEYS": decode_keys(shape),
         "IS_SPLIT": int(is_split),
     }
@@ -160,14 +167,16 @@ def decode_variant(shape: Shape, *, is_split: bool, num_stages: int = 3) -> Vari
 
 
 def decode_stages(architecture: int) -> int:
-    """Of `DECODE_STAGES`, for 10 · major + minor of a device: from Hopper on keys and values are loaded ahead, which
-    Triton 3.6 does from 5 stages on; earlier devices have less memory for it.
+    """Pipeline stages, one of `DECODE_STAGES`, by 10 · major + minor of a device.
+
+    From Hopper on keys and values are loaded ahead, which Triton 3.6 does from 5 stages on; earlier
+    devices have less memory for it.
     """
     return max(DECODE_STAGES) if architecture >= 90 else min(DECODE_STAGES)
 
 
 def decode_keys(shape: Shape) -> int:
-    """Keys that a program of `decode_attention` reads at a time."""
+    """The number of keys that a program of `decode_attention` reads at a time."""
     return 64 if power_of_2(shape.head_dim) <= 128 and shape.dtype != "fp32" else 32
 
 
@@ -226,7 +235,7 @@ def race_variant(*, has_tokens: bool) -> Variant:
 
 
 def variants_of(shape: Shape) -> tuple[Variant, ...]:
-    """All that generating with such a model may launch."""
+    """All variants that generation with such a model may launch."""
     products = dict.fromkeys(
         product_variant(shape.dtype, num_in, adds=adds)
         for num_in in (shape.hidden_size, shape.attended_size, shape.inner_size)
@@ -251,7 +260,7 @@ def variants_of(shape: Shape) -> tuple[Variant, ...]:
 
 
 def usual_variants(block_size: int = 16) -> tuple[Variant, ...]:
-    """Those of the models that are served most: what is compiled unless somebody names a model."""
+    """The variants of the most served models, compiled unless a model is named."""
     found: dict[Variant, None] = {}
     for dtype in ("bf16", "fp16"):
         for head_dim, group, hidden_size, attended_size, inner_size, has_head_norms in (
@@ -287,20 +296,21 @@ def usual_variants(block_size: int = 16) -> tuple[Variant, ...]:
 
 
 def is_aligned(name: str, kind: str) -> bool:
-    """Whether this argument lies at a multiple of 16 bytes: all that is computed does. Weights lie where the loader has
-    put them, and integers beside each other.
+    """Whether this argument is aligned to 16 bytes, as all computed tensors are.
+
+    Weights lie at the loader's addresses, and integers next to each other.
     """
     return kind.startswith("*") and kind != "*i64" and name not in ("weight", "query_norm", "key_norm")
 
 
 def power_of_2(number: int) -> int:
-    """The smallest one that is not below."""
+    """The smallest power of 2 not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @cache
 def sources_digest() -> str:
-    """Of all that the binaries are made of, as it is installed: what was compiled of something else is of no use."""
+    """The digest of the binaries' installed sources; binaries of another digest are rejected."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
     for path in (here / "variants.py", *sorted((here / "kernels").glob("*.py"))):

@@ -1,7 +1,8 @@
-"""What a device needs once before it computes, done while weights are on their way.
+"""A device's one-time preparations, which run while weights are loading.
 
-Each takes from milliseconds to seconds, none needs a weight, and each is a span of its own on the timeline: the
-context, cuBLAS with its workspace; and, once it is known which, the kernels' binaries, or the compiler in their place.
+Each takes from milliseconds to seconds, needs no weight, and has a span of its own on the timeline:
+the context, cuBLAS with its workspace; and, once the model is known, the kernels' binaries, or the
+compiler in their place.
 """
 
 from __future__ import annotations
@@ -19,33 +20,36 @@ from .launch import BinaryLauncher, Driver, Launcher, Source
 from .library import open_library
 
 WARM_UP_SIZE = 256
-# Of a prompt that torch's attention computes: 64 rows are the least that it is used for (`decoder.py`). Its kernels are
-# made for a number of heads' numbers, of which most models have one of two.
+# Rows of a prompt that torch's attention computes: 64 is the minimum for it (`decoder.py`). Its
+# kernels depend on head_dim, which is one of two values in most models.
 PROMPT_ROWS = 64
 PROMPT_HEAD_DIMS = (64, 128)
 
 
 def open_launcher(device: torch.device, folder: Path | None) -> tuple[Launcher, str]:
-    """For this device, and in words what it launches. ImportError or OSError where there is nothing to launch."""
+    """The launcher for this device, and a description of its binaries for logs.
+
+    Raises ImportError or OSError without any source of kernels.
+    """
     major, minor = torch.cuda.get_device_capability(device)
     sources: list[Source] = []
-    told: list[str] = []
+    descriptions: list[str] = []
     if folder is not None:
         library, found = open_library(folder, (major, minor))
         sources += [library] if library is not None else []
-        told.append(found)
-    if find_spec("triton") is not None:  # imported only if something is missing
+        descriptions.append(found)
+    if find_spec("triton") is not None:  # imported only if a binary is missing
         from .compile import Compiler
 
         sources.append(Compiler(major * 10 + minor))
-        told.append("what is missing is compiled by Triton")
+        descriptions.append("Triton compiles missing kernels")
     if not sources:
-        raise ImportError("; ".join([*told, "Triton is not installed"]))
-    return BinaryLauncher(sources, Driver(device), device), "; ".join(told)
+        raise ImportError("; ".join([*descriptions, "Triton is not installed"]))
+    return BinaryLauncher(sources, Driver(device), device), "; ".join(descriptions)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, *, timeline: Timeline | None = None) -> None:
-    """Blocks until all of it is done. Raises what the driver raises."""
+    """Prepare the device. Blocks until done. Raises the driver's errors."""
     use_flash_attention()
     with span(timeline, "CUDA context"):
         _context(device)
@@ -56,19 +60,23 @@ def warm_up(device: torch.device, dtype: torch.dtype, *, timeline: Timeline | No
 
 
 def use_flash_attention() -> None:
-    """cuDNN's attention makes a plan for each new length of a prompt, 23 to 37 ms each: torch's own needs none."""
+    """Prefer torch's own attention to cuDNN's, which makes a plan for each new prompt length, 23 to
+    37 ms each.
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def start_warm_up(
     device: torch.device, dtype: torch.dtype, *, timeline: Timeline | None = None
 ) -> threading.Thread:
-    """The same in a thread of its own. A failure is left to whoever computes first, who meets it again."""
+    """Run `warm_up` in a thread of its own. Its errors are ignored: the first computation meets
+    them again.
+    """
 
     def work() -> None:
         try:
             warm_up(device, dtype, timeline=timeline)
-        except Exception as error:  # noqa: BLE001 - told on the timeline; nothing waits for this
+        except Exception as error:  # noqa: BLE001 - recorded on the timeline; no thread waits for this one
             if timeline is not None:
                 timeline.mark("device", "warm-up failed", error=str(error)[:200])
 
@@ -84,7 +92,9 @@ def _context(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> None:
-    """Of many rows, of a short prompt's and of a single one, for which libraries use other code."""
+    """Products of many rows, of a short prompt's and of a single one, for which libraries use
+    different code.
+    """
     with torch.inference_mode():
         weight = torch.zeros((WARM_UP_SIZE, WARM_UP_SIZE), dtype=dtype, device=device)
         for num_rows in (WARM_UP_SIZE, PROMPT_ROWS, 1):
@@ -93,7 +103,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _prompt(device: torch.device, dtype: torch.dtype) -> None:
-    """As `DeviceStep` computes a whole prompt."""
+    """A whole prompt's attention, as in `DeviceStep`."""
     with torch.inference_mode():
         for head_dim in PROMPT_HEAD_DIMS:
             heads = torch.zeros((1, 6, PROMPT_ROWS, head_dim), dtype=dtype, device=device)

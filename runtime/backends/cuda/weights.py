@@ -1,4 +1,4 @@
-"""Weights that a load is placing on a device: torch's tensors over the device's memory, in the form of `Tensor`."""
+"""Weights in a device's memory: torch tensors over the buffers that a load fills, as `Tensor`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..torch.tensors import TORCH_DTYPES, stacked_view
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTensor(Tensor):
-    """`array` is a torch tensor, bf16 in torch's own dtype."""
+    """A tensor on a device. `array` is a torch tensor, bf16 in torch's own dtype."""
 
     def on_host(self) -> npt.NDArray[Any]:
         copy: torch.Tensor = self.array.cpu()
@@ -36,7 +36,7 @@ class DeviceTensor(Tensor):
 
 
 class DeviceWeights(StreamedWeights):
-    """As `StreamedWeights`, where the load's slabs are another device's."""
+    """`StreamedWeights` over slabs in a device's memory."""
 
     def __init__(self, load: DeviceLoad) -> None:
         super().__init__(load)
@@ -52,7 +52,7 @@ class DeviceWeights(StreamedWeights):
 
 
 def as_device_tensor(array: npt.NDArray[np.generic], dtype: DType, device: str) -> DeviceTensor:
-    """A copy of the array there."""
+    """Copy the array to the device."""
     own = torch.from_numpy(np.ascontiguousarray(array))
     own = own.view(torch.bfloat16) if dtype is DType.BF16 else own
     return DeviceTensor(dtype, own.to(device), device)

@@ -1,1 +1,3 @@
-"""Computing with torch: the reference, what the native core lacks, and what a GPU builds on."""
+"""The torch backend: the reference, the fallback of the native core, and the base of the CUDA
+backend.
+"""

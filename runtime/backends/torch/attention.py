@@ -1,10 +1,11 @@
 """Attention of a step's rows over cached keys and values, one sequence at a time, without padding.
 
-What does not differ between layers (where each sequence's keys lie, what each row may see) is planned
-once a step: `plan_attention` is pure bookkeeping, `paged_attention` does the work of one layer. Keys and
-values are never repeated for the query heads that share them: with few rows these heads become further
-rows of one product; with many, where the mask would grow with them, they stay heads, and the keys are
-shared by a stride of 0. It does not know rotary embeddings, projections, or who owns a block.
+The part that all layers share (the location of each sequence's keys, the keys visible to each row)
+is planned once a step: `plan_attention` is pure bookkeeping, `paged_attention` computes one layer.
+Keys and values are never repeated for the query heads that share them: with few rows these heads
+become further rows of one product; with many, where the mask would grow with them, they stay heads,
+and share the keys through a stride of 0. This module knows nothing of rotary embeddings,
+projections or the owners of blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from ...step.batch import SequenceSpan
 from .storage import Extent, TorchPool
 from .tensors import torch_dtype
 
-MAX_FOLDED_ROWS = 16  # where folding stops being faster on CPU, measured with 7 query heads a key head
+# From here on folding is not faster on a CPU; measured with 7 query heads a key head.
+MAX_FOLDED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SpanPlan:
-    """How the rows [start, start + length) of one sequence attend to the keys of its extent."""
+    """The rows [start, start + length) of one sequence, and their keys and mask."""
 
     start: int
     length: int
@@ -39,14 +41,14 @@ class SpanPlan:
 def plan_attention(
     spans: Sequence[SequenceSpan], kv: TorchPool, *, num_heads: int, window: int | None
 ) -> tuple[SpanPlan, ...]:
-    """Plans for all layers whose tokens see `window` tokens back, themselves included (None: all)."""
+    """Plan for all layers whose tokens see `window` tokens back, themselves included (None: all)."""
     heads_a_key_head = num_heads // kv.num_kv_heads
     return tuple(_plan_span(span, kv, heads_a_key_head, window) for span in spans)
 
 
 def _plan_span(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window: int | None) -> SpanPlan:
     num_past = span.context_len - span.length
-    # Keys before the first row's window are seen by no row, and so are not read.
+    # Keys before the first row's window are visible to no row, so they are not read.
     first = 0 if window is None else max(0, num_past + 1 - window)
     if window is not None and span.context_len <= window:
         window = None
@@ -63,7 +65,7 @@ def _plan_span(span: SequenceSpan, kv: TorchPool, heads_a_key_head: int, window:
 
 
 def _hidden(rows: range, keys: range, window: int | None) -> torch.Tensor:
-    """Which keys each row must not see, both given by position: (rows, keys) bool."""
+    """The mask of invisible keys, (rows, keys) bool. Both ranges are positions."""
     row = torch.arange(rows.start, rows.stop).unsqueeze(1)
     key = torch.arange(keys.start, keys.stop)
     return key > row if window is None else (key > row) | (key <= row - window)
@@ -77,8 +79,9 @@ def paged_attention(
     scale: float,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """queries (T, heads, head_dim) → (T, heads * head_dim). Keys and values must have been written. With a `cap` scores
-    s become cap · tanh(s / cap).
+    """Attention of queries (T, heads, head_dim), as (T, heads * head_dim).
+
+    Keys and values must have been written. With a `cap`, scores s become cap · tanh(s / cap).
     """
     outputs = [
         _attend(
@@ -101,7 +104,7 @@ def _attend(
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[0]
     group = num_heads // num_kv_heads
-    # Key heads take the place of the batch: (kv_heads, heads, rows, d) is what the kernel sees.
+    # Key heads are the batch dimension: the kernel sees (kv_heads, heads, rows, d).
     keys, values = keys.unsqueeze(1), values.unsqueeze(1)
     grouped = queries.view(num_rows, num_kv_heads, group, head_dim).transpose(0, 1)  # (kv_heads, L, group, d)
     if plan.folded:
@@ -126,8 +129,10 @@ def _attend(
 def _capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: SpanPlan, scale: float, cap: float
 ) -> torch.Tensor:
-    """As torch's attention of (…, rows, d) over (…, keys, d), which has no caps. Scores and their exponentials are
-    fp32.
+    """Attention of (…, rows, d) over (…, keys, d) with capped scores, which torch's own does not
+    support.
+
+    Scores and their exponentials are fp32.
     """
     scores = (queries.float() @ keys.float().transpose(-1, -2)).mul_(scale / cap).tanh_().mul_(cap)
     if plan.mask is not None:

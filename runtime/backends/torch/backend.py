@@ -1,4 +1,4 @@
-"""What torch is to a model that is being built, and to an engine's steps on a CPU."""
+"""The factory of torch executors for models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchBackend:
     name = "torch"
 
     def __init__(self, policy: ComputePolicy | None = None) -> None:
-        """Without a policy everything is computed in the dtype of the stored weights."""
+        """Without a policy, everything is computed in the dtype of the stored weights."""
         self._policy = policy
 
     def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:

@@ -1,4 +1,4 @@
-"""Decoders computed by torch: the reference for every other executor."""
+"""The torch executor of decoders: the reference for every other executor."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Turns = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (T, 1, rotary_di
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers share in one forward pass."""
+    """The state that all layers share in one forward pass."""
 
     kv: TorchPool
     slots: torch.Tensor  # (T,) int64
@@ -94,7 +94,7 @@ class Step:
 
 
 class TorchExecutor:
-    """One decoder's steps, an `Executor`. One forward pass at a time."""
+    """An `Executor` of one decoder. One forward pass at a time."""
 
     runs_layers_together = False
 
@@ -120,7 +120,8 @@ class TorchExecutor:
 
     @property
     def numerics(self) -> str:
-        return "torch"  # last bits depend on its version, the processor and the company: no promise is made
+        # The last bits depend on torch's version, the processor and the batch: no promise is made.
+        return "torch"
 
     @torch.inference_mode()
     def embed(self, batch: StepBatch) -> torch.Tensor:
@@ -150,7 +151,7 @@ class TorchExecutor:
         return to_numpy(self.head_of(x[int64s(rows, self.device)]))
 
     def head_of(self, x: torch.Tensor) -> torch.Tensor:
-        """(R, vocab_size) fp32 of what the last layer made of these rows (R, hidden_size)."""
+        """Logits (R, vocab_size) fp32 from the last layer's rows (R, hidden_size)."""
         states = self.norm(x)
         if isinstance(self.head, Linear) and self.head.weight.dtype is not states.dtype:
             logits = self.head.in_float32(states)
@@ -189,8 +190,9 @@ class TorchExecutor:
 
 
 class Embeddings:
-    """A row for each token, of floats, or of int8 with a scale for each group. Rows are made in `dtype`, and then
-    multiplied with `factor`.
+    """An embedding table of floats, or of int8 with a scale for each group.
+
+    Rows are made in `dtype`, then multiplied by `factor`.
     """
 
     __slots__ = ("dtype", "factor", "scale", "weight")
@@ -216,8 +218,8 @@ class Embeddings:
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); what is added may have a norm and a scale of its own. x is
-    (T, hidden_size).
+    """x + attention(norm(x)), then x + mlp(norm(x)); each addend may have a norm and a scale of its
+    own. x is (T, hidden_size).
     """
 
     def __init__(
@@ -238,7 +240,7 @@ class DecoderLayer:
         self.mlp_output_norm = _norm(weights.mlp_output_norm, spec)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x may be changed."""
+        """May change x."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         x = self._sum(x, self.attention(normed, step), self.attention_output_norm)
         if not self.is_parallel:
@@ -310,7 +312,7 @@ class GatedMLP:
 
 
 class Mixture:
-    """The weighted sum of what each row's experts make of it, added in the order of the experts."""
+    """The weighted sum of each row's experts, added in the order of the experts."""
 
     def __init__(self, spec: DecoderSpec, weights: DecoderLayerWeights, device: torch.device) -> None:
         assert spec.experts is not None

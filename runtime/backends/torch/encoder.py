@@ -1,4 +1,4 @@
-"""Encoders and classifiers computed by torch, in padded batches whose padding is masked away."""
+"""The torch executor of encoders and classifiers, in padded batches whose padding is masked."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ IMPLEMENTED: Mapping[str, Accepts] = {
 
 
 class TorchEncoderExecutor:
-    """One encoder's batches, an `EncoderExecutor`. One forward pass at a time. Activations are (N, L, hidden_size)."""
+    """An `EncoderExecutor` of one encoder. One forward pass at a time. Activations are (N, L,
+    hidden_size).
+    """
 
     runs_layers_together = False
 
@@ -103,7 +105,7 @@ class TorchEncoderExecutor:
     def embed(self, batch: TextBatch) -> torch.Tensor:
         mask = self._mask(batch)  # (N, L)
         tokens = int64s(batch.tokens, self._device)
-        # With a word that is there: others may not have arrived, and what they hold could be NaN.
+        # ^Pad with a token whose embedding has arrived: others may not have, and could hold NaN.
         padded = tokens[0].repeat(mask.shape)
         padded[mask] = tokens
         first, length = self._spec.position_offset, mask.shape[1]
@@ -143,14 +145,14 @@ class TorchEncoderExecutor:
         return to_numpy(F.normalize(pooled, dim=-1) if spec.normalize else pooled)
 
     def _mask(self, batch: TextBatch) -> torch.Tensor:
-        """(N, L) bool: what is no padding. A row's tokens come first."""
+        """(N, L) bool: True except for padding. A row's tokens come first."""
         lengths = int64s(batch.starts, self._device).diff()
         return torch.arange(int(lengths.max()), device=self._device) < lengths.unsqueeze(1)
 
 
 class EncoderLayer:
-    """x = norm(x + attention(x)), then norm(x + mlp(x)); with norms before them x + attention(norm(x)), and likewise.
-    x is (N, L, hidden_size).
+    """x = norm(x + attention(x)), then norm(x + mlp(x)); with prior norms x + attention(norm(x)),
+    and likewise. x is (N, L, hidden_size).
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class EncoderLayer:
         return self.down(self.activation(gate) * up)
 
     def _attend(self, x: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """`visible` (N, 1, 1, L) says which keys are no padding; None: all."""
+        """Attention. `visible` (N, 1, 1, L) is False for keys of padding; None: all are visible."""
         split = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1)  # (N, L, 3, heads, head_dim)
         queries, keys, values = split.permute(2, 0, 3, 1, 4)  # (N, heads, L, head_dim) each
         queries, keys = self.rotations.turned(queries, keys, self.window)
@@ -209,7 +211,9 @@ class EncoderLayer:
     def _windowed(
         self, visible: torch.Tensor | None, length: int, device: torch.device
     ) -> torch.Tensor | None:
-        """Visible keys of the layer's window. A row of padding sees itself, so that no row is without keys."""
+        """The visible keys within the layer's window. A row of padding sees itself, so that no row
+        is without keys.
+        """
         if self.window is None or length <= self.window + 1:
             return visible
         places = torch.arange(length, device=device)

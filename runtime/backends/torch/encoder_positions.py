@@ -1,4 +1,6 @@
-"""Positions within an encoder's attention, in torch: rotations, and what scores know of the distance of two tokens."""
+"""Positions in an encoder's attention, in torch: rotations, and scores that depend on the distance
+of two tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .tensors import int64s
 
 
 class Rotations:
-    """Turns queries and keys by their positions, in fp32, rounded once."""
+    """Rotation of queries and keys by their positions, in fp32, rounded once."""
 
     def __init__(self, spec: EncoderSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._spec = spec
@@ -25,7 +27,9 @@ class Rotations:
     def turned(
         self, queries: torch.Tensor, keys: torch.Tensor, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, heads, L, head_dim) each; themselves where the layer has no rotation."""
+        """Rotated queries and keys, (N, heads, L, head_dim) each; unchanged if the layer has no
+        rotation.
+        """
         rotary = self._spec.rotary if window is None else self._spec.local_rotary
         if rotary is None:
             return queries, keys
@@ -33,7 +37,9 @@ class Rotations:
         return _turned(queries, cos, sin), _turned(keys, cos, sin)
 
     def _table(self, rotary: Rotary, is_local: bool, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(length, rotary.dim / 2) each, fp32 numbers that the model's dtype holds."""
+        """Cosines and sines, (length, rotary.dim / 2) each, fp32 numbers that the model's dtype
+        holds.
+        """
         found = self._tables.get(is_local)
         if found is None or len(found[0]) < length:
             cos, sin = (
@@ -45,7 +51,7 @@ class Rotations:
 
 
 class LayerDistances:
-    """A position bias, or disentangled positions: what is added to scaled scores."""
+    """A position bias, or disentangled positions, added to the scaled scores."""
 
     def __init__(
         self,
@@ -54,14 +60,15 @@ class LayerDistances:
         table: torch.Tensor | None,
         norm: LayerNorm | None,
     ) -> None:
-        """`table` and `norm` are `EncoderWeights.relative` and its norm. Reads no content."""
+        """`table` and `norm` are `EncoderWeights.relative` and its norm. Reads no weights."""
         self._spec = spec
         self._dtype = dtype
         self._table = table
         self._norm = norm
 
     def bias(self, queries: torch.Tensor, keys: torch.Tensor, qkv: Product) -> torch.Tensor | None:
-        """(1 or N, heads, L, L), in the model's dtype; None where scores know of no distance.
+        """The bias (1 or N, heads, L, L), in the model's dtype; None if scores do not depend on
+        distance.
 
         `queries` and `keys` are (N, heads, L, head_dim); `qkv` is the layer's projection.
         """
@@ -69,7 +76,7 @@ class LayerDistances:
         if table is None:
             return None
         places = torch.arange(length, device=queries.device)
-        numbers = places - places[:, None] + length - 1  # (L, L): of the distance key - query
+        numbers = places - places[:, None] + length - 1  # (L, L): index of the distance key - query
         if spec.position_bias is not None:
             buckets = int64s(bias_buckets(spec.position_bias, length - 1), queries.device)[numbers]
             return F.embedding(buckets, table).to(self._dtype).permute(2, 0, 1).unsqueeze(0)

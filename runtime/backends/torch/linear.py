@@ -1,4 +1,4 @@
-"""Products of a model's projections in torch, over weights where the loader put them."""
+"""Products of a model's projections in torch, over weights at the loader's addresses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from .tensors import to_torch
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # (T, in) → (T, out)
 
-SCRATCH_ELEMENTS = 1 << 20  # weights that exist twice at a time; a row of more has room of its own size
+# Weights that exist twice at a time; a longer row gets scratch of its own size.
+SCRATCH_ELEMENTS = 1 << 20
 
 
 class Linear:
-    """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None. Weights of another dtype than x are multiplied
-    in fp32, a stretch of rows at a time, so that none of them is rounded.
+    """x @ weight.T + bias. `weight` is (out, in), `bias` (out,) or None.
+
+    Weights of another dtype than x are multiplied in fp32, a stretch of rows at a time, so that
+    none of them is rounded.
     """
 
     __slots__ = ("bias", "weight")
@@ -49,7 +52,9 @@ class Linear:
 
 
 class SideBySide:
-    """Several products of one input, joined: the same result as one product with the stacked weights."""
+    """Several products of one input, concatenated: the same result as one product with the stacked
+    weights.
+    """
 
     __slots__ = ("parts",)
 
@@ -61,7 +66,7 @@ class SideBySide:
 
 
 class LateProduct:
-    """A projection whose matrices are converted when they are first needed."""
+    """A projection whose matrices are converted at the first use."""
 
     __slots__ = ("_device", "_kept", "_projection")
 
@@ -80,7 +85,7 @@ class LateProduct:
 
 
 def product_of(projection: Projection, device: torch.device) -> Product:
-    """What computes it on this device, where its weights are."""
+    """The product that computes this projection on the weights' device."""
     if projection.is_settled:
         return _product_over(projection.matrices(), device)
     return LateProduct(projection, device)

@@ -1,4 +1,6 @@
-"""Normalisation. Statistics are fp32; rounding happens where transformers rounds, so that tokens agree."""
+"""Normalisation. Statistics are fp32; results are rounded where transformers rounds, so that tokens
+agree.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class RMSNorm:
 
 
 class HeadNorm:
-    """Norms of queries and keys, of each head by itself or of all heads of a row together."""
+    """Norms of queries and keys, of each head separately or of all heads of a row together."""
 
     __slots__ = ("is_joint", "keys", "num_heads", "queries")
 
@@ -41,7 +43,7 @@ class HeadNorm:
         self.is_joint = is_joint
 
     def apply_(self, heads: torch.Tensor) -> None:
-        """Normalises in place: (T, num_heads query heads, then the key heads, head_dim)."""
+        """Normalise in place: (T, num_heads query heads, then the key heads, head_dim)."""
         queries, keys = heads[:, : self.num_heads], heads[:, self.num_heads :]
         if self.queries.kind is Norm.RMS and not self.is_joint:  # one pass for both
             unit = unit_rms(heads, self.queries.eps)
@@ -71,6 +73,6 @@ class LayerNorm:
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x scaled to a root mean square of 1 over its last dimension: a new tensor of x's shape and dtype."""
     wide = x.float()
-    # Not mean(): on CPU it takes as long as all the rest together.
+    # Not mean(): on a CPU it takes as long as everything else together.
     mean_square = (wide * wide).sum(-1, keepdim=True).mul_(1.0 / x.shape[-1])
     return (wide * mean_square.add_(eps).rsqrt_()).to(x.dtype)

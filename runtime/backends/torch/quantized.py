@@ -1,7 +1,8 @@
-"""Matrices of 8- or 4-bit integers with scales: their products, and what the integers mean.
+"""Products of matrices of 8- or 4-bit integers with scales, and their dequantisation.
 
-`docs/quantize.md`, "The layout", is the norm. Each product is made with the weights that the integers stand for, a
-stretch of rows at a time, and with the input as it is. Built over tensors that may still be without content.
+`docs/quantize.md`, "The layout", is the specification. Each product uses the dequantised weights, a
+stretch of rows at a time, and the input unchanged. Can be built over tensors whose content has not
+arrived.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import torch.nn.functional as F
 
 from ....loader.format.nibbles import RUN
 
-_SCRATCH_ELEMENTS = 1 << 20  # weights that exist as floats at a time
-_MIDDLE_4 = 8  # the level that means 0, where there is no zero of its own
+_SCRATCH_ELEMENTS = 1 << 20  # weights dequantised at a time
+# The 4-bit level of the number 0, without zero points.
+_MIDDLE_4 = 8
 _ALIGNMENT = 64  # bytes
-_MAX_PACKED_ROWS = 16  # up to so many rows of input it is faster not to make the weights at all
+# Up to this many rows of input, a product without dequantised weights is faster.
+_MAX_PACKED_ROWS = 16
 
 
 class QuantizedLinear:
-    """x @ w.T + bias, where w (N, K) is what the integers mean: (q - zero) · scale, a scale for each G-th of a row.
+    """x @ w.T + bias, where w (N, K) is (q - zero) · scale, with a scale for each G-th of a row.
 
     - `weight`: (N, K) int8, or (N, K / 2) uint8, two numbers of 4 bits in each
     - `scale`: (N, G), bf16 or fp32; `group_size` is K / G
-    - `zero`: (N, G), or None, which means 8 with 4 bits and 0 with 8; uint8 with 4 bits. With 8 it is int16, and only
-      some GPTQ checkpoints have it
+    - `zero`: (N, G), or None, which means 8 with 4 bits and 0 with 8; uint8 with 4 bits. With 8 it
+      is int16, and only some GPTQ checkpoints have it
     - `bias`: (N,) of any float dtype, or None
-    - `columns`: (K,) int64, the order of x's columns that the others are in; None is the order in which they come
+    - `columns`: (K,) int64, the order of x's columns that the others are in; None: unchanged order
     """
 
     __slots__ = (
@@ -66,7 +69,8 @@ class QuantizedLinear:
             scale = self.scale.view(-1).to(x.dtype)
             product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self.weight, scale)
             return product if self.bias is None else product + self.bias.to(x.dtype)
-        # Products in fp16 may take a processor hundreds of times as long, and the weights are fp32 to begin with.
+        # On a CPU products in fp16 may take hundreds of times as long, and the weights are fp32
+        # anyway.
         own = x.float() if x.dtype == torch.float16 and x.device.type == "cpu" else x
         out = x.new_empty(x.shape[0], self.num_out)
         step = max(1, _SCRATCH_ELEMENTS // self.num_in)
@@ -76,7 +80,7 @@ class QuantizedLinear:
         return out if self.bias is None else out.add_(self.bias.to(out.dtype))
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of w as far as there are so many, (rows, K) fp32."""
+        """Rows [begin, end) of w, clipped to its end, (rows, K) fp32."""
         return dequantize(
             self.weight[begin:end],
             self.scale[begin:end],
@@ -84,7 +88,9 @@ class QuantizedLinear:
         )
 
     def _takes_integers(self, x: torch.Tensor) -> bool:
-        """Whether torch's own product with int8 rows does the same, without rounding a scale."""
+        """Whether torch's own product with int8 rows gives the same result, without rounding a
+        scale.
+        """
         return (
             self.bits == 8
             and self.zero is None
@@ -92,7 +98,8 @@ class QuantizedLinear:
             and x.shape[0] <= _MAX_PACKED_ROWS
             and x.device.type == "cpu"
             and x.dtype in (self.scale.dtype, torch.float32)
-            # It reads whole vectors from where rows begin, and ends the process where that is not a vector's place.
+            # ^It reads whole vectors from the beginning of each row, and crashes the process if
+            # that is not aligned.
             and self.num_in % _ALIGNMENT == self.weight.data_ptr() % _ALIGNMENT == 0
             and x.is_contiguous()
             and x.data_ptr() % _ALIGNMENT == 0
@@ -100,7 +107,7 @@ class QuantizedLinear:
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
-    """What the integers of a `QuantizedLinear` mean, (N, K) fp32. Memory: a few times the result."""
+    """The weights of a `QuantizedLinear`'s integers, (N, K) fp32. Memory: a few times the result."""
     levels = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
     grouped = levels.view(*scale.shape, -1).to(torch.float32)
     if zero is not None:

@@ -1,7 +1,8 @@
-"""Tables of cosines and sines in torch, and the rotation itself.
+"""Rotary embeddings in torch: tables of cosines and sines, and the rotation.
 
-A table grows on demand, and is rounded to what the model computes in, as transformers does. Nothing is computed before
-the first forward pass: torch's thread pool must not have run in a process that may still fork.
+A table grows on demand, and is rounded to the compute dtype, as in transformers. Nothing is
+computed before the first forward pass: torch's thread pool must not have run in a process that may
+still fork.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class RopeTable:
         self._sin = torch.empty(0)
 
     def rows(self, positions: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of these positions, all below `end`: (T, 1, rotary_dim) each, to broadcast over heads.
+        """(cos, sin) of these positions, all below `end`: (T, 1, rotary_dim) each, to broadcast
+        over heads.
 
-        The first half of each sine is negated, which is what `rotate_` wants.
+        The first half of each sine is negated, as `rotate_` expects.
         """
         if end > len(self._cos) or self._cos.device != positions.device:
             self._grow(end, positions.device)
@@ -39,7 +41,7 @@ class RopeTable:
 
     @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines as they are now: they are replaced, not changed, when they grow."""
+        """The current cosines and sines. Growing replaces them and does not change them."""
         return self._cos, self._sin
 
     def _grow(self, end: int, device: torch.device) -> None:
@@ -51,8 +53,9 @@ class RopeTable:
 
 
 def rotation(*, interleaved: bool, wide: bool) -> Rotation:
-    """The function that rotates heads in place: `rotate_` or one of its kinds. A wide one rotates in fp32, by cosines
-    and sines in fp32, and rounds once.
+    """The function that rotates heads in place: `rotate_` or a variant.
+
+    A wide one rotates in fp32, by cosines and sines in fp32, and rounds once.
     """
     turn = rotate_neighbours_ if interleaved else rotate_
     return partial(_rotate_wide, turn) if wide else turn
@@ -65,7 +68,7 @@ def _rotate_wide(turn: Rotation, x: torch.Tensor, cos: torch.Tensor, sin: torch.
 
 
 def rotate_neighbours_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """As `rotate_`, but dimension 2 i pairs with 2 i + 1."""
+    """Rotate like `rotate_`, but dimension 2 i pairs with 2 i + 1."""
     size = cos.shape[-1]
     low, high = x[..., 0:size:2], x[..., 1:size:2]
     cos, sin = cos[..., : size // 2], sin[..., size // 2 :]
@@ -75,7 +78,7 @@ def rotate_neighbours_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turns in place the first rotary_dim dimensions of each head of x (T, heads, head_dim).
+    """Rotate in place the first rotary_dim dimensions of each head of x (T, heads, head_dim).
 
     `cos` and `sin` are from `RopeTable.rows`. Dimension i pairs with i + rotary_dim / 2, as in the
     checkpoints that transformers writes.

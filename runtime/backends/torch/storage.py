@@ -1,7 +1,7 @@
-"""Pools of keys and values in torch's tensors, on the CPU or on a device, and how attention reads them.
+"""Pools of keys and values in torch tensors, on the CPU or a device, and their reads for attention.
 
-As `kv/storage.py` in content and layout: blocks move between the two like between two of a kind. Reading gives views of
-consecutive slots, and copies of others.
+Content and layout are those of `kv/storage.py`: blocks move between both kinds of pools like
+between two of one kind. Reads return views of consecutive slots, and copies of others.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from ...step.batch import SequenceSpan
 from .tensors import torch_dtype
 
 MAX_CODE = 127
-WRITE_TOKENS = 512  # at a time: what is made on the way stays in the cache
+# Tokens written at a time, so that temporaries stay in the cache.
+WRITE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where `count` tokens of one sequence lie.
+    """The location of `count` tokens of one sequence.
 
-    Without `blocks`: in consecutive slots from `start`. With them: in those blocks' slots one behind
-    another, of which the first `start` are skipped.
+    Without `blocks`: consecutive slots from `start`. With them: the slots of these blocks in order,
+    of which the first `start` are skipped.
     """
 
     start: int
@@ -37,23 +38,27 @@ class Extent:
 
 
 class TorchPool(KVPool, Protocol):
-    """What torch's attention needs beyond `KVPool`."""
+    """The methods that torch's attention needs in addition to `KVPool`."""
 
     @property
     def device(self) -> torch.device: ...
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        first.
+        """
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """Where the tokens [first, span.context_len) of a sequence lie."""
+        """The location of the tokens [first, span.context_len) of a sequence."""
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each."""
 
 
 def extent_of(span: SequenceSpan, first: int, block_size: int, device: torch.device) -> Extent:
-    """Where the tokens [first, span.context_len) of a sequence lie, in blocks of so many tokens."""
+    """The location of the tokens [first, span.context_len) of a sequence, in blocks of `block_size`
+    tokens.
+    """
     count = span.context_len - first
     first_block, skipped = divmod(first, block_size)
     blocks = span.blocks[first_block : -(-span.context_len // block_size)]
@@ -63,12 +68,16 @@ def extent_of(span: SequenceSpan, first: int, block_size: int, device: torch.dev
 
 
 def copy_slots(data: torch.Tensor, source: int, target: int, count: int) -> None:
-    """`count` slots from `source` on to those from `target` on, which are others; data (…, slots, last)."""
+    """Copy `count` slots from `source` on to those from `target` on; data is (…, slots, last). They
+    must not overlap.
+    """
     data.narrow(-2, target, count).copy_(data.narrow(-2, source, count))
 
 
 class TorchKVStorage:
-    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is written."""
+    """Keys and values of `num_blocks` blocks. Memory is reserved at once, and touched when it is
+    written.
+    """
 
     def __init__(
         self,
@@ -85,13 +94,13 @@ class TorchKVStorage:
         self.head_dim = head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.dtype = dtype  # of what is written and read
+        self.dtype = dtype  # of the keys and values written and read
         self.data = torch.empty(
             (num_layers, 2, num_kv_heads, num_blocks * block_size, head_dim),
             dtype=torch_dtype(dtype),
             device=device,
         )
-        # Views made once: every layer of every step wants its own, and indexing a list is cheaper.
+        # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
         self._layers = list(self.data.unbind(0))
         self._keys = [layer[0] for layer in self._layers]
         self._values = [layer[1] for layer in self._layers]
@@ -108,18 +117,20 @@ class TorchKVStorage:
 
     @property
     def element_bytes(self) -> int:
-        """Of the numbers that a block's bytes are."""
+        """The size of the numbers in a block's bytes."""
         return self.data.element_size()
 
     @property
     def layout(self) -> str:
-        """How the bytes of a block are to be read: blocks of pools with equal layouts can be exchanged."""
+        """The layout of a block's bytes. Blocks of pools with equal layouts are interchangeable."""
         return layout_of(
             self.dtype.label, len(self._layers), self.num_kv_heads, self.block_size, self.head_dim
         )
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block), C-contiguous."""
+        """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
+        C-contiguous.
+        """
         by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
         content = by_block[:, :, :, list(blocks)].movedim(
             3, 0
@@ -127,7 +138,9 @@ class TorchKVStorage:
         torch.from_numpy(into).view(self.data.dtype).view(content.shape).copy_(content)
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
-        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        """The reverse of `copy_out`. The blocks are distinct, and no other thread may read them
+        meanwhile.
+        """
         by_block = self.data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
         places = by_block.movedim(3, 0)
         shape = (len(blocks), *places.shape[1:])
@@ -136,22 +149,27 @@ class TorchKVStorage:
         )
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        """Copy the first tokens of one block, in all layers, to another, whose other tokens stay
+        unchanged.
+        """
         copy_slots(self.data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        first.
+        """
         split = keys_values.view(len(slots), 2, self.num_kv_heads, -1)
         self._layers[layer].index_copy_(2, slots, split.permute(1, 2, 0, 3))
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """Where the tokens [first, span.context_len) of a sequence lie."""
+        """The location of the tokens [first, span.context_len) of a sequence."""
         return extent_of(span, first, self.block_size, self.device)
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each.
 
-        Of consecutive slots they are views, valid until their blocks are written again; otherwise copies.
+        Consecutive slots give views, valid until their blocks are written again; others give
+        copies.
         """
         if extent.blocks is None:
             keys, values = self._keys[layer], self._values[layer]
@@ -163,7 +181,9 @@ class TorchKVStorage:
 
 
 class TorchInt8KVStorage:
-    """As `KVStorage`, with codes instead of numbers. Memory is reserved at once, and touched when it is written."""
+    """A pool like `TorchKVStorage` that stores int8 codes and scales. Memory is reserved at once,
+    and touched when it is written.
+    """
 
     def __init__(
         self,
@@ -176,7 +196,7 @@ class TorchInt8KVStorage:
         dtype: DType,
         device: torch.device | None = None,
     ) -> None:
-        """`dtype` is that of what is written and read, and of the scales."""
+        """`dtype` is that of the keys and values written and read, and of the scales."""
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
@@ -186,7 +206,7 @@ class TorchInt8KVStorage:
         self.codes = torch.empty((*shape, head_dim), dtype=torch.int8, device=device)
         self._torch_dtype = torch_dtype(dtype)
         self.scales = torch.empty((*shape, 1), dtype=self._torch_dtype, device=device)
-        # Views made once: every layer of every step wants its own, and indexing a list is cheaper.
+        # Views made once: every layer of every step needs its own, and indexing a list is cheaper.
         self._layers = list(zip(self.codes.unbind(0), self.scales.unbind(0), strict=True))
 
     block_bytes = staticmethod(Int8KVStorage.block_bytes)
@@ -197,7 +217,7 @@ class TorchInt8KVStorage:
 
     @property
     def element_bytes(self) -> int:
-        """Of what most of a block's bytes are."""
+        """The size of a code; codes are most of a block's bytes."""
         return 1
 
     @property
@@ -211,7 +231,9 @@ class TorchInt8KVStorage:
         return layout_of(kind, num_layers, self.num_kv_heads, self.block_size, self.head_dim, extra="+1")
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block), C-contiguous."""
+        """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
+        C-contiguous.
+        """
         first = 0
         for data in (self.codes, self.scales):
             content = self._by_block(data)[:, :, :, list(blocks)].movedim(3, 0)
@@ -220,24 +242,30 @@ class TorchInt8KVStorage:
             first += content.shape[1]
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
-        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        """The reverse of `copy_out`. The blocks are distinct, and no other thread may read them
+        meanwhile.
+        """
         first = 0
         for data in (self.codes, self.scales):
             places = self._by_block(data).movedim(3, 0)
             shape = (len(blocks), *places.shape[1:])
             num_bytes = places[0].numel() * data.element_size()
-            # Scales may lie at any byte.
+            # Scales may be unaligned.
             part = torch.from_numpy(np.ascontiguousarray(content[:, first : first + num_bytes]))
             places[list(blocks)] = part.view(data.dtype).view(shape).to(data.device)
             first += num_bytes
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        """Copy the first tokens of one block, in all layers, to another, whose other tokens stay
+        unchanged.
+        """
         for data in (self.codes, self.scales):
             copy_slots(data, source * self.block_size, target * self.block_size, num_tokens)
 
     def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Stores T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys first."""
+        """Store T tokens: slots (T,) int64; keys_values (T, 2 * num_kv_heads, head_dim), keys
+        first.
+        """
         codes, scales = self._layers[layer]
         pieces = zip(torch.split(slots, WRITE_TOKENS), torch.split(keys_values, WRITE_TOKENS), strict=True)
         for piece_slots, piece in pieces:
@@ -247,26 +275,27 @@ class TorchInt8KVStorage:
             scales.index_copy_(2, piece_slots, new_scales.view(split).permute(1, 2, 0, 3))
 
     def extent(self, span: SequenceSpan, first: int = 0) -> Extent:
-        """Where the tokens [first, span.context_len) of a sequence lie."""
+        """The location of the tokens [first, span.context_len) of a sequence."""
         return extent_of(span, first, self.block_size, self.device)
 
     def read(self, layer: int, extent: Extent) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (num_kv_heads, extent.count, head_dim) each, copies in the dtype."""
         found = [self._gather(data, extent) for data in self._layers[layer]]
         codes, scales = (each.narrow(2, extent.start, extent.count) for each in found)
-        # By way of fp32: its product is exact, and a third faster than one in 16 bits, which are not vectorised.
+        # Through fp32: its product is exact, and a third faster than one in 16 bits, which is not
+        # vectorised.
         keys, values = codes.float().mul_(scales.float()).to(self._torch_dtype).unbind(0)
         return keys, values
 
     def _gather(self, data: torch.Tensor, extent: Extent) -> torch.Tensor:
-        """(2, kv_heads, slots, last) What holds the extent, of one layer's codes or scales."""
+        """The slots of the extent, of one layer's codes or scales: (2, kv_heads, slots, last)."""
         if extent.blocks is None:
             return data
         by_block = data.view(2, self.num_kv_heads, self.num_blocks, -1)
         return by_block.index_select(2, extent.blocks).view(2, self.num_kv_heads, -1, data.shape[-1])
 
     def _by_block(self, data: torch.Tensor) -> torch.Tensor:
-        """(layers, 2, kv_heads, blocks, what a block has of a head)"""
+        """(layers, 2, kv_heads, blocks, bytes of a head in a block)"""
         return data.view(len(self._layers), 2, self.num_kv_heads, self.num_blocks, -1)
 
 
@@ -274,6 +303,6 @@ def _quantized(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(…, head_dim) in any dtype → codes (…, head_dim) int8, and scales (…, 1) in that dtype."""
     new = numbers.float()
     scales = (new.abs().amax(-1, keepdim=True) / MAX_CODE).to(numbers.dtype)
-    # A scale of 0 stands for nothing but zeros; one that is not finite makes NaN of the code 0.
+    # A scale of 0 stands for zeros only; a scale that is not finite turns the code 0 into NaN.
     codes = (new / scales.float()).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-MAX_CODE, MAX_CODE)
     return codes.to(torch.int8), scales

@@ -1,4 +1,4 @@
-"""torch's tensors over numpy's memory: without copies, and with torch's own bfloat16."""
+"""torch tensors over numpy's memory, without copies and with torch's own bfloat16."""
 
 from __future__ import annotations
 
@@ -44,14 +44,16 @@ def to_torch(tensor: Tensor) -> torch.Tensor:
 
 
 def array_to_torch(array: npt.NDArray[Any], dtype: DType) -> torch.Tensor:
-    """The same memory, which must be writable, though nothing writes it."""
+    """The same memory as a tensor. It must be writable, although it is not written."""
     shared = torch.from_numpy(array)
     own = torch_dtype(dtype)
     return shared if shared.dtype is own else shared.view(own)
 
 
 def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """On the host; bf16 as uint16. Shares the tensor's memory where that is there and contiguous."""
+    """The tensor on the host, bf16 as uint16. Shares the tensor's memory if that is contiguous host
+    memory.
+    """
     host = tensor.detach().cpu().contiguous()
     held_as = torch_dtype_in_numpy(host.dtype)
     shared: npt.NDArray[Any] = (host.view(held_as) if held_as is not host.dtype else host).numpy()
@@ -59,7 +61,7 @@ def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def torch_dtype_in_numpy(dtype: torch.dtype) -> torch.dtype:
-    """What numpy has it in: itself, or its bits."""
+    """The dtype of a tensor's numpy form: itself, or that of its bits."""
     if dtype is torch.bfloat16:
         return torch.uint16
     return torch.uint8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype
@@ -71,12 +73,12 @@ def from_torch(tensor: torch.Tensor) -> Tensor:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Raises `KeyError` for a dtype that models are not stored in."""
+    """The `DType` of a torch dtype. Raises `KeyError` for one that models are not stored in."""
     return DType[next(name for name, own in TORCH_DTYPES.items() if own is dtype)]
 
 
 def int64s(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Numbers of a step where they are computed with."""
+    """A step's integers, on the device that computes it."""
     return torch.from_numpy(numbers).to(device)
 
 

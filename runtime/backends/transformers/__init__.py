@@ -1,1 +1,1 @@
-"""Models of unknown architectures, computed by the transformers library: slow, and only where it is installed."""
+"""Models of unknown architectures, computed by the transformers library, if installed. Slow."""

@@ -1,6 +1,7 @@
-"""A model of any architecture that transformers knows, over weights that a load has brought.
+"""Models of any architecture that transformers knows, over the weights of a load.
 
-It waits for all weights, for transformers asks for them at once. Code that comes with a model is never run.
+Building waits for all weights, because transformers takes them at once. Code that comes with a
+model is never run.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ def build_with_transformers(
     dense: Mapping[str, Any] | None = None,
     dense_weights: Mapping[str, Weights] | None = None,
 ) -> TransformersDecoder | TransformersEncoder:
-    """The model that a parsed config.json describes; `compute_dtype` as `--compute-dtype` has it, the others as of
-    `build_model`. Blocks until all weights are there, and raises the load's error if they will not be. Raises
-    `ModelError` for what transformers does not know, and where weights do not fit.
+    """Build the model that a parsed config.json describes. Blocks until all weights have arrived.
+
+    `compute_dtype` is the value of `--compute-dtype`, the other arguments are those of
+    `build_model`. Raises the load's error, and `ModelError` for an architecture that transformers
+    does not know, or weights that do not fit.
     """
     architecture, kind = _kind_of(config)
     settings = _settings_of(config)
@@ -72,7 +75,7 @@ def build_with_transformers(
 
 
 def _kind_of(config: Mapping[str, Any]) -> tuple[str, str]:
-    """The architecture, and what it does: "decoder", "classifier" or "encoder"."""
+    """The architecture and its kind: "decoder", "classifier" or "encoder"."""
     from transformers.models.auto import modeling_auto
 
     architectures = config.get("architectures")
@@ -102,7 +105,9 @@ def _settings_of(config: Mapping[str, Any]) -> Any:
 
 
 def _class_of(architecture: str, kind: str) -> Any:
-    """The auto class is taken for encoders, so that one with a head is loaded without it."""
+    """The class of transformers. For encoders the auto class, so that one with a head is loaded
+    without it.
+    """
     return transformers.AutoModel if kind == "encoder" else getattr(transformers, architecture)
 
 
@@ -119,11 +124,11 @@ def _load(kind: Any, settings: Any, tensors: dict[str, torch.Tensor], computes: 
             output_loading_info=True,
         )
     except Exception as error:
-        raise ModelError(f"transformers could not take the weights: {str(error)[:300]}") from error
+        raise ModelError(f"transformers rejected the weights: {str(error)[:300]}") from error
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         raise ModelError(
             f"the weights lack {len(missing)} tensors that {kind.__name__} needs: {', '.join(missing)[:300]}",
-            hint="Do the config.json and the weights belong to the same model?",
+            hint="Check that the config.json and the weights belong to the same model.",
         )
     return module.eval()

@@ -1,7 +1,7 @@
 """Decoders computed by transformers, sequence by sequence.
 
-The pool knows each sequence's tokens. What transformers keeps of a sequence is found again by these tokens as long as
-there is room; else the sequence is computed anew from its first token.
+The pool stores each sequence's tokens. The caches of transformers are found again by these tokens
+as long as they fit; otherwise the sequence is computed again from its first token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tokens import TokenPool
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """In the place of an executor, for logs and figures."""
+    """A stand-in for an executor, with its name for logs and metrics."""
 
     name: str
     numerics: str
@@ -48,7 +48,8 @@ class TransformersDecoder:
         self._token_bytes = _token_bytes(settings, computes.dtype)
         self._past: OrderedDict[tuple[int, ...], Any] = (
             OrderedDict()
-        )  # by the tokens that it is of, oldest first
+            # By the sequence's tokens, oldest first.
+        )
         self._past_tokens = 0
 
     @property
@@ -56,11 +57,13 @@ class TransformersDecoder:
         return self.computes.dtype
 
     def kv_block_bytes(self, block_size: int, *, kind: KVKind = KVKind.MODEL) -> int:
-        """The size of a cache of transformers for this number of tokens, about."""
+        """The approximate size of transformers' cache for this number of tokens."""
         return block_size * self._token_bytes
 
     def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = KVKind.MODEL) -> TokenPool:
-        """Raises `ModelError` for kinds of the library's own."""
+        """Make the pool. Raises `ModelError` for any other kind of keys and values than the
+        model's.
+        """
         if kind is not KVKind.MODEL:
             raise ModelError(
                 "transformers keeps keys and values in the model's dtype", hint="Leave --kv-dtype out."
@@ -91,7 +94,7 @@ class TransformersDecoder:
         return out
 
     def _logits(self, span: SequenceSpan, kv: TokenPool, rows: list[int]) -> Floats:
-        """(len(rows), vocab) fp32 of these of the span's rows."""
+        """Logits (len(rows), vocab) fp32 of these rows of the span."""
         tokens = kv.context(span)
         known = len(tokens) - span.length
         past = self._past.pop(tuple(tokens[:known]), None)
@@ -100,7 +103,8 @@ class TransformersDecoder:
         else:
             self._past_tokens -= known
         given: dict[str, Any] = {"input_ids": torch.tensor([tokens[known:]])}
-        first = len(tokens) - span.length - known  # the span's first row, of those that are computed now
+        # The span's first row, among the rows computed now.
+        first = len(tokens) - span.length - known
         places = [first + row for row in rows]
         keeps_past = "past_key_values" in self._takes
         given["use_cache"] = keeps_past
@@ -108,7 +112,7 @@ class TransformersDecoder:
             given["past_key_values"] = past
         is_cut = "logits_to_keep" in self._takes
         if is_cut:
-            # All that is kept of none is all rows: so at least the last one.
+            # Keeping 0 rows means all rows, so keep at least the last one.
             given["logits_to_keep"] = torch.tensor(places or [len(tokens) - known - 1])
         result = self._module(**given)
         kept = getattr(result, "past_key_values", None)
@@ -120,14 +124,14 @@ class TransformersDecoder:
         return found
 
     def _forget(self, max_tokens: int) -> None:
-        """The oldest go first, down to what the pool could hold."""
+        """Evict the oldest caches, down to the pool's size in tokens."""
         while self._past_tokens > max_tokens:
             tokens, _ = self._past.popitem(last=False)
             self._past_tokens -= len(tokens)
 
 
 def _token_bytes(settings: Any, dtype: DType) -> int:
-    """Of keys and values of one token in all layers."""
+    """The bytes of one token's keys and values in all layers."""
     heads = getattr(settings, "num_key_value_heads", None)
     head_dim = getattr(settings, "head_dim", None)
     width = heads * head_dim if heads and head_dim else int(settings.hidden_size)

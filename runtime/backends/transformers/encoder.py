@@ -39,7 +39,7 @@ class TransformersEncoder:
         sentence_bert: Any,
         dense_weights: Mapping[str, Weights] | None,
     ) -> None:
-        """`sentence` is None of a classifier."""
+        """`sentence` is None for a classifier."""
         limits = Fields({} if sentence_bert is None else sentence_bert, file="sentence_bert_config.json")
         most = limits.optional_integer("max_seq_length", low=1, high=MAX_POSITIONS)
         labels: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class TransformersEncoder:
 
     def _row(self, tokens: Sequence[int], types: Sequence[int] | None) -> torch.Tensor:
         given: dict[str, Any] = {"input_ids": torch.tensor([list(tokens)])}
-        # Stated, for else some models take tokens for padding by their number.
+        # Explicit, because some models otherwise infer padding from token ids.
         given["attention_mask"] = torch.ones_like(given["input_ids"])
         if types is not None and self._takes_types:
             given["token_type_ids"] = torch.tensor([list(types)])

@@ -1,4 +1,4 @@
-"""Bounds of a model that transformers computes, out of its settings."""
+"""Bounds of a model that transformers computes, from its settings."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 _MOST_TOKENS = 1 << 20
-_UNSTATED_TOKENS = 2_048  # of models whose settings state no length
+_UNSTATED_TOKENS = 2_048  # of models whose settings name no length
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """As `DecoderLimits` and `EncoderLimits` of the engine have them."""
+    """The fields of the engine's `DecoderLimits` and `EncoderLimits`."""
 
     vocab_size: int
     max_context: int
@@ -28,6 +28,7 @@ def limits_of(settings: Any, labels: tuple[str, ...] = (), *, most: int | None =
     stated = (getattr(settings, key, None) for key in _LENGTH_KEYS)
     length = next((value for value in stated if isinstance(value, int) and value > 0), _UNSTATED_TOKENS)
     offset = 0
-    if "roberta" in str(getattr(settings, "model_type", "")):  # whose positions begin behind the padding's
+    # Its positions begin after the padding's.
+    if "roberta" in str(getattr(settings, "model_type", "")):
         offset = int(settings.pad_token_id or 0) + 1
     return Limits(int(settings.vocab_size), min(length - offset, most or _MOST_TOKENS, _MOST_TOKENS), labels)

@@ -1,4 +1,4 @@
-"""Dense layers of sentence-transformers behind the pooling, in fp32."""
+"""Dense layers of sentence-transformers after the pooling, in fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..torch.tensors import to_torch
 
 
 class SentenceLayers:
-    """All of them, one after another."""
+    """The dense layers in sequence."""
 
     def __init__(self, sentence: SentenceConfig, weights: Mapping[str, Weights]) -> None:
         """Raises `ModelError` for weights that are missing or do not fit."""

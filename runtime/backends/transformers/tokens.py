@@ -1,6 +1,7 @@
-"""A pool whose slots hold tokens in the place of keys and values.
+"""A pool whose slots hold tokens instead of keys and values.
 
-The engine shares, copies and spills blocks of it as of any other. What is computed of the tokens is the library's.
+The engine shares, copies and spills its blocks like those of any other pool. The library keeps the
+keys and values.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class TokenPool:
         self._tokens.reshape(-1)[slots] = tokens
 
     def context(self, span: SequenceSpan) -> list[int]:
-        """All tokens of the sequence, those of this step included."""
+        """All tokens of the sequence, including those of this step."""
         held: list[int] = self._tokens[list(span.blocks)].reshape(-1)[: span.context_len].tolist()
         return held
 

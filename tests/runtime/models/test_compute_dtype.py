@@ -69,7 +69,7 @@ def test_what_was_asked_for_is_taken_on_every_cpu_and_to_the_letter(asked):
 
         chosen = policy.choose(stored, is_quantised=is_quantised)
 
-        assert chosen == ComputeDtype(stored, asked, "it was asked for")
+        assert chosen == ComputeDtype(stored, asked, "it was requested")
 
 
 def test_people_are_told_both_dtypes_and_why():

@@ -1,1 +1,1 @@
-"""What a device computes, in Triton's language: plain functions, which `variants.py` names and a launcher compiles."""
+"""Triton kernels: plain functions, which `variants.py` names and a launcher compiles."""

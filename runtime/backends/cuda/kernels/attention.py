@@ -35,7 +35,7 @@ def decode_attention(
     num_kv_heads,
     window,  # tokens that a token sees, itself included
     num_splits,
-    split_keys,  # tokens of each split; so many splits of them hold what a token sees
+    split_keys,  # tokens of each split; num_splits of them hold all that a token sees
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -115,7 +115,7 @@ def merge_splits(
     PADDED_DIM: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits at most
 ):
-    """What the splits of one query head have found, as one: each weighs as much as its keys did."""
+    """Combine the splits of one query head, each weighted by the mass of its keys."""
     number = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(starts + tl.load(spans + number))
@@ -158,7 +158,9 @@ def chunk_attention(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Rows of sequences that may have tokens in the cache already; their own keys and values are there, too."""
+    """Attention of rows whose sequences may have earlier tokens in the cache. The rows' own keys
+    and values are already stored.
+    """
     span = tl.load(tiles + 2 * tl.program_id(0))
     first_row = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int32)
     kv_head = tl.program_id(1)
@@ -178,7 +180,7 @@ def chunk_attention(
     of_query = ((start + token) * row_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     query = tl.load(queries + of_query, mask=is_row[:, None] & is_dim[None, :], other=0.0)
 
-    # What the first of these tokens sees begins here, and what the last one sees ends there.
+    # The visible keys begin at the first token's window and end at the last token.
     begin = tl.maximum(context - length + first_row // group + 1 - window, 0)
     last_token = tl.minimum((first_row + ROWS - 1) // group, length - 1)
     end = context - length + last_token + 1
@@ -197,7 +199,7 @@ def chunk_attention(
         sees = (at[None, :] <= position[:, None]) & (at[None, :] > position[:, None] - window)
         scores = tl.where(sees & is_key[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen nothing yet: its weights are zeros, and not what -inf minus -inf is.
+        # For a row that has seen no keys yet, the weights must be zeros, not -inf minus -inf.
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         correction = tl.exp2(largest - base)

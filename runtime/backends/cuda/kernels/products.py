@@ -1,9 +1,9 @@
-"""The product of a matrix and one row: what generating for one sequence is made of.
+"""The product of a matrix and one row, the main cost of generation for one sequence.
 
-Nothing but the matrix is worth counting, each number of which is read once; so there are no tiles of a product, only
-sums along its rows, in fp32.
+Only the matrix's traffic matters, each number of which is read once; so there are no tiles of a
+product, only sums along its rows, in fp32.
 
-No `from __future__ import annotations` here: Triton looks at the annotations.
+No `from __future__ import annotations` here: Triton reads the annotations.
 """
 
 import triton.language as tl

@@ -1,10 +1,11 @@
 """The race that draws a token (docs/decisions/0015), for many rows at once.
 
-Each candidate's number is made from the sequence's seed, the token's index in it and its id alone, by Philox4x32-10
-(Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), so it does not matter who computes it, nor in which
-order. They are exponential, in 64 bits: of 52 random ones, in the middle of their interval, so that none is 0.
+Each candidate's number is derived from the sequence's seed, the token's index in it and its id
+alone, by Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), so it
+depends neither on the device nor on the order. The numbers are exponential, in 64 bits: of 52
+random ones, in the middle of their interval, so that none is 0.
 
-No `from __future__ import annotations` here: Triton looks at the annotations.
+No `from __future__ import annotations` here: Triton reads the annotations.
 """
 
 import triton.language as tl

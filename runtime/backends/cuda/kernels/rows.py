@@ -1,8 +1,9 @@
-"""All that a layer does with its rows besides products and attention, each in one pass over them.
+"""The operations on a layer's rows other than products and attention, each in one pass.
 
-It is rounded where torch would round (`models/norm.py`, `rope.py`), so that a step says the same whoever computes it.
+Results are rounded where torch rounds (`backends/torch/norm.py`, `rope.py`), so that both compute
+the same step.
 
-No `from __future__ import annotations` here: Triton looks at the annotations.
+No `from __future__ import annotations` here: Triton reads the annotations.
 """
 
 import triton.language as tl
@@ -39,7 +40,7 @@ def place_heads(
     heads,  # (rows, num_heads + 2 * num_kv_heads, HEAD_DIM): queries, keys, values. Queries and keys are changed
     cos,  # (rows, ROTARY)
     sin,  # the first half of each negated
-    query_norm,  # (HEAD_DIM,), and keys' beside it, if NORMS
+    query_norm,  # (HEAD_DIM,); the keys' norm follows; used if NORMS
     key_norm,
     keys,  # (slots, num_kv_heads, HEAD_DIM)
     values,
@@ -54,7 +55,7 @@ def place_heads(
     HEADS: tl.constexpr,  # that a program has
     NORMS: tl.constexpr,
 ):
-    """Norms of queries and keys, their rotation, and keys and values to where they belong."""
+    """Normalise and rotate queries and keys, and store keys and values in their slots."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     num_rotated = num_heads + num_kv_heads

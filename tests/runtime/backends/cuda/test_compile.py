@@ -171,10 +171,10 @@ def test_a_device_runs_what_was_compiled_for_an_older_one_of_its_kind(compiled, 
     [
         (lambda index: index.update(sources="0" * 16), "another version"),
         (lambda index: index.pop("binaries"), "binaries"),
-        (lambda index: index["binaries"][0].update(key="../../x"), "no kernel"),
-        (lambda index: index["binaries"][0].update(types=["*bf16", "char"]), "no kernel"),
+        (lambda index: index["binaries"][0].update(key="../../x"), "is not a kernel"),
+        (lambda index: index["binaries"][0].update(types=["*bf16", "char"]), "is not a kernel"),
         (lambda index: index["binaries"][0].update(num_parameters=99), "99 parameters"),
-        (lambda index: index["binaries"][0].update(shared_bytes=1 << 30), "cannot be launched"),
+        (lambda index: index["binaries"][0].update(shared_bytes=1 << 30), "has invalid launch parameters"),
         (lambda index: index["binaries"][0].update(surprise=1), "surprise"),
     ],
 )
@@ -255,7 +255,7 @@ def test_what_lies_askew_or_was_not_compiled_is_not_launched(compiled, monkeypat
     tensors = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(4)]
     askew = torch.zeros(65, dtype=torch.bfloat16)[1:]
     shape = with_shape(inner_size=512, attended_size=256, hidden_size=256)
-    with pytest.raises(LaunchError, match="no multiple of 16"):
+    with pytest.raises(LaunchError, match="not a multiple of 16"):
         launch(norm_variant(shape, adds=True), (3,), askew, *tensors[1:], 0.5)
     with pytest.raises(LaunchError, match="was not compiled"):
         launch(gate_variant(with_shape(activation="relu")), (3, 1), *tensors[:2])

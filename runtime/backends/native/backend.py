@@ -44,7 +44,7 @@ class NativeBackend:
 
     def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
         if self._asked != "auto":
-            return ComputeDtype(stored, DType.of_label(self._asked), "it was asked for")
+            return ComputeDtype(stored, DType.of_label(self._asked), "it was requested")
         chosen = _COMPUTED_IN.get(stored, stored)
         return ComputeDtype(
             stored, chosen, "as stored" if chosen is stored else "fp32 holds every fp16 number"

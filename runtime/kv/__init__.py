@@ -1,1 +1,3 @@
-"""The KV cache: who owns which block, where keys and values lie, and attention over them."""
+"""The KV cache: the allocator of blocks, the storage of keys and values, and the prefixes that can
+be reused.
+"""

@@ -1,9 +1,9 @@
-"""Which blocks of the KV pool are in use, and by how many.
+"""The reference-counted allocator of the KV pool's blocks.
 
-Blocks are handed out so that one sequence's blocks tend to follow each other: a consecutive block table is
-read as a view where a scattered one has to be gathered, at twice the time a step. Invariant: a block is free
-exactly when nobody refers to it, and the free blocks are kept as maximal runs. Nothing is known here of
-tokens, tensors or threads; the caller serialises access.
+Blocks are allocated so that one sequence's blocks tend to be consecutive: a consecutive block table
+is read as a view, where a scattered one has to be gathered, at twice the time a step. Invariant: a
+block is free exactly when it has no references, and the free blocks are kept as maximal runs. This
+module knows nothing of tokens, tensors or threads; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..step.batch import Epoch
 
 @dataclass(frozen=True, slots=True)
 class BlockStatistics:
-    """A moment's view. `num_shared` counts blocks that more than one holder refers to."""
+    """A snapshot of the counts. `num_shared` counts blocks with more than one reference."""
 
     num_blocks: int
     num_free: int
@@ -29,8 +29,8 @@ class BlockStatistics:
 class BlockAllocator:
     """Reference-counted blocks 0 … num_blocks - 1.
 
-    Misuse (too many blocks asked for, a free block shared or released) is the caller's bug: ValueError, and
-    nothing has changed.
+    Misuse (too many blocks requested, a free block shared or released) is the caller's bug: raises
+    ValueError, and nothing has changed.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,8 +40,8 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._epochs = [Epoch.EXACT] * num_blocks  # of blocks in use
         self._num_free = num_blocks
-        # Free runs, half-open. There is at most one more of them than there are runs in use, so searching
-        # them all for the largest costs less than keeping them ordered.
+        # Free runs, half-open. There is at most one more of them than there are runs in use, so a
+        # linear search for the largest costs less than keeping them ordered.
         self._end_of_run = {0: num_blocks}  # start → end
         self._start_of_run = {num_blocks: 0}  # end → start
 
@@ -53,17 +53,18 @@ class BlockAllocator:
         return self._references[block]
 
     def epoch(self, block: int) -> Epoch:
-        """Of a block in use."""
+        """The epoch of a block in use."""
         return self._epochs[block]
 
     def allocate(self, count: int, *, after: int | None = None, epoch: Epoch = Epoch.EXACT) -> list[int]:
-        """`count` blocks with one reference each, ascending within each run, for keys and values of one epoch.
+        """Allocate `count` blocks with one reference each, ascending within each run, for keys and
+        values of one epoch.
 
-        `after` is the last block of the sequence that grows: what follows it is taken first. Otherwise a run
-        begins in the largest free one, where there is most room to grow.
+        `after` is the last block of a growing sequence: the blocks that follow it are taken first.
+        Otherwise a run begins in the largest free one, with the most room to grow.
         """
         if not 0 <= count <= self._num_free:
-            raise ValueError(f"{count} blocks asked for, {self._num_free} are free")
+            raise ValueError(f"{count} blocks requested, {self._num_free} are free")
         blocks: list[int] = []
         if after is not None and count and after + 1 in self._end_of_run:
             blocks += self._take(after + 1, after + 1, count)
@@ -71,7 +72,7 @@ class BlockAllocator:
             missing = count - len(blocks)
             start, end = max(self._end_of_run.items(), key=lambda run: (run[1] - run[0], -run[0]))
             spare = end - start - missing
-            # What stands before this run may want to grow too, so the spare room is split between both.
+            # The blocks before this run may grow too, so the spare room is split between both.
             first = start if start == 0 or spare <= 0 else start + spare // 2
             blocks += self._take(start, first, missing)
         for block in blocks:
@@ -79,14 +80,14 @@ class BlockAllocator:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these blocks, all of which must be in use."""
+        """Add a reference to each of these blocks, all of which must be in use."""
         blocks = list(blocks)
         self._require_in_use(blocks)
         for block in blocks:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each of these different blocks; those without any become free."""
+        """Drop a reference of each of these distinct blocks; those without references become free."""
         blocks = list(blocks)
         self._require_in_use(blocks)
         freed = []
@@ -112,7 +113,7 @@ class BlockAllocator:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless counts and runs agree. O(num_blocks); for tests."""
+        """Raise AssertionError unless counts and runs agree. O(num_blocks); for tests."""
         assert self._start_of_run == {end: start for start, end in self._end_of_run.items()}
         runs = sorted(self._end_of_run.items())
         for (_, end), (next_start, _) in pairwise(runs):
@@ -126,7 +127,7 @@ class BlockAllocator:
         assert all(count >= 0 for count in self._references)
 
     def _take(self, start: int, first: int, count: int) -> list[int]:
-        """Up to `count` blocks from `first` on, out of the free run that begins at `start`."""
+        """Take up to `count` blocks from `first` on, out of the free run that begins at `start`."""
         end = self._end_of_run.pop(start)
         del self._start_of_run[end]
         stop = min(end, first + count)
@@ -138,7 +139,7 @@ class BlockAllocator:
         return list(range(first, stop))
 
     def _give_back(self, start: int, end: int) -> None:
-        """Makes [start, end) free, joined with the free runs on both sides."""
+        """Mark [start, end) as free, merged with the free runs on both sides."""
         if start in self._start_of_run:
             start = self._start_of_run.pop(start)
             del self._end_of_run[start]
@@ -155,7 +156,7 @@ class BlockAllocator:
 
     def _require_in_use(self, blocks: Sequence[int]) -> None:
         if len(set(blocks)) != len(blocks):
-            raise ValueError("the same block twice")
+            raise ValueError("duplicate blocks")
         for block in blocks:
             if not 0 <= block < self.num_blocks or not self._references[block]:
                 raise ValueError(f"block {block} is not in use")

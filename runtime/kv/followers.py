@@ -1,10 +1,10 @@
-"""Which cached blocks follow which, by their tokens: where a prompt leaves a chain in the middle of a block, one of
-these may hold what comes next.
+"""An index of cached blocks by their predecessor and tokens.
 
-A block is listed under the hash of the block before it, or under the seed of its chain, so who does not know that finds
-nothing here, as with whole blocks. There is at most one entry for each block, and a search looks at `MAX_SEEN` of those
-that follow the same: it does not become slower however many somebody makes. Nothing is known here of who owns which
-block.
+Where a prompt leaves a chain in the middle of a block, one of these blocks may begin with its next
+tokens. A block is listed under the hash of its predecessor, or under the seed of its chain, so it
+cannot be found without that, just like whole blocks. There is at most one entry for each block, and
+a search looks at `MAX_SEEN` successors of one predecessor: its time is bounded, however many of
+them a client makes. This module knows nothing of the owners of blocks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
-MAX_SEEN = 16  # of those that follow the same block, the ones used last
+# Successors of one predecessor to look at, the most recently used ones.
+MAX_SEEN = 16
 
 
 class Followers:
-    """Of one pool. `tokens` are those of a block, all of them."""
+    """The index of one pool. `tokens` are all tokens of a block."""
 
     def __init__(self) -> None:
-        # By what they follow; each with its tokens, least recently used first.
+        # By predecessor; each with its tokens, least recently used first.
         self._tokens: dict[bytes, OrderedDict[int, array[int]]] = {}
         self._previous: dict[int, bytes] = {}  # by block
 
@@ -29,7 +30,7 @@ class Followers:
         return block in self._previous
 
     def add(self, block: int, previous: bytes, tokens: Sequence[int]) -> None:
-        """This block, which is not listed, has these tokens, after what `previous` stands for."""
+        """List this new block, with these tokens, under `previous`."""
         self._previous[block] = previous
         self._tokens.setdefault(previous, OrderedDict())[block] = array("q", tokens)
 
@@ -47,14 +48,16 @@ class Followers:
         self._previous.clear()
 
     def note_use(self, block: int) -> None:
-        """Of those that follow the same it was used last."""
+        """Mark this block as the most recently used of its siblings."""
         previous = self._previous.get(block)
         if previous is not None:
             self._tokens[previous].move_to_end(block)
 
     def find(self, previous: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """The block after `previous` that begins with most of these tokens, and with how many of them; of several such
-        the one used last. None when there is none that begins with the first.
+        """Find the block after `previous` that shares the longest beginning with these tokens.
+
+        Returns the block and the number of shared tokens; ties go to the most recently used one.
+        None: no block begins with the first token.
         """
         best: tuple[int, int] | None = None
         siblings = self._tokens.get(previous)
@@ -67,18 +70,18 @@ class Followers:
         return best
 
     def entries(self) -> Mapping[int, tuple[bytes, Sequence[int]]]:
-        """What each block follows, and its tokens. O(blocks); for tests."""
+        """Each block's predecessor and tokens. O(blocks); for tests."""
         return {block: (each, self._tokens[each][block]) for block, each in self._previous.items()}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree. For tests."""
+        """Raise AssertionError if the two maps disagree. For tests."""
         listed = {block: each for each, siblings in self._tokens.items() for block in siblings}
         assert listed == self._previous
-        assert all(self._tokens.values()), "something is followed by nothing"
+        assert all(self._tokens.values()), "a predecessor has no successors"
 
 
 def _num_equal(some: Sequence[int], others: Sequence[int]) -> int:
-    """How long their common beginning is."""
+    """The length of their common beginning."""
     number = 0
     for one, other in zip(some, others, strict=False):
         if one != other:

@@ -1,4 +1,4 @@
-"""How keys and values can be stored. Imports nothing: a configuration names them."""
+"""The storage formats of keys and values. Imports nothing, because configurations name them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class KVKind(enum.StrEnum):
-    """What a pool is made of."""
+    """The storage format of a pool."""
 
     MODEL = "model"  # the model's own dtype: `storage.py`
-    INT8 = "int8"  # integers and a scale for each token and head: `int8_storage.py`
+    INT8 = "int8"  # integers and a scale for each token and head: `storage.py`

@@ -1,7 +1,7 @@
-"""What a model and an engine need of any storage for keys and values.
+"""The storage protocol of keys and values, as models and the engine use it.
 
-A pool has blocks of a fixed number of tokens. Who owns which block is the allocator's business (`blocks.py`), not known
-here. Every kind of pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
+A pool has blocks of a fixed number of tokens. Allocation is separate (`blocks.py`). Every kind of
+pool passes the one contract suite in `tests/runtime/kv/test_storage.py`.
 """
 
 from __future__ import annotations
@@ -18,39 +18,45 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class KVPool(Protocol):
-    """Keys and values of `num_blocks` blocks, however and wherever they are stored."""
+    """Keys and values of `num_blocks` blocks, in any format and place."""
 
     num_kv_heads: int
     head_dim: int
     num_blocks: int
     block_size: int
-    dtype: DType  # of what a model writes and reads
+    dtype: DType  # of the keys and values that a model writes and reads
 
     @property
     def element_bytes(self) -> int:
-        """Of the numbers that most of a block's bytes are."""
+        """The size of the numbers that make up most of a block's bytes."""
 
     @property
     def size_bytes(self) -> int: ...
 
     @property
     def layout(self) -> str:
-        """How the bytes of a block are to be read: blocks of pools with equal layouts can be exchanged."""
+        """The layout of a block's bytes. Blocks of pools with equal layouts are interchangeable."""
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
-        """The content of these blocks: `into` is (len(blocks), bytes of a block), C-contiguous."""
+        """Copy the content of these blocks: `into` is (len(blocks), bytes of a block),
+        C-contiguous.
+        """
 
     def copy_in(self, blocks: Sequence[int], content: Bytes) -> None:
-        """The reverse of `copy_out`. Nobody may read these different blocks meanwhile."""
+        """The reverse of `copy_out`. The blocks are distinct, and no other thread may read them
+        meanwhile.
+        """
 
     def copy_tokens(self, source: int, target: int, num_tokens: int) -> None:
-        """The first tokens of one block, in all layers, to another; the rest of that stays what it is."""
+        """Copy the first tokens of one block, in all layers, to another, whose other tokens stay
+        unchanged.
+        """
 
 
 def layout_of(
     kind: str, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, *, extra: str = ""
 ) -> str:
-    """As `KVPool.layout` has it."""
+    """The text of `KVPool.layout`."""
     return f"{kind}[{num_layers}, 2, {num_kv_heads}, {block_size}, {head_dim}{extra}]"
 
 

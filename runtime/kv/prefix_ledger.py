@@ -1,7 +1,9 @@
-"""What of a pool's prefixes was of use: which block follows which, and how often each was found by a request.
+"""Usage counts of a pool's prefixes: the order of blocks, and the number of requests that found
+each.
 
-Counts are of this process. Who finds a block has found all those before it, so no block counts more than the one it
-follows. Nothing is known here of tokens, of blocks' numbers, or of what they hold; the caller serialises access.
+Counts are of this process. A request that finds a block has found all those before it, so no block
+counts more than its predecessor. This module knows nothing of tokens, block numbers or contents;
+the caller serialises access.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Entry:
-    """What is known of a block."""
+    """The usage of one block."""
 
     parent: bytes | None  # None: the block is the first of its chain
     depth: int
-    used_s: float  # when it was there for the first time, or found last
+    used_s: float  # when the block was added, or last found
     num_hits: int = 0
 
 
 class PrefixLedger:
-    """Of at most `max_entries` blocks; beyond, those that are gone are forgotten, as `is_there` says."""
+    """The usage of at most `max_entries` blocks; beyond them, blocks for which `is_there` is False
+    are forgotten.
+    """
 
     def __init__(self, max_entries: int, is_there: Callable[[bytes], bool]) -> None:
         self._max_entries = max_entries
@@ -33,7 +37,7 @@ class PrefixLedger:
         return len(self._entries)
 
     def add(self, hashes: Sequence[bytes], first: int = 0) -> None:
-        """The blocks of this chain from number `first` on can be found from now on."""
+        """Record that the blocks of this chain from number `first` on can be found from now on."""
         now_s = time.monotonic()
         for depth in range(first, len(hashes)):
             if hashes[depth] not in self._entries:
@@ -42,7 +46,7 @@ class PrefixLedger:
             self._forget()
 
     def count_hits(self, hashes: Sequence[bytes]) -> None:
-        """Somebody found these blocks, from the first of a chain on."""
+        """Count a request that found these blocks, from the first of a chain on."""
         now_s = time.monotonic()
         for each in hashes:
             entry = self._entries.get(each)
@@ -51,24 +55,27 @@ class PrefixLedger:
                 entry.used_s = now_s
 
     def entry(self, block_hash: bytes) -> Entry | None:
-        """What is known of this block, to be read only."""
+        """The usage of this block, read-only."""
         return self._entries.get(block_hash)
 
     def most_wanted(self, max_blocks: int, pinned: Collection[bytes] = ()) -> list[tuple[bytes, ...]]:
-        """Chains of the blocks that were found most often and are there: those found most often first.
+        """Chains of the present blocks that were found most often, in descending order.
 
-        Together they have at most `max_blocks` different blocks, each found at least once; being `pinned` counts as
-        that. None of them is the beginning of another.
+        Together they have at most `max_blocks` different blocks, each found at least once; `pinned`
+        blocks count as found. None of the chains is the beginning of another.
         """
         num_hits = self._hits_of_whole(pinned)
         ranked = sorted(num_hits, key=lambda each: (-num_hits[each], self._entries[each].depth))
-        chosen = dict.fromkeys(ranked[:max_blocks])  # with each block those before it, which rank before it
+        # With each block its predecessors, which rank before it.
+        chosen = dict.fromkeys(ranked[:max_blocks])
         inner = {self._entries[each].parent for each in chosen}
         return [self._chain(each) for each in chosen if each not in inner]
 
     def _hits_of_whole(self, pinned: Collection[bytes]) -> dict[bytes, int]:
-        """Blocks that were found at least once, and are there with all those before them; how often they were, which
-        counts for no more than those before them have.
+        """The hits of blocks that were found at least once and are present with all their
+        predecessors.
+
+        A block's hits are capped by those of its predecessors.
         """
         num_hits: dict[bytes, int] = {}
         for each, entry in sorted(self._entries.items(), key=lambda item: item[1].depth):
@@ -87,6 +94,8 @@ class PrefixLedger:
         return tuple(reversed(chain))
 
     def _forget(self) -> None:
-        """Leave room for as many again. Where all are there the newest are forgotten: they can only be missed later."""
+        """Make room for as many entries again. If all blocks are present, the newest are forgotten:
+        only their future hits are lost.
+        """
         kept = [(each, entry) for each, entry in self._entries.items() if self._is_there(each)]
         self._entries = dict(kept[: self._max_entries // 2])

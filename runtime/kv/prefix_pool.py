@@ -1,8 +1,9 @@
-"""Computed blocks into a running engine's pool and out of it, for who knows them by their hashes.
+"""Import and export of computed blocks, by their hashes, while the engine runs.
 
-Everything happens under the roster's lock, a piece of at most a mebibyte at a time: so no step is held up for longer
-than such a piece takes to copy, and no block is ever in hands that the roster does not know of. Nothing that is cached
-is given up for what is put in. Where contents come from, and where they go, is not known here.
+All copies happen under the lock of the engine's scheduler state, at most a mebibyte at a time: no
+step is delayed for longer than one such copy, and no block is ever held without the allocator's
+knowledge. Importing evicts nothing that is cached. This module does not know the source or the
+destination of contents.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
     from .pool import KVPool
 
-PIECE_BYTES = 1 << 20  # copied at a time, or a block that is larger
+PIECE_BYTES = 1 << 20  # bytes copied at a time, unless one block is larger
 
 
 class Holder(Protocol):
-    """Whose pool it is: what is needed of an engine's `Lending`."""
+    """The owner of the pool: the part of the engine's `Lending` that is needed here."""
 
     changed: threading.Condition
     allocator: BlockAllocator
@@ -36,28 +37,28 @@ class Holder(Protocol):
 
 
 class PrefixPool:
-    """For any thread."""
+    """Access to an engine's pool from any thread."""
 
     def __init__(self, holder: Holder, kv: KVPool, *, seed: bytes) -> None:
-        """`seed` is what all chains of this pool begin with, before their salts."""
+        """`seed` begins all chains of this pool, before their salts."""
         self._holder = holder
         self._kv = kv
         self.seed = seed
-        self._last: int | None = None  # block that something was put into
+        self._last: int | None = None  # the block filled last
 
     @property
     def layout(self) -> str:
-        """As `KVStorage.layout`."""
+        """The layout of a block, as in `KVPool.layout`."""
         return self._kv.layout
 
     @property
     def dtype(self) -> str:
-        """That the model computes in."""
+        """The name of the model's compute dtype."""
         return self._kv.dtype.label
 
     @property
     def block_size(self) -> int:
-        """Tokens."""
+        """The number of tokens in a block."""
         return self._kv.block_size
 
     @property
@@ -66,11 +67,11 @@ class PrefixPool:
 
     @property
     def element_bytes(self) -> int:
-        """Of what a block's bytes are made of."""
+        """The size of the numbers in a block's bytes."""
         return self._kv.element_bytes
 
     def chain(self, tokens: Sequence[int], *, salt: str) -> tuple[bytes, ...]:
-        """What the full blocks of these tokens are known by, to who gives this salt."""
+        """The hashes of these tokens' full blocks, under this salt."""
         chain: list[bytes] = []
         last = seed_hash(self.seed, salt.encode())
         for start in range(0, len(tokens) // self.block_size * self.block_size, self.block_size):
@@ -79,9 +80,10 @@ class PrefixPool:
         return tuple(chain)
 
     def put(self, hashes: Sequence[bytes], content: NDArray[np.uint8]) -> int:
-        """Have these blocks found, content (blocks, block_bytes), as long as there are free ones to put them in.
+        """Import these blocks, content (blocks, block_bytes), while there are free blocks for them.
 
-        Returns how many of them, from the first on, are there now; what was there before stays.
+        Returns how many of them, from the first on, are present now. Blocks that were present
+        before stay.
         """
         for start, end in self._pieces(len(hashes)):
             with self._holder.changed:
@@ -94,8 +96,8 @@ class PrefixPool:
         return len(hashes)
 
     def hold(self, chain: Sequence[bytes]) -> None:
-        """The blocks of this whole chain follow one another, and were used just now: its end is given up before its
-        beginning, and both after everything that was used before.
+        """Mark this whole chain as just used: its end is evicted before its beginning, and both
+        after all earlier uses.
         """
         with self._holder.changed:
             self._holder.ledger.add(chain)
@@ -104,8 +106,9 @@ class PrefixPool:
             self._holder.prefixes.release(blocks)
 
     def most_wanted(self, limit_bytes: int, *, with_sessions: bool = False) -> list[tuple[bytes, ...]]:
-        """As `PrefixLedger.most_wanted`, of what takes at most so many bytes. `with_sessions`: what sessions keep
-        counts as found.
+        """The chains of `PrefixLedger.most_wanted` that take at most `limit_bytes`.
+
+        With `with_sessions`, blocks that sessions pin count as found.
         """
         with self._holder.changed:
             pinned: set[bytes] = set()
@@ -115,7 +118,9 @@ class PrefixPool:
             return self._holder.ledger.most_wanted(limit_bytes // self.block_bytes, pinned)
 
     def get(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
-        """(blocks, block_bytes) What these blocks of a chain hold, as far as they are there, from the first on."""
+        """The content of these blocks of a chain, (blocks, block_bytes), from the first up to the
+        first missing one.
+        """
         content = np.empty((len(hashes), self.block_bytes), np.uint8)
         for start, end in self._pieces(len(hashes)):
             with self._holder.changed:
@@ -127,10 +132,12 @@ class PrefixPool:
         return content
 
     def _put(self, hashes: Sequence[bytes], content: NDArray[np.uint8], numbers: Sequence[int]) -> None:
-        """Those with these numbers, for all of which there are free blocks. Under the lock."""
+        """Import the blocks with these numbers, for all of which there are free blocks. The caller
+        holds the lock.
+        """
         if not numbers:
             return
-        # Where the last ones ended: what is one run of blocks is read without a copy.
+        # Continue where the last ones ended: one run of blocks is read without a copy.
         blocks = self._holder.allocator.allocate(len(numbers), after=self._last)
         self._last = blocks[-1]
         self._kv.copy_in(blocks, content[list(numbers)])

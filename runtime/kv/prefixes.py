@@ -1,15 +1,17 @@
-"""Which blocks hold keys and values that somebody may need again: found by what led to them.
+"""The prefix cache: blocks of keys and values that can be reused, found by the hashes of their
+tokens.
 
-A full block is known by a chain of hashes: SHA-256 over the hash of the block before it and its own tokens, the first
-one over a seed that says which model, precision, layout and tenant it belongs to. So equal hashes mean equal keys and
-values, and who does not know a seed cannot name, find or time what lies under it.
+A full block's key is a chain of hashes: SHA-256 over the hash of the block before it and its own
+tokens, the first one over a seed of the model, precision, layout and tenant. Equal hashes therefore
+mean equal keys and values, and without a seed its blocks cannot be named, found or timed.
 
-The cache holds one reference to each of its blocks. One that nobody else refers to is *idle*: it can be found again,
-or given up for new content, least recently used first. A block is given up before the one it follows, so what is
-found is always a whole beginning. Where a chain is left in the middle of a block, a block that begins in the same way
-can be found, too (`followers.py`), for that much of it to be copied. Blocks may be *pinned* (`sessions.py`): these are
-given up only when no other idle one is left, and whoever pinned them says which. Nothing is known here of tensors,
-sequences or threads; the caller serialises access.
+The cache holds one reference to each of its blocks. A block without other references is *idle*: it
+can be found again, or evicted for new content, least recently used first. A block is evicted before
+its predecessor, so a find always returns a whole beginning. Where a chain is left in the middle of
+a block, a block that begins in the same way can be found, too (`followers.py`), to copy that part
+of it. Blocks may be *pinned* (`sessions.py`): these are evicted only when no other idle block is
+left, and the pins' owner chooses which. This module knows nothing of tensors, sequences or threads;
+the caller serialises access.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ HASH_BYTES = 32
 
 
 def seed_hash(*parts: bytes) -> bytes:
-    """(32,) The beginning of a chain: two lists of parts give the same only if they are the same."""
+    """The beginning of a chain, (32,) bytes: equal only for equal lists of parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -38,13 +40,15 @@ def seed_hash(*parts: bytes) -> bytes:
 
 
 def chain_hash(previous: bytes, tokens: Sequence[int]) -> bytes:
-    """(32,) Of a full block with these tokens, after what `previous` stands for."""
+    """The hash of a full block with these tokens after `previous`, (32,) bytes."""
     return hashlib.sha256(previous + array("q", tokens).tobytes()).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixStatistics:
-    """A moment's view of blocks; totals count from the start. Tokens are those of prompts that were looked up."""
+    """A snapshot of the blocks; totals count from the start. Tokens are those of prompts that were
+    looked up.
+    """
 
     num_cached: int
     num_idle: int
@@ -54,25 +58,26 @@ class PrefixStatistics:
 
 
 class PrefixCache:
-    """The blocks of one pool that can be found again."""
+    """The reusable blocks of one pool."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
         self._blocks: dict[bytes, int] = {}  # by hash
         self._hashes: dict[int, bytes] = {}  # by block
         self._followers = Followers()  # the cached blocks whose tokens are known
-        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks, least recently used first, without …
-        self._idle_pinned: set[int] = set()  # … these
+        # Blocks, least recently used first, without those of `_idle_pinned`.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle_pinned: set[int] = set()
         self._pins: Counter[int] = Counter()  # by block
         self._on_shortage: Callable[[], None] | None = None
-        self._watched: set[int] = set()  # cached blocks whose giving up is to be noticed
+        self._watched: set[int] = set()  # cached blocks whose eviction is recorded
         self._num_hit_tokens = 0
         self._num_lookup_tokens = 0
         self._num_evictions = 0
 
     @property
     def num_idle(self) -> int:
-        """Blocks that can be had by giving up what they hold."""
+        """The number of blocks that evictions can free."""
         return len(self._idle) + len(self._idle_pinned)
 
     @property
@@ -80,7 +85,7 @@ class PrefixCache:
         return len(self._pins)
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest beginning of this chain that is there. Takes no references."""
+        """Return the blocks of the longest cached beginning of this chain. Takes no references."""
         blocks: list[int] = []
         for each in hashes:
             block = self._blocks.get(each)
@@ -90,8 +95,8 @@ class PrefixCache:
         return blocks
 
     def find_beginning(self, previous: bytes, tokens: Sequence[int]) -> tuple[int, int] | None:
-        """A cached block after what `previous` stands for that begins as these tokens do, and with how many of them: as
-        `Followers.find`. Takes no reference.
+        """Find a cached block after `previous` that begins like these tokens, as `Followers.find`
+        does. Takes no reference.
         """
         return self._followers.find(previous, tokens)
 
@@ -99,11 +104,11 @@ class PrefixCache:
         return sum(block in self._idle or block in self._idle_pinned for block in blocks)
 
     def num_users(self, block: int) -> int:
-        """How many refer to it beside the cache."""
+        """The number of a block's references other than the cache's."""
         return self._allocator.reference_count(block) - (block in self._hashes)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of these blocks, which were found."""
+        """Add a reference to each of these blocks, which were found."""
         self._allocator.share(blocks)
         for block in blocks:
             self._idle.pop(block, None)
@@ -115,34 +120,40 @@ class PrefixCache:
         self._num_hit_tokens += num_hit_tokens
 
     def add(self, block: int, block_hash: bytes) -> None:
-        """This block, which the caller refers to, is full and stands for that. If another does, that one stays."""
+        """Cache this full block, which the caller holds, under its hash. If another block has that
+        hash, it stays instead.
+        """
         if block_hash in self._blocks or block in self._hashes:
             return
         if self._allocator.epoch(block) is not Epoch.EXACT:
-            raise ValueError(f"block {block} was not made by exact weights")
+            raise ValueError(f"block {block} was not computed with exact weights")
         self._allocator.share((block,))
         self._blocks[block_hash] = block
         self._hashes[block] = block_hash
 
     def tell_tokens(self, block_hash: bytes, previous: bytes, tokens: Sequence[int]) -> None:
-        """What the block that stands for this hash has of its own, if there is one: `chain_hash` of these gives it. Who
-        adds a block may not know that; until it is told, no beginning of the block is found.
+        """Record the tokens of the block with this hash, if cached; the hash is
+        `chain_hash(previous, tokens)`.
+
+        The caller of `add` may not know the tokens; until they are recorded, no beginning of the
+        block can be found.
         """
         block = self._blocks.get(block_hash)
         if block is not None and block not in self._followers:
             self._followers.add(block, previous, tokens)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each of a sequence's blocks, given in its order; what is cached stays there, idle when
-        nobody else refers to it.
+        """Drop a reference of each of a sequence's blocks, given in order. Cached blocks stay, and
+        become idle without other references.
         """
         self._allocator.release(blocks)
-        for block in reversed(blocks):  # the last one first: it is given up before those that it follows
+        # In reverse, so that a block is evicted before its predecessors.
+        for block in reversed(blocks):
             if block in self._hashes and self._allocator.reference_count(block) == 1:
                 self._note_idle(block)
 
     def pin(self, blocks: Iterable[int]) -> None:
-        """Keep these different blocks, which are cached, for as long as there is something else to give up."""
+        """Pin these distinct cached blocks: they are evicted only after everything else."""
         for block in blocks:
             self._pins[block] += 1
             if block in self._idle:
@@ -150,7 +161,7 @@ class PrefixCache:
                 self._idle_pinned.add(block)
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Take back one `pin` of each of these blocks, given in their order."""
+        """Undo one `pin` of each of these blocks, given in their order."""
         for block in reversed(blocks):
             self._pins[block] -= 1
             if not self._pins[block]:
@@ -160,15 +171,19 @@ class PrefixCache:
                     self._note_idle(block)
 
     def on_shortage(self, unpin_some: Callable[[], None]) -> None:
-        """Have this called, whenever idle blocks are needed that are pinned, until enough of them are not."""
+        """Set the callback that unpins some blocks. It is called until enough idle blocks are not
+        pinned.
+        """
         self._on_shortage = unpin_some
 
     def make_room(self, num_blocks: int) -> None:
-        """Give up idle blocks until so many are free. ValueError, and nothing has changed, when there are too few."""
+        """Evict idle blocks until `num_blocks` are free. Raises ValueError, with nothing changed,
+        if there are too few.
+        """
         missing = num_blocks - self._allocator.free_count
         if missing > self.num_idle:
             raise ValueError(
-                f"{num_blocks} blocks asked for, {self._allocator.free_count + self.num_idle} can be had"
+                f"{num_blocks} blocks requested, {self._allocator.free_count + self.num_idle} are free or idle"
             )
         while missing > len(self._idle):
             self._unpin_some()
@@ -181,7 +196,7 @@ class PrefixCache:
             self._num_evictions += 1
 
     def clear(self) -> None:
-        """Give up everything idle; what is in use is no longer found."""
+        """Evict all idle blocks; blocks in use can no longer be found."""
         while self._pins:
             self._unpin_some()
         self.make_room(self._allocator.free_count + self.num_idle)
@@ -193,32 +208,34 @@ class PrefixCache:
         self._watched.clear()
 
     def next_idle(self, limit: int) -> list[tuple[int, bytes]]:
-        """Up to `limit` idle blocks and their hashes, in the order in which they are given up; of pinned ones, which
-        come last, nobody knows it.
+        """Up to `limit` idle blocks and their hashes, in the order of eviction; without pinned
+        ones, which come last in no fixed order.
         """
         return [(block, self._hashes[block]) for block in islice(chain(self._idle, self._idle_pinned), limit)]
 
     def watch(self, blocks: Iterable[int]) -> None:
-        """Notice if one of these cached blocks is given up. A cached block is never written to, so what was read of
-        those that `unwatch` returns was theirs to the end; and nobody had to wait for the reader. There can be one.
+        """Record evictions among these cached blocks.
+
+        A cached block is never written, so the content read from the blocks that `unwatch` returns
+        is valid, without a lock while reading. There can be one reader.
         """
         self._watched = set(blocks)
 
     def unwatch(self) -> set[int]:
-        """Those of the watched blocks that have been cached all the time."""
+        """The watched blocks that stayed cached all the time."""
         kept, self._watched = self._watched, set()
         return kept
 
     def blocks(self) -> Iterable[int]:
-        """All that the cache holds a reference to."""
+        """The blocks to which the cache holds a reference."""
         return self._hashes.keys()
 
     def by_hash(self) -> Mapping[bytes, int]:
-        """The same by their hashes, to be read only."""
+        """The cached blocks by their hashes, read-only."""
         return self._blocks
 
     def pins(self) -> dict[int, int]:
-        """How often each block that is pinned is."""
+        """The number of pins of each pinned block."""
         return dict(self._pins)
 
     def statistics(self) -> PrefixStatistics:
@@ -231,7 +248,7 @@ class PrefixCache:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree. For tests."""
+        """Raise AssertionError if the maps disagree. For tests."""
         assert self._hashes == {block: each for each, block in self._blocks.items()}
         idle = set(self._idle) | self._idle_pinned
         for block in self._hashes:
@@ -249,7 +266,7 @@ class PrefixCache:
             assert self._hashes.get(block) == chain_hash(previous, tokens), f"block {block} is listed wrongly"
 
     def _note_idle(self, block: int) -> None:
-        """Nobody refers to it but the cache; of all that is idle it was used last."""
+        """Mark a block without other references as the most recently used idle one."""
         if block in self._pins:
             self._idle_pinned.add(block)
         else:
@@ -258,5 +275,5 @@ class PrefixCache:
 
     def _unpin_some(self) -> None:
         if self._on_shortage is None:
-            raise ValueError("blocks are pinned, and nobody is there to unpin them")
+            raise ValueError("blocks are pinned, but no callback unpins them")
         self._on_shortage()

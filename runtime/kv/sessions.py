@@ -1,12 +1,14 @@
-"""Conversations whose keys and values are kept for their next turn: pins on blocks that can be found again.
+"""Sessions: conversations whose cached blocks are pinned for their next turn.
 
-A session pins the full blocks of the sequence that it ended with last, so that the traffic of others does not have
-them given up. There are bounds to how many blocks are pinned, to how many sessions there are, and to how long one may
-be idle; beyond them the session that was used least recently loses its pins, and its blocks are cached ones like any
-others. So it goes when nothing else can be given up: pins keep nobody from running.
+A session pins the full blocks of its last finished sequence, so that other traffic does not evict
+them. The number of pinned blocks, the number of sessions and the idle time of a session are
+bounded; beyond a bound, the least recently used session loses its pins, and its blocks become
+ordinary cached ones. The same happens when nothing else can be evicted: pins never keep a sequence
+from running.
 
-Invariant: the blocks of every session are cached, in the order of their chain, and at most `max_blocks` different ones
-are pinned. Nothing is known here of tokens, tenants or threads; the caller serialises access.
+Invariant: the blocks of every session are cached, in the order of their chain, and at most
+`max_blocks` different ones are pinned. This module knows nothing of tokens, tenants or threads; the
+caller serialises access.
 """
 
 from __future__ import annotations
@@ -19,23 +21,25 @@ from dataclasses import dataclass
 from .prefixes import PrefixCache
 
 SessionKey = tuple[str, str, str]
-"""Tenant, salt and name: the same name of another tenant, or under another salt, is another session."""
+"""Tenant, salt and name: the same name under another tenant or salt is a different session."""
 
 
 class Unpinned(enum.StrEnum):
-    """Why a session lost its pins."""
+    """The reason why a session lost its pins."""
 
-    BUDGET = "budget"  # another one took its place
-    IDLE = "idle"  # nobody came back in time
+    # A newer session needed the budget.
+    BUDGET = "budget"
+    # The session was not continued in time.
+    IDLE = "idle"
     PRESSURE = "pressure"  # sequences needed the memory
 
 
 @dataclass(frozen=True, slots=True)
 class SessionStatistics:
-    """A moment's view; totals count from the start."""
+    """A snapshot of the counts; totals count from the start."""
 
     num_sessions: int
-    num_owners: int  # tenants, or salts, that these belong to
+    num_owners: int  # different tenants, or salts, of these sessions
     num_pinned_blocks: int
     max_pinned_blocks: int
     unpinned_total: Mapping[Unpinned, int]
@@ -62,7 +66,9 @@ class SessionPins:
         prefixes.on_shortage(self._make_way)
 
     def keep(self, key: SessionKey, hashes: Iterable[bytes], now_s: float) -> None:
-        """Pin what is there of this chain, instead of what the session had; as much of its beginning as it may have."""
+        """Pin the cached blocks of this chain instead of the session's earlier ones, as much of its
+        beginning as the budget allows.
+        """
         blocks = tuple(self._prefixes.find(hashes))[: self._max_blocks]
         if not blocks or not self._max_sessions:
             return
@@ -75,13 +81,13 @@ class SessionPins:
             self._unpin_oldest(Unpinned.BUDGET)
 
     def touch(self, key: SessionKey, now_s: float) -> None:
-        """The session is wanted again, if it is one."""
+        """Mark the session, if it exists, as just used."""
         if key in self._sessions:
             self._sessions[key].used_s = now_s
             self._sessions.move_to_end(key)
 
     def expire(self, now_s: float) -> None:
-        """Let go those that nobody has come back to."""
+        """Release the sessions that were idle for too long."""
         while self._sessions:
             oldest = next(iter(self._sessions.values()))
             if now_s - oldest.used_s <= self._max_idle_s:
@@ -89,7 +95,7 @@ class SessionPins:
             self._unpin_oldest(Unpinned.IDLE)
 
     def num_of_blocks(self) -> Counter[int]:
-        """How many sessions pin each block that is pinned."""
+        """The number of sessions that pin each pinned block."""
         return Counter(block for session in self._sessions.values() for block in session.blocks)
 
     def statistics(self) -> SessionStatistics:
@@ -102,13 +108,13 @@ class SessionPins:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree with the cache's. For tests."""
+        """Raise AssertionError if the pins disagree with the cache's. For tests."""
         pins = self.num_of_blocks()
         cached = set(self._prefixes.blocks())
         assert len(pins) == self._prefixes.num_pinned <= self._max_blocks
         assert len(self._sessions) <= self._max_sessions
         assert set(pins) <= cached, "a session pins a block that cannot be found"
-        assert pins == self._prefixes.pins(), "the cache knows of other pins"
+        assert pins == self._prefixes.pins(), "the cache has different pins"
         used_s = [session.used_s for session in self._sessions.values()]
         assert used_s == sorted(used_s), "the sessions are not in the order of their use"
 

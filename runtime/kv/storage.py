@@ -1,8 +1,10 @@
-"""Where keys and values lie on the host: one array for all layers, cut into blocks of a fixed number of tokens.
+"""The host storage of keys and values: one array for all layers, cut into blocks of a fixed number
+of tokens.
 
-A block is the same stretch of slots in every layer. Token t of a sequence lies in number t // block_size of
-its blocks, in slot t % block_size of that block. Heads come before slots, so a run of consecutive blocks is,
-for one head, one stretch of memory, and reading it costs nothing. Executors write and read the arrays themselves.
+A block is the same stretch of slots in every layer. Token t of a sequence lies in number t //
+block_size of its blocks, in slot t % block_size of that block. Heads come before slots, so a run of
+consecutive blocks is contiguous for each head, and is read without a copy. Executors write and read
+the arrays themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class KVStorage:
 
     @staticmethod
     def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
-        """What one block takes, in all layers together."""
+        """The bytes of one block, in all layers together."""
         return num_layers * 2 * num_kv_heads * head_dim * block_size * dtype.size_bytes
 
     @property
@@ -76,9 +78,10 @@ class Int8KVStorage:
 
         x ≈ code · scale,   code in [-127, 127],   scale = max |x| / 127 of the head's numbers for that token
 
-    Keys and values have scales of their own, in the model's dtype. A code is found for the scale as that dtype holds
-    it, so reading multiplies exact numbers and rounds once. What is not finite comes back as NaN: its scale is not
-    finite, and its code 0. `codes` is (layers, 2, kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
+    Keys and values have scales of their own, in the model's dtype. A code is computed for the scale
+    as rounded to that dtype, so reading multiplies exact numbers and rounds once. Numbers that are
+    not finite come back as NaN: their scale is not finite, and their code 0. `codes` is (layers, 2,
+    kv_heads, slots, head_dim) int8, `scales` (…, slots, 1) in `dtype`.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Int8KVStorage:
         block_size: int,
         dtype: DType,
     ) -> None:
-        """`dtype` is that of what is written and read, and of the scales."""
+        """`dtype` is that of the keys and values written and read, and of the scales."""
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
@@ -103,7 +106,7 @@ class Int8KVStorage:
 
     @staticmethod
     def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: DType) -> int:
-        """What one block takes, in all layers together."""
+        """The bytes of one block, in all layers together."""
         return num_layers * 2 * num_kv_heads * (head_dim + dtype.size_bytes) * block_size
 
     @property
@@ -116,7 +119,7 @@ class Int8KVStorage:
 
     @property
     def layout(self) -> str:
-        """A block's codes, then its scales."""
+        """The layout of a block: its codes, then its scales."""
         kind, num_layers = f"int8+{self.dtype.label}", len(self.codes)
         return layout_of(kind, num_layers, self.num_kv_heads, self.block_size, self.head_dim, extra="+1")
 
@@ -132,7 +135,7 @@ class Int8KVStorage:
         for data in (self.codes, self.scales):
             places = by_block(data, self.num_blocks)
             num_bytes = places[0].size * data.itemsize
-            # Scales may lie at any byte.
+            # Scales may be unaligned.
             part = np.ascontiguousarray(content[:, first : first + num_bytes])
             places[list(blocks)] = part.view(data.dtype).reshape(len(blocks), *places.shape[1:])
             first += num_bytes
@@ -143,5 +146,7 @@ class Int8KVStorage:
 
 
 def copy_slots(data: Any, source: int, target: int, count: int) -> None:
-    """`count` slots from `source` on to those from `target` on, which are others; data (…, slots, last)."""
+    """Copy `count` slots from `source` on to those from `target` on; data is (…, slots, last). They
+    must not overlap.
+    """
     data[..., target : target + count, :] = data[..., source : source + count, :]

@@ -1,7 +1,9 @@
-"""What a KV pool holds, for people: a value with bounds, without tokens, salts, or the names of sessions and tenants.
+"""The content of a KV pool for people: a bounded value without tokens, salts, or names of sessions
+and tenants.
 
-A chain is what a request computed from its beginning on, as far as it can be found; chains with the same beginning
-share its blocks. Nothing is known here of sequences or threads; the caller serialises access.
+A chain is the cached part of a request's tokens from their beginning on; chains with the same
+beginning share its blocks. This module knows nothing of sequences or threads; the caller serialises
+access.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ MAX_CHAINS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChainView:
-    """One chain that can be found. Its counts of requests, sequences and sessions are those of its first block."""
+    """One cached chain. Its counts of requests, sequences and sessions are those of its first
+    block.
+    """
 
     num_blocks: int
     num_tokens: int
-    num_hits: int  # requests that have found some of it
-    unused_s: float  # since the whole of it was made, or found last
+    num_hits: int  # requests that found some of it
+    unused_s: float  # since the whole chain was added, or last found
     num_sequences: int  # that use it now
     num_sessions: int  # that pin it
     num_pinned_blocks: int
@@ -33,20 +37,21 @@ class ChainView:
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A moment. Each block is free, idle, pinned or in use."""
+    """A snapshot of the pool. Each block is free, idle, pinned or in use."""
 
     num_blocks: int
     block_size: int  # tokens
     num_free: int
-    num_idle: int  # can be found, and given up
-    num_pinned: int  # the same, but others are given up before
+    num_idle: int  # cached and evictable
+    num_pinned: int  # cached, and evicted after all others
     num_in_use: int  # by sequences, or being copied
-    num_shared: int  # of these: by more than one
+    num_shared: int  # of those in use: by more than one
     num_sessions: int
-    num_session_owners: int  # tenants, or salts, that these belong to
+    num_session_owners: int  # different tenants, or salts, of these sessions
     max_pinned_blocks: int
     num_chains: int
-    chains: tuple[ChainView, ...]  # at most `MAX_CHAINS`, those used last first
+    # At most `MAX_CHAINS`, the most recently used ones first.
+    chains: tuple[ChainView, ...]
 
 
 def view_pool(
@@ -58,7 +63,7 @@ def view_pool(
     block_size: int,
     now_s: float,
 ) -> PoolView:
-    """O(blocks of the pool)."""
+    """Take a view of the pool, in O(blocks of the pool)."""
     pins = prefixes.pins()
     users = [prefixes.num_users(block) for block in range(allocator.num_blocks)]
     num_idle_pinned = sum(users[block] == 0 for block in pins)

@@ -171,7 +171,10 @@ def test_blocks_that_the_pool_gives_up_are_spilled_where_the_configuration_says(
 
 def test_an_instance_with_an_invalid_spill_fails_by_name(artifact: MemoryStore) -> None:
     config = CONFIG.replace(kv_disk_bytes=1 << 20)
-    with Instance(config, source=artifact) as instance, pytest.raises(UsageError, match="no folder"):
+    with (
+        Instance(config, source=artifact) as instance,
+        pytest.raises(UsageError, match="without kv_disk_dir"),
+    ):
         instance.engine.result(WAIT_S)
 
 

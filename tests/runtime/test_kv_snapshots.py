@@ -243,7 +243,7 @@ def test_the_common_beginning_is_as_long_as_it_can_be(lists, common):
     [
         ("name", "NAME=FILE"),
         ("name=", "NAME=FILE"),
-        ("../x={path}", "cannot be the name"),
+        ("../x={path}", "not a valid prefix name"),
         ("recent-1={path}", "servers give"),
         ("a=/nowhere/at/all", "cannot read"),
         ("a={empty}", "is empty"),

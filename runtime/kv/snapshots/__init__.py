@@ -1,1 +1,3 @@
-"""The pool's blocks kept in a store: described, written and read, with distrust, by servers and by `teneral kv`."""
+"""Snapshots of the pool's blocks in a store: their format, reader and writer, for servers and
+`teneral kv`. Input is untrusted.
+"""

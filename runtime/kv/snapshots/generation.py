@@ -1,8 +1,9 @@
-"""The next generation of a snapshot: which prefixes it has (a pure decision), and writing it.
+"""The next generation of a snapshot: the choice of its prefixes (a pure decision), and its writing.
 
-What somebody exported by name stays until it is exported anew. What a server found to be of use comes behind it, within
-a limit of bytes, and then what earlier servers left there. A generation is made of the parts of the one before it, and
-of one new blob with the blocks that are in none of them.
+Prefixes exported by name stay until they are exported again. They are followed by those that a
+server found useful, within a limit of bytes, and then by the remains of earlier servers. A
+generation consists of parts of the previous one, and of one new blob with the blocks that are in
+none of them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_RECENT = 64  # prefixes that servers keep by themselves
+MAX_RECENT = 64  # prefixes that servers keep automatically
 
 Chain = tuple[bytes, ...]
-# The contents of these blocks of a chain, (blocks, block_bytes), as far as they can be had, from the first on.
+# Reads the contents of these blocks of a chain, (blocks, block_bytes), from the first up to the
+# first missing one.
 ReadBlocks = Callable[[Sequence[bytes]], "NDArray[np.uint8]"]
 
 
@@ -32,10 +34,10 @@ def plan_generation(
     wanted: Sequence[Chain] = (),
     max_blocks: int | None = None,
 ) -> list[NamedChain]:
-    """The prefixes of the generation after `base`, in the order of their worth.
+    """The prefixes of the generation after `base`, most valuable first.
 
-    `exported` are those that somebody names now, `wanted` those that were of use, the best first. With `max_blocks`,
-    what nobody named is left out where it would make more different blocks than that.
+    `exported` are those named now, `wanted` the useful ones, best first. With `max_blocks`, unnamed
+    prefixes are left out if they would exceed that number of different blocks.
     """
     exported = exported or {}
     before = base.prefixes if base is not None else ()
@@ -59,7 +61,7 @@ def _choose(candidates: Sequence[Chain], named: Sequence[Chain], max_blocks: int
         if len(chosen) == MAX_RECENT:
             break
         new = [each for each in chain if each not in taken]
-        # Without new blocks it is the beginning of another one.
+        # A chain without new blocks is the beginning of another one.
         if new and (max_blocks is None or len(taken) + len(new) <= max_blocks):
             taken.update(new)
             chosen.append(chain)
@@ -76,9 +78,11 @@ def write_generation(
     replaced: Published | None,
     is_time_left: Callable[[], bool] = lambda: True,
 ) -> tuple[bytes, int]:
-    """Make this generation exist in the place of `replaced`. Returns its digest, and the bytes that were written.
+    """Write this generation in the place of `replaced`. Returns its digest and the number of bytes
+    written.
 
-    What cannot be read of a chain is cut off. Raises as `SnapshotWriter.publish` does; then the old one stands.
+    Chains are cut at their first unreadable block. Raises the errors of `SnapshotWriter.publish`;
+    then the old generation stays.
     """
     wanted = {each for chain in chains for each in chain.hashes}
     writer = SnapshotWriter(store, identity, replaced=replaced, kept=tuple(wanted))
@@ -110,7 +114,7 @@ def _add_missing(
     step = max(1, PART_BYTES // identity.block_bytes)
     for start in range(0, len(missing), step):
         if not is_time_left():
-            raise TimeoutError("there was no time left to write the snapshot")
+            raise TimeoutError("no time was left to write the snapshot")
         piece = missing[start : start + step]
         content = read(piece)
         if len(content):

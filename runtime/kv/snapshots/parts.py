@@ -1,8 +1,8 @@
-"""The stored side of a snapshot: blocks' bytes ↔ parts of a blob, and reading them, verified.
+"""The stored parts of a snapshot: blocks' bytes ↔ parts of a blob, and verified reads.
 
-Invariant: content is handed out only after its part's digest was found right and every plane had decoded to exactly the
-size that it must have. Coding is that of weights (`bytes` in `docs/format.md`): the bytes of the elements lie side by
-side, so that the one with the exponents, which are much alike, is compressed.
+Invariant: content is returned only after its part's digest matched and every plane decoded to
+exactly its expected size. The coding is that of weights (`bytes` in `docs/format.md`): the bytes of
+the elements are stored as planes, so that the plane of exponents, which are similar, is compressed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 
 def open_snapshot(source: Source, *, digest: bytes | None = None) -> tuple[Snapshot, str]:
-    """What `snapshot.json` says, and the version of the object, for who replaces it.
+    """Read `snapshot.json`. Returns it and the version of the object, for a conditional
+    replacement.
 
-    Raises `NotFoundError` when there is none, `SnapshotError`, `IntegrityError` for another one than was pinned, and
-    the source's errors.
+    Raises `NotFoundError` without one, `SnapshotError`, `IntegrityError` if it is not the pinned
+    one, and the source's errors.
     """
     data, info = source.read(SNAPSHOT_NAME, max_bytes=MAX_SNAPSHOT_JSON_BYTES)
     return parse_snapshot(data, expected_digest=digest), info.version
@@ -52,14 +53,15 @@ class SnapshotReader:
         self._snapshot = snapshot
 
     def read(self, part: SnapshotPart) -> Bytes:
-        """(blocks, block_bytes) The contents of the part's blocks, the caller's from now on.
+        """Read the contents of the part's blocks, (blocks, block_bytes), owned by the caller.
 
-        Blocks. Raises `IntegrityError` naming a part that is not what the snapshot says, and the source's errors.
+        Blocks. Raises `IntegrityError`, naming a part that does not match the snapshot, and the
+        source's errors.
         """
         return decode_blocks(self._snapshot.identity, part, self.read_stored(part), where=self._where(part))
 
     def read_stored(self, part: SnapshotPart) -> memoryview:
-        """The part's verified bytes as they are stored. Errors as those of `read`."""
+        """Read the part's verified bytes as stored. Raises the same errors as `read`."""
         stored = memoryview(bytearray(part.size_bytes))
         blob = self._snapshot.blobs[part.blob]
         self._source.read_into(blob.name, part.offset_bytes, stored)
@@ -81,7 +83,9 @@ class SnapshotReader:
 
 
 def encode_blocks(identity: Identity, content: Bytes) -> tuple[bytes, tuple[Plane, ...]]:
-    """What is stored of these blocks, content (blocks, block_bytes) contiguous, and the planes that it is made of."""
+    """Encode these blocks, content (blocks, block_bytes) contiguous. Returns the stored bytes and
+    their planes.
+    """
     dtype = ELEMENT_DTYPES[identity.element_bytes]
     ((_, coded),) = encode_segment(dtype, Encoding.BYTES, content.reshape(-1)).items()
     stored = bytearray()
@@ -94,7 +98,9 @@ def encode_blocks(identity: Identity, content: Bytes) -> tuple[bytes, tuple[Plan
 
 
 def decode_blocks(identity: Identity, part: SnapshotPart, stored: memoryview, *, where: str) -> Bytes:
-    """(blocks, block_bytes) What `stored`, the part's verified bytes, holds. Raises `IntegrityError`."""
+    """Decode `stored`, the part's verified bytes, to (blocks, block_bytes). Raises
+    `IntegrityError`.
+    """
     content = np.empty((len(part.hashes), identity.block_bytes), np.uint8)
     count = content.size // identity.element_bytes
     tensor = Tensor(0, where, ELEMENT_DTYPES[identity.element_bytes], (count,), 0, Encoding.BYTES, 0)
@@ -106,7 +112,9 @@ def decode_blocks(identity: Identity, part: SnapshotPart, stored: memoryview, *,
 def place_part(
     identity: Identity, hashes: Sequence[bytes], content: Bytes, *, blob: int, end_bytes: int
 ) -> tuple[SnapshotPart, bytes]:
-    """A part with these blocks behind the one that ends at `end_bytes`, and what the blob is to be continued with."""
+    """A part with these blocks after the one that ends at `end_bytes`, and the bytes to append to
+    the blob.
+    """
     offset_bytes = align(end_bytes, PLANE_ALIGNMENT_BYTES)
     stored, planes = encode_blocks(identity, content)
     part = SnapshotPart(blob, offset_bytes, len(stored), blake3(stored).digest(), planes, tuple(hashes))

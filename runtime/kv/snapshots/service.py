@@ -1,11 +1,11 @@
-"""A server's snapshot: what is stored at an address comes into the pool at the start, and what was of use goes there at
-the end.
+"""A server's snapshot: fetched into the pool at the start, saved at the end.
 
-A thread of its own reads, with few connections and beside the weights; what is verified by the time that the engine is
-made is in its pool before the first request is, and the rest follows. Nothing here can hold up or fail an instance: a
-snapshot that is missing, damaged or another model's costs a line in the log, a mark on the timeline and a count.
+A thread of its own reads, with few connections and in parallel to the weights; everything verified
+by the time the engine is made is in its pool before the first request, and the rest follows. The
+snapshot never delays or fails an instance: a missing or damaged one, or one of another model, costs
+a log line, a mark on the timeline and a count.
 
-Saving writes a new generation (`generation.py`) within the time that it is given, or changes nothing.
+Saving writes a new generation (`generation.py`) within its time limit, or changes nothing.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = 4  # a few megabytes, which need not hurry more than the weights do
-MAX_ATTEMPTS = 3  # to be the one of several servers that end at once
+# A few megabytes, no more urgent than the weights.
+CONNECTIONS = 4
+# Attempts to save when several servers end at once.
+MAX_ATTEMPTS = 3
 FIGURES = (
     "prefixes",
     "loaded_blocks",
@@ -65,16 +67,18 @@ FIGURES = (
 
 @dataclass(eq=False, slots=True)
 class _Fetched:
-    """What has come of a snapshot, and is not in the pool yet."""
+    """The fetched part of a snapshot that is not in the pool yet."""
 
     snapshot: Snapshot
-    prefixes: tuple[SnapshotPrefix, ...]  # those that are fetched
+    prefixes: tuple[SnapshotPrefix, ...]  # those being fetched
     contents: deque[tuple[SnapshotPart, NDArray[np.uint8]]] = field(default_factory=deque)
-    has_ended: bool = False  # no more will come
+    has_ended: bool = False  # the fetch is over
 
 
 class SnapshotService:
-    """`start` it, `attach` the engine's pool, `save` at the end, and `close` it. Thread-safe."""
+    """The snapshot of one server: `start`, `attach` the engine's pool, `save` at the end, and
+    `close`. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class SnapshotService:
         timeline: Timeline,
         saves_sessions: bool = False,
     ) -> None:
-        """`limit_bytes` bounds what is fetched, and what is saved. Raises `UsageError` for an invalid
+        """`limit_bytes` bounds the bytes fetched and saved. Raises `UsageError` for an invalid
         address.
         """
         self._saves_sessions = saves_sessions
@@ -94,10 +98,10 @@ class SnapshotService:
         self._options = options
         self._source = open_source(self.address, options._replace(max_connections=CONNECTIONS))
         self._limit_bytes = limit_bytes
-        # A pinned snapshot cannot be replaced, and neither can what is read over HTTP.
+        # Neither a pinned snapshot nor one read over HTTP can be replaced.
         self._saves = saves and self._pin is None and scheme_of(self.address) not in ("http", "https")
         self._timeline = timeline
-        self._turn = threading.Lock()  # of who puts blocks into the pool
+        self._turn = threading.Lock()  # held while putting blocks into the pool
         self._fetched: _Fetched | None = None
         self._pool: PrefixPool | None = None
         self._here: Identity | None = None
@@ -106,12 +110,13 @@ class SnapshotService:
         self._figures = dict.fromkeys(FIGURES, 0)
 
     def start(self, opened: Future[tuple[Source, Manifest]]) -> None:
-        """Begin to fetch; `opened` says for which model. Returns at once."""
+        """Begin to fetch; `opened` gives the model. Returns at once."""
         threading.Thread(target=self._run, args=(opened,), name="teneral-kv-snapshot", daemon=True).start()
 
     def attach(self, pool: PrefixPool, *, model: bytes | None) -> None:
-        """The engine's pool, for the model whose manifest has this digest: what was fetched so far is put into it
-        before this returns, and the rest as it comes.
+        """Attach the engine's pool, for the model with this digest of its manifest.
+
+        Blocks fetched so far are put into it before this returns, the rest as they arrive.
         """
         if model is None:
             self._refuse(
@@ -123,8 +128,10 @@ class SnapshotService:
         self._advance()
 
     def save(self, timeout_s: float) -> bool:
-        """Write what was of use, if there is anything new. Blocks for at most `timeout_s`; what is not published by
-        then never is. True when there is a new generation. Raises nothing.
+        """Write the useful prefixes, if there are new ones. Blocks for at most `timeout_s`, and
+        publishes nothing later.
+
+        Returns True for a new generation. Raises nothing.
         """
         pool, here = self._pool, self._here
         if not self._saves or pool is None or here is None or timeout_s <= 0:
@@ -136,9 +143,9 @@ class SnapshotService:
             is_saved = False
             try:
                 is_saved = self._save(pool, here, deadline_s)
-            except (TeneralError, OSError) as error:  # TimeoutError is one, too
+            except (TeneralError, OSError) as error:  # TimeoutError is an OSError
                 self._fail(f"the KV snapshot {self.address} was not saved", error)
-            except Exception:  # a defect of ours must not keep the process from ending
+            except Exception:  # a bug must not keep the process from ending
                 logger.exception("saving the KV snapshot failed")
             finally:
                 saved.set_result(is_saved)
@@ -151,16 +158,16 @@ class SnapshotService:
             return False
 
     def statistics(self) -> dict[str, int]:
-        """Totals count from the start; the rest is what came from the snapshot."""
+        """The counters: totals from the start, and figures of the fetched snapshot."""
         return dict(self._figures)
 
     def quiesce(self) -> None:
-        """As `Remote.quiesce`."""
+        """Wait for the fetch, like `Remote.quiesce`."""
         if isinstance(self._source, Remote):
             self._source.quiesce()
 
     def close(self) -> None:
-        """Give up what is being fetched. Idempotent."""
+        """Stop fetching. Idempotent."""
         self._is_closed = True
         self._source.close()
 
@@ -170,9 +177,9 @@ class SnapshotService:
         try:
             _, manifest = opened.result()
         except TeneralError:
-            return  # the instance has failed, and says so itself
+            return  # the instance has failed, and reports it
         if manifest.digest is None:
-            return  # `attach` says so
+            return  # `attach` reports it
         try:
             self._fetch(manifest.digest)
         except SnapshotMismatchError as error:
@@ -180,12 +187,13 @@ class SnapshotService:
         except (TeneralError, OSError) as error:
             if not self._is_closed:
                 self._fail(f"the KV snapshot {self.address} is not used", error)
-        except Exception as error:  # a defect of ours: the prefixes are computed, then
+        except Exception as error:  # a bug: the prefixes are computed instead
             logger.exception("fetching the KV snapshot failed")
             self._timeline.mark("model", "KV snapshot failed", error=type(error).__name__)
 
     def _fetch(self, model: bytes) -> None:
-        from .parts import open_snapshot  # with numpy and codecs: the weights were asked for before
+        # Imports numpy and codecs: the weights' reads were started before.
+        from .parts import open_snapshot
 
         try:
             snapshot, version = open_snapshot(self._source, digest=self._pin)
@@ -199,7 +207,7 @@ class SnapshotService:
             again, new_version = open_snapshot(self._source, digest=self._pin)
             if new_version == version:
                 raise
-            self._fetch_parts(again, model)  # a server that ended had just replaced it
+            self._fetch_parts(again, model)  # a server that ended has just replaced it
 
     def _fetch_parts(self, snapshot: Snapshot, model: bytes) -> None:
         from ....loader.tools.part_reader import map_in_order
@@ -215,7 +223,7 @@ class SnapshotService:
         fetched = _Fetched(snapshot, prefixes)
         with self._turn:
             self._fetched = fetched
-        with self._timeline.span("model", "KV snapshot", address=self.address) as said:
+        with self._timeline.span("model", "KV snapshot", address=self.address) as details:
             try:
                 with closing(map_in_order(reader.read, parts, CONNECTIONS)) as contents:
                     for part, content in zip(parts, contents, strict=True):
@@ -226,10 +234,10 @@ class SnapshotService:
             finally:
                 fetched.has_ended = True
                 self._advance()
-            said.update(prefixes=len(prefixes), bytes=sum(part.size_bytes for part in parts))
+            details.update(prefixes=len(prefixes), bytes=sum(part.size_bytes for part in parts))
 
     def _advance(self) -> None:
-        """Put what has come into the pool, once both are there."""
+        """Put the fetched blocks into the pool, once both exist."""
         with self._turn:
             fetched, pool, here = self._fetched, self._pool, self._here
             if fetched is None or pool is None or here is None or self._is_refused:
@@ -246,7 +254,7 @@ class SnapshotService:
                 self._figures["loaded_blocks"] += num_blocks
                 self._figures["loaded_bytes"] += num_blocks * here.block_bytes
             if fetched.has_ended:
-                for prefix in reversed(fetched.prefixes):  # the one of most worth is given up last
+                for prefix in reversed(fetched.prefixes):  # the most valuable one is evicted last
                     pool.hold(fetched.snapshot.chain(prefix))
                 self._figures["prefixes"] = len(fetched.prefixes)
 
@@ -259,13 +267,13 @@ class SnapshotService:
                     open_store(self.address, self._options._replace(max_attempts=2, outage_s=0))
                 ) as store:
                     return self._save_once(store, pool, here, deadline_s)
-            except AlreadyExistsError:  # another server has just saved: what it left is gone on with
+            except AlreadyExistsError:  # another server has just saved: continue from its generation
                 continue
-        logger.info("others save the KV snapshot %s at the same time: theirs stay", self.address)
+        logger.info("other servers are saving the KV snapshot %s: their generations stay", self.address)
         return False
 
     def _save_once(self, store: Store, pool: PrefixPool, here: Identity, deadline_s: float) -> bool:
-        # With numpy: at the end, and not on the way to the first token.
+        # Imports numpy: at the end, not on the way to the first token.
         from .generation import plan_generation, write_generation
         from .writer import find_published
 
@@ -276,17 +284,18 @@ class SnapshotService:
         base = replaced.snapshot if replaced is not None else None
         if replaced is not None and base is None:
             raise SnapshotError(
-                f"what is at {self.address} is no KV snapshot that can be read, and is left alone"
+                f"the object at {self.address} is not a readable KV snapshot, and is not replaced"
             )
         if base is not None and base.identity != here:
             if not all(prefix.is_automatic for prefix in base.prefixes):
                 require_same(base.identity, here, where=self.address)
-            base = None  # nobody asked for what is in it, and nobody here can use it
+            # It has no named prefixes, and none that this server can use.
+            base = None
         chains = plan_generation(base, wanted=wanted, max_blocks=self._limit_bytes // here.block_bytes)
         known = set(base.hashes) if base is not None else set()
         if all(each in known for chain in chains for each in chain.hashes):
             return False
-        with self._timeline.span("model", "save KV snapshot", address=self.address) as said:
+        with self._timeline.span("model", "save KV snapshot", address=self.address) as details:
             _, written_bytes = write_generation(
                 store,
                 here,
@@ -295,13 +304,13 @@ class SnapshotService:
                 replaced=replaced,
                 is_time_left=lambda: time.monotonic() < deadline_s and not self._is_closed,
             )
-            said.update(prefixes=len(chains), bytes=written_bytes)
+            details.update(prefixes=len(chains), bytes=written_bytes)
         self._figures["saves_total"] += 1
         self._figures["saved_bytes_total"] += written_bytes
         logger.info("saved %d prefixes in the KV snapshot %s", len(chains), self.address)
         return True
 
-    # what went wrong
+    # errors
 
     def _refuse(self, message: str) -> None:
         self._is_refused = True
@@ -316,8 +325,9 @@ class SnapshotService:
 
 
 def identity_of(pool: PrefixPool, *, model: bytes) -> Identity:
-    """Whose the blocks of this pool are, for the model whose manifest has this digest."""
-    from blake3 import blake3  # as in `_fetch`
+    """The identity of this pool's blocks, for the model with this digest of its manifest."""
+    # Imported here as in `_fetch`.
+    from blake3 import blake3
 
     return Identity(
         model=model.hex(),

@@ -1,7 +1,8 @@
-"""`snapshot.json` ↔ `Snapshot`: read with distrust, written canonically.
+"""`snapshot.json` ↔ `Snapshot`: strict parsing of untrusted input, canonical output.
 
-A snapshot that leaves `parse_snapshot` is sound: a reader may allocate and read by it. Time and memory are bounded by
-constants whatever the input is. `docs/kv-snapshot.md` is the norm. Nothing here does I/O.
+Every invariant holds for a snapshot that `parse_snapshot` returns: a reader may allocate and read
+by it. Time and memory are bounded by constants for any input. `docs/kv-snapshot.md` is the
+specification. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ _CODECS = {codec.value: codec for codec in Codec}
 
 
 def parse_snapshot(data: bytes, *, expected_digest: bytes | None = None) -> Snapshot:
-    """The snapshot in `data`, checked as a whole.
+    """Parse and check the snapshot in `data`.
 
-    Raises `IntegrityError` when its BLAKE3-256 is not `expected_digest`, before anything is parsed; else
+    Raises `IntegrityError` if its BLAKE3-256 is not `expected_digest`, before parsing; else
     `SnapshotError`, whose `where` names the place.
     """
     if len(data) > MAX_SNAPSHOT_JSON_BYTES:
@@ -70,11 +71,11 @@ def parse_snapshot(data: bytes, *, expected_digest: bytes | None = None) -> Snap
     digest = blake3(data).digest()
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(
-            f"{SNAPSHOT_NAME} is not the one that was pinned",
+            f"{SNAPSHOT_NAME} does not have the pinned digest",
             where=SNAPSHOT_NAME,
             expected=expected_digest.hex(),
             got=digest.hex(),
-            hint="The snapshot was replaced, or the pin is another's: renew or drop the address's '@b3:…'.",
+            hint="The snapshot was replaced, or the pin belongs to another one: renew or drop the address's '@b3:…'.",
         )
     document = SNAPSHOT.read(data, max_items=MAX_JSON_ITEMS)
     _check_version(document)
@@ -99,7 +100,9 @@ def parse_snapshot(data: bytes, *, expected_digest: bytes | None = None) -> Snap
 
 
 def dump_snapshot(snapshot: Snapshot) -> bytes:
-    """The snapshot as canonical JSON, which was parsed again: nobody can publish what a reader refuses."""
+    """The snapshot as canonical JSON. It is parsed again, so that no snapshot is published that
+    readers refuse.
+    """
     identity = snapshot.identity
     document = {
         "format": FORMAT_NAME,
@@ -144,7 +147,7 @@ def _check_version(document: dict[str, Any]) -> None:
     version = document.get("version")
     if version != FORMAT_VERSION or type(version) is not int:
         SNAPSHOT.refuse(
-            f"its format version is {str(version)[:40]}, and only {FORMAT_VERSION} is known here",
+            f"its format version is {str(version)[:40]}, but only {FORMAT_VERSION} is supported",
             "version",
             hint=SNAPSHOT.newer,
         )
@@ -157,7 +160,7 @@ def _parse_identity(top: JsonObject) -> Identity:
     if element_bytes not in ELEMENT_DTYPES:
         SNAPSHOT.refuse("it is not 1, 2, 4 or 8", "element_bytes")
     if not block_bytes or block_bytes % element_bytes:
-        SNAPSHOT.refuse(f"{block_bytes} bytes are no whole elements", "block_bytes")
+        SNAPSHOT.refuse(f"{block_bytes} bytes are not a whole number of elements", "block_bytes")
     if not block_size:
         SNAPSHOT.refuse("a block holds at least one token", "block_size")
     return Identity(
@@ -224,7 +227,7 @@ def _integer(value: Any, where: str, maximum: int = MAX_INTEGER) -> int:
 def _check_planes(
     planes: tuple[Plane, ...], count: int, identity: Identity, size_bytes: int, where: str
 ) -> None:
-    """As `format.md` has them: one behind another, each a raw plane or whole frames."""
+    """Check the planes against `format.md`: consecutive, each a raw plane or whole frames."""
     if len(planes) != identity.element_bytes:
         SNAPSHOT.refuse(f"it has {len(planes)} planes for elements of {identity.element_bytes} bytes", where)
     end = 0
@@ -246,9 +249,11 @@ def _check_planes(
 
 
 def _check_parts(parts: tuple[SnapshotPart, ...], blobs: tuple[Blob, ...]) -> int:
-    """Parts lie within their blobs, in order, and hold no block twice. Returns how many blocks there are."""
+    """Check that parts lie within their blobs, in order, and hold no block twice. Returns the
+    number of blocks.
+    """
     if len({blob.name for blob in blobs}) != len(blobs):
-        SNAPSHOT.refuse("a name stands twice", "blobs")
+        SNAPSHOT.refuse("duplicate name", "blobs")
     seen: set[bytes] = set()
     blob, end = 0, 0
     for number, part in enumerate(parts):
@@ -261,7 +266,7 @@ def _check_parts(parts: tuple[SnapshotPart, ...], blobs: tuple[Blob, ...]) -> in
         if end > blobs[blob].size_bytes:
             SNAPSHOT.refuse(f"it ends at {end}, and its blob at {blobs[blob].size_bytes}", where)
         if len(set(part.hashes)) != len(part.hashes) or not seen.isdisjoint(part.hashes):
-            SNAPSHOT.refuse("a block stands twice", where)
+            SNAPSHOT.refuse("duplicate block", where)
         seen.update(part.hashes)
     if len(seen) > MAX_BLOCKS:
         SNAPSHOT.refuse(f"it holds more than {MAX_BLOCKS} blocks", "parts")
@@ -287,9 +292,9 @@ def _parse_prefix(identity: Identity, num_blocks: int, value: Any, where: str) -
 
 
 def _check_prefixes(prefixes: tuple[SnapshotPrefix, ...], num_blocks: int) -> None:
-    """Each has a name of its own, and a block follows the same one wherever it stands."""
+    """Check that names are unique, and that a block has the same predecessor in every prefix."""
     if len({prefix.name for prefix in prefixes}) != len(prefixes):
-        SNAPSHOT.refuse("a name stands twice", "prefixes")
+        SNAPSHOT.refuse("duplicate name", "prefixes")
     before: dict[int, int] = {}
     for number, prefix in enumerate(prefixes):
         for last, block in zip((-1, *prefix.blocks), prefix.blocks, strict=False):

@@ -1,4 +1,4 @@
-"""What `teneral kv` does with a stored snapshot and no model: describe it, verify it, copy it from store to store."""
+"""The snapshot commands of `teneral kv` that need no model: describe, verify and copy."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from .parts import SnapshotReader, decode_blocks, open_snapshot
 from .snapshot import FORMAT_VERSION, SNAPSHOT_NAME, Snapshot, SnapshotPart
 from .writer import NamedChain, SnapshotWriter, find_published
 
-SCHEMA = 1  # of the value that `describe` returns
+# Of the value that `describe` returns.
+SCHEMA = 1
 
 _FINDINGS = (
     FormatError,
     NotFoundError,
     ChangedError,
-)  # about the snapshot, and not about this attempt to read it
+    # Problems of the snapshot itself, not of this attempt to read it.
+)
 
 OnProgress = Callable[[TransferProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """What was read, and what is wrong with it, a line each."""
+    """The result of reading a snapshot, with a line for each problem."""
 
     url: str
     digest: bytes
@@ -41,7 +43,7 @@ class SnapshotReport:
         return not self.problems
 
     def render(self) -> str:
-        """A few lines for people."""
+        """The report as a few lines of text."""
         what = f"{self.num_parts} parts, {format_bytes(self.stored_bytes)}"
         if self.problems:
             lines = (f"  {problem}" for problem in self.problems)
@@ -50,7 +52,7 @@ class SnapshotReport:
 
 
 def describe(snapshot: Snapshot, url: str) -> dict[str, Any]:
-    """A JSON-ready value. Keys may be added without another number of its schema."""
+    """The snapshot as a JSON-ready value. Adding keys does not change its schema number."""
     identity = snapshot.identity
     digest = _digest_of(snapshot).hex()
     return {
@@ -85,7 +87,7 @@ def describe(snapshot: Snapshot, url: str) -> dict[str, Any]:
 
 
 def render_table(description: dict[str, Any]) -> str:
-    """What `describe` returned, for a terminal: a header, and a row for each prefix."""
+    """The value of `describe` as a table for a terminal: a header, and a row for each prefix."""
     host = ", ".join(f"{name} {value}" for name, value in description["host"].items())
     header = {
         "snapshot": description["url"],
@@ -113,8 +115,8 @@ def verify_snapshot(
 ) -> SnapshotReport:
     """Read and check every part. Blocks; `progress` is called from this thread.
 
-    Raises `SnapshotError` for a `snapshot.json` that cannot be used at all, `IntegrityError` for another one than the
-    pinned one, `NotFoundError` where there is none, and errors of a store that does not answer.
+    Raises `SnapshotError` for an unusable `snapshot.json`, `IntegrityError` if it is not the pinned
+    one, `NotFoundError` without one, and errors of a store that does not answer.
     """
     snapshot, _ = open_snapshot(source, digest=digest)
     reader = SnapshotReader(source, snapshot)
@@ -123,9 +125,10 @@ def verify_snapshot(
         try:
             size_bytes = source.stat(blob.name).size_bytes
         except NotFoundError:
-            continue  # each of its parts says so
+            # Each of its parts reports it.
+            continue
         if size_bytes != blob.size_bytes:
-            problems.append(f"{blob.name}: it has {size_bytes} bytes, and should have {blob.size_bytes}")
+            problems.append(f"{blob.name}: it has {size_bytes} bytes instead of {blob.size_bytes}")
 
     def check(part: SnapshotPart) -> str | None:
         try:
@@ -153,19 +156,20 @@ def copy_snapshot(
     force: bool = False,
     progress: OnProgress | None = None,
 ) -> SnapshotReport:
-    """Copy a snapshot, each part verified on its way. It exists in `store` as a whole, or not at all.
+    """Copy a snapshot, verifying each part. It exists in `store` as a whole, or not at all.
 
-    What comes out has a `snapshot.json` of its own, and so another digest. Raises `AlreadyExistsError` where there is
-    one, unless told to `force`; else as `verify_snapshot`, and `IntegrityError` for the first bad part.
+    The copy has a `snapshot.json` of its own, and therefore another digest. Raises
+    `AlreadyExistsError` if there is one, unless `force` is set; else the errors of
+    `verify_snapshot`, and `IntegrityError` for the first bad part.
     """
     snapshot, _ = open_snapshot(source, digest=digest)
     replaced = find_published(store)
     if replaced is not None and not force:
         raise AlreadyExistsError(
-            f"there is a KV snapshot at {store.url} already",
+            f"a KV snapshot exists already at {store.url}",
             source=store.url,
             name=SNAPSHOT_NAME,
-            hint="Give another place, or replace it with --force.",
+            hint="Choose another address, or replace it with --force.",
         )
     reader = SnapshotReader(source, snapshot)
     writer = SnapshotWriter(
@@ -190,5 +194,5 @@ def copy_snapshot(
 
 
 def _digest_of(snapshot: Snapshot) -> bytes:
-    assert snapshot.digest is not None  # it was read
+    assert snapshot.digest is not None  # set because it was read
     return snapshot.digest

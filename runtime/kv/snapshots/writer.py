@@ -1,8 +1,9 @@
-"""Writing a snapshot: blobs first, `snapshot.json` last, on the condition that its place is as it was found.
+"""The writer of snapshots: blobs first, `snapshot.json` last, conditional on the previous version.
 
-So a snapshot is there as a whole or not at all, and of two that write at once one wins and the other one changes
-nothing. Blobs are never changed, only added: a new generation of a snapshot names the old ones' parts that it goes on
-with. What no generation names any more is removed afterwards. Where blocks come from is not known here.
+A snapshot therefore exists as a whole or not at all, and of two concurrent writers one wins and the
+other changes nothing. Blobs are never changed, only added: a new generation refers to the old parts
+that it keeps. Blobs that no generation refers to are removed afterwards. This module does not know
+the source of blocks.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What stands at an address. `snapshot` is None where it is no snapshot that can be read."""
+    """The object at an address. `snapshot` is None if it is not a readable snapshot."""
 
     snapshot: Snapshot | None
     version: str
 
 
 def find_published(store: Store) -> Published | None:
-    """What is there to go on with, or to replace; None where there is nothing. Raises the store's errors."""
+    """Find the snapshot to continue or replace; None without one. Raises the store's errors."""
     try:
         snapshot, version = open_snapshot(store)
     except NotFoundError:
@@ -50,14 +51,14 @@ def find_published(store: Store) -> Published | None:
 
 @dataclass(frozen=True, slots=True)
 class NamedChain:
-    """A prefix to be published: what its blocks are known by, in order."""
+    """A prefix to be published: the hashes of its blocks, in order."""
 
     name: str
     hashes: tuple[bytes, ...]
 
 
 class SnapshotWriter:
-    """One generation. Used by one thread. `publish` or `discard` it."""
+    """The writer of one generation, for one thread. End with `publish` or `discard`."""
 
     def __init__(
         self,
@@ -69,8 +70,10 @@ class SnapshotWriter:
         generator: str = "",
         host: Mapping[str, str] | None = None,
     ) -> None:
-        """It takes the place of `replaced`, and goes on with those of its parts which hold the blocks `kept`.
-        What is said to have made it is this program on this machine unless told.
+        """Write the generation after `replaced`, keeping those of its parts that hold the blocks
+        `kept`.
+
+        `generator` and `host` default to this program on this machine.
         """
         self._store = store
         self._identity = identity
@@ -84,13 +87,14 @@ class SnapshotWriter:
         old = replaced.snapshot if replaced is not None else None
         if (
             old is not None and old.identity == identity
-        ):  # else equal hashes are of bytes that read differently
+            # Under another identity, equal hashes stand for different bytes.
+        ):
             self._keep(old, set(kept))
         self._held = {each for part in self._parts for each in part.hashes}
 
     @property
     def held(self) -> frozenset[bytes]:
-        """The blocks that it has."""
+        """The blocks of this generation so far."""
         return frozenset(self._held)
 
     @property
@@ -98,8 +102,8 @@ class SnapshotWriter:
         return self._end_bytes
 
     def add(self, hashes: Sequence[bytes], content: NDArray[np.uint8]) -> None:
-        """Store these blocks, content (blocks, block_bytes), as one part. None of them is held yet; each comes after
-        the one that it follows.
+        """Store these blocks, content (blocks, block_bytes), as one part. None of them is held yet;
+        each comes after its predecessor.
         """
         part, data = place_part(
             self._identity, hashes, content, blob=len(self._blobs), end_bytes=self._end_bytes
@@ -107,7 +111,7 @@ class SnapshotWriter:
         self._append(part, data)
 
     def copy(self, part: SnapshotPart, stored: bytes | memoryview) -> None:
-        """Store what is a part of another snapshot of the same identity, as it is."""
+        """Store a part of another snapshot of the same identity, unchanged."""
         offset_bytes = align(self._end_bytes, PLANE_ALIGNMENT_BYTES)
         here = replace(part, blob=len(self._blobs), offset_bytes=offset_bytes)
         self._append(here, bytes(offset_bytes - self._end_bytes) + stored)
@@ -115,25 +119,27 @@ class SnapshotWriter:
     def publish(
         self, chains: Sequence[NamedChain], *, is_time_left: Callable[[], bool] = lambda: True
     ) -> bytes:
-        """Make the snapshot exist, of these prefixes, whose blocks are held. Returns the digest for a pin.
+        """Publish the snapshot with these prefixes, whose blocks are held. Returns the digest for a
+        pin.
 
-        Raises `AlreadyExistsError` when its place is not any more as it was found, `TimeoutError` when `is_time_left`
-        says no at the last moment, and the store's errors: then nothing has changed.
+        Raises `AlreadyExistsError` if the object was replaced meanwhile, `TimeoutError` if
+        `is_time_left` returns False at the last moment, and the store's errors: then nothing has
+        changed.
         """
         try:
             snapshot, data = self._finish(chains)
             if not is_time_left():
-                raise TimeoutError("there was no time left to publish the snapshot")
+                raise TimeoutError("no time was left to publish the snapshot")
             self._put(data)
         except BaseException:
             self.discard()
             raise
-        self._writer = None  # what was written is in use
+        self._writer = None  # the written blob is in use
         self._remove_unused(snapshot)
         return blake3(data).digest()
 
     def discard(self) -> None:
-        """Remove what was written; what cannot be removed stays, and no snapshot names it. Idempotent."""
+        """Remove the written blob; if that fails it stays, unreferenced. Idempotent."""
         if self._writer is None:
             return
         writer, self._writer = self._writer, None
@@ -183,7 +189,8 @@ class SnapshotWriter:
             else:
                 self._store.put(SNAPSHOT_NAME, data, if_version=self._replaced.version)
         except SourceError as error:
-            # The store may have taken it although its answer was lost: then a retry found our own in the way.
+            # The store may have accepted it although its answer was lost: then a retry found our
+            # own version.
             if not self._is_published(data, error):
                 raise
 
@@ -193,12 +200,14 @@ class SnapshotWriter:
         except (NotFoundError, FormatError):
             return False
         except SourceError:
-            # Nobody can tell, so what it may name stays.
+            # ^Unknown, so the blob stays in case it is referenced.
             self._writer = None
             raise error from None
 
     def _remove_unused(self, snapshot: Snapshot) -> None:
-        """Who is just reading the old generation finds that it was replaced, and goes on without."""
+        """Remove unreferenced blobs. A reader of the old generation finds it replaced, and
+        continues without it.
+        """
         if self._replaced is None or self._replaced.snapshot is None:
             return
         used = {blob.name for blob in snapshot.blobs}
@@ -215,7 +224,8 @@ def _this_program() -> str:
 
 
 def _this_host() -> dict[str, str]:
-    """What computed it, as far as that may have decided the last bits."""
-    told = {"numpy": np.__version__, "machine": platform.machine() or "unknown"}
-    torch = sys.modules.get("torch")  # where that computed, it is there
-    return told if torch is None else {**told, "torch": str(torch.__version__)}
+    """The properties of this machine that may affect the last bits of results."""
+    host = {"numpy": np.__version__, "machine": platform.machine() or "unknown"}
+    # If torch computed, it is imported.
+    torch = sys.modules.get("torch")
+    return host if torch is None else {**host, "torch": str(torch.__version__)}

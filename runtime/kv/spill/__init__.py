@@ -1,1 +1,1 @@
-"""Where blocks go before the pool gives them up: memory of the host, a local disk, and back."""
+"""Spilling: copies of the pool's blocks in host memory and on a local disk."""

@@ -1,4 +1,6 @@
-"""A wish for blocks that are no longer in the pool: what `spill.py` and the one who waits know of each other."""
+"""A request for blocks that are no longer in the pool, shared by `spill.py` and the waiting
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from .policy import FetchPlan
 
 
 class Fetch:
-    """Blocks of a chain on their way back, until it `is_done`; only `Spill` changes it, under its lock."""
+    """The blocks of a chain that are being read back, until it `is_done`. Only `Spill` changes it,
+    under its lock.
+    """
 
     __slots__ = (
         "asked_s",

@@ -1,8 +1,8 @@
-"""Places outside the pool that hold blocks: memory of the host, and a file on a local disk.
+"""Storage for blocks outside the pool: host memory, and a file on a local disk.
 
-A medium is an array of slots, each of the size of one block. It does not know what lies in which slot, how long
-anything takes, or who calls; calls come one at a time, and may block. Nothing of the file survives its process: it has
-no name.
+A medium is an array of slots, each of the size of one block. It does not know the blocks in its
+slots, any timings or its callers; calls come one at a time, and may block. The file is unnamed and
+does not survive its process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Medium(Protocol):
-    """`num_slots` slots of `block_bytes` bytes. After `close`, which may come twice, nothing else may be called."""
+    """`num_slots` slots of `block_bytes` bytes. `close` is idempotent; no other method may be
+    called after it.
+    """
 
     @property
     def name(self) -> str:
-        """For metrics and log lines."""
+        """The medium's name for metrics and logs."""
 
     @property
     def block_bytes(self) -> int: ...
@@ -36,22 +38,29 @@ class Medium(Protocol):
     def num_slots(self) -> int: ...
 
     def write(self, slot: int, content: Bytes) -> None:
-        """Keep a copy of `content` (block_bytes,). OSError: the slot holds nothing that can be read."""
+        """Store a copy of `content` (block_bytes,). After an OSError the slot has no readable
+        content.
+        """
 
     def read(self, slot: int, into: Bytes) -> None:
-        """Fill `into` (block_bytes,) with what was written last. OSError, or IntegrityError if that is not what is
-        there; then `into` holds anything.
+        """Fill `into` (block_bytes,) with the last content written.
+
+        Raises OSError, or IntegrityError if the content has changed; then `into` is undefined.
         """
 
     def forget_cached(self, slot: int) -> None:
-        """Have the next read take as long as one of a slot that nobody has touched for long, where that is possible."""
+        """Drop the slot from caches, where possible, so that the next read is as slow as one of an
+        old slot.
+        """
 
     def close(self) -> None:
-        """Give memory or disk space back."""
+        """Free the memory or disk space."""
 
 
 class HostMedium:
-    """Memory of this process, touched as slots are written. It is as good as the pool's, so nothing is verified."""
+    """Host memory, touched as slots are written. It is as reliable as the pool, so nothing is
+    verified.
+    """
 
     name = "host"
 
@@ -62,30 +71,33 @@ class HostMedium:
         self._slots: Bytes = np.empty((num_slots, block_bytes), np.uint8)
 
     def write(self, slot: int, content: Bytes) -> None:
-        np.copyto(self._slots[slot], content)  # other threads go on meanwhile, unlike with a memoryview
+        np.copyto(self._slots[slot], content)  # releases the GIL, unlike a memoryview
 
     def read(self, slot: int, into: Bytes) -> None:
         np.copyto(into, self._slots[slot])
 
     def forget_cached(self, slot: int) -> None:
-        pass  # memory is as fast as it is
+        pass  # no cache to drop
 
     def close(self) -> None:
         self._slots = np.empty((0, self.block_bytes), np.uint8)
 
 
 class DiskMedium:
-    """A sparse file without a name, for its owner only. A digest of each slot is kept in memory, and compared."""
+    """A sparse, unnamed file with owner-only access. A digest of each slot is kept in memory and
+    compared.
+    """
 
     name = "disk"
 
     def __init__(self, num_slots: int, block_bytes: int, folder: str) -> None:
-        """Raises OSError when no file can be made in the folder."""
+        """Raises OSError if no file can be made in the folder."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self._stride_bytes = slot_bytes_on_disk(block_bytes)
-        self._digests: dict[int, bytes] = {}  # of slots that were written
-        # Made without a name where the file system can do that, and else removed at once; mode 0600.
+        self._digests: dict[int, bytes] = {}  # of written slots
+        # Made without a name if the file system supports that, and otherwise unlinked at once; mode
+        # 0600.
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
         try:
             self._file.truncate(num_slots * self._stride_bytes)
@@ -106,19 +118,21 @@ class DiskMedium:
         while view:
             num_read = os.preadv(self._file.fileno(), [view], offset_bytes)
             if not num_read:
-                raise OSError("the file has become shorter")
+                raise OSError("the file was truncated")
             view, offset_bytes = view[num_read:], offset_bytes + num_read
         expected, got = self._digests[slot], blake3(into.data).digest()
         if got != expected:
             raise IntegrityError(
-                f"slot {slot} of the file of spilled blocks is not what was written",
+                f"slot {slot} of the spill file does not match its digest",
                 where=f"slot {slot}",
                 expected=expected.hex(),
                 got=got.hex(),
             )
 
     def forget_cached(self, slot: int) -> None:
-        """Raises OSError: what was written is on the device only now, and may not fit."""
+        """Drop the slot from the page cache. Raises OSError: the content is written to the device
+        only now, and may not fit.
+        """
         os.fdatasync(self._file.fileno())
         os.posix_fadvise(
             self._file.fileno(), slot * self._stride_bytes, self._stride_bytes, os.POSIX_FADV_DONTNEED
@@ -130,15 +144,15 @@ class DiskMedium:
 
 
 def slot_bytes_on_disk(block_bytes: int) -> int:
-    """What a block takes in the file."""
+    """The size of a block in the file."""
     return -(-block_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
 
 
 def open_media(block_bytes: int, *, host_bytes: int, disk_bytes: int, disk_dir: str | None) -> list[Medium]:
-    """The media that these budgets allow, the faster one first; 0 bytes: none of that kind.
+    """Open the media that these budgets allow, the faster one first; 0 bytes: none of that kind.
 
-    Raises UsageError for a budget that does not hold one block, for memory that is not there, and for a folder in which
-    no file can be made.
+    Raises UsageError for a budget below one block, for memory that cannot be allocated, and for a
+    folder in which no file can be made.
     """
     media: list[Medium] = []
     if host_bytes:
@@ -147,21 +161,21 @@ def open_media(block_bytes: int, *, host_bytes: int, disk_bytes: int, disk_dir: 
             media.append(HostMedium(num_slots, block_bytes))
         except MemoryError as error:
             raise UsageError(
-                f"the system does not give {host_bytes} bytes of memory for spilled blocks",
+                f"cannot allocate {host_bytes} bytes of memory for spilled blocks",
                 key="kv_host_bytes",
                 hint="Make kv_host_bytes smaller.",
             ) from error
     if disk_dir is not None and not disk_bytes:
         raise UsageError(
-            "kv_disk_dir is given, but not how much may be kept there",
+            "kv_disk_dir is set without kv_disk_bytes",
             key="kv_disk_bytes",
-            hint="Say how much: --kv-disk-bytes SIZE.",
+            hint="Set the size: --kv-disk-bytes SIZE.",
         )
     if disk_bytes:
         num_slots = _num_slots("kv_disk_bytes", disk_bytes, slot_bytes_on_disk(block_bytes))
         if disk_dir is None:
             raise UsageError(
-                "kv_disk_bytes is given, but no folder for the file",
+                "kv_disk_bytes is set without kv_disk_dir",
                 key="kv_disk_dir",
                 hint="Name a folder on a local disk: --kv-disk-dir DIR.",
             )
@@ -169,9 +183,9 @@ def open_media(block_bytes: int, *, host_bytes: int, disk_bytes: int, disk_dir: 
             media.append(DiskMedium(num_slots, block_bytes, disk_dir))
         except OSError as error:
             raise UsageError(
-                f"no file for spilled blocks can be made in {disk_dir}: {error.strerror or error}",
+                f"cannot create the spill file in {disk_dir}: {error.strerror or error}",
                 key="kv_disk_dir",
-                hint="Name a folder on a local disk that this process may write to.",
+                hint="Name a folder on a local disk that this process can write to.",
             ) from error
     return media
 

@@ -1,9 +1,10 @@
-"""Whether a block is worth keeping outside the pool, and worth bringing back: by what was measured, never slower than
-computing it again.
+"""The spill policy: whether storing and fetching a block is faster than computing it again, by
+measured rates.
 
-Decisions are pure functions of rates. A rate that is not known counts as too slow. The meters turn measurements into
-rates, erring towards computing again: what counts is the slowest of the latest reads but one, which was bad luck, and
-the fastest of the latest steps. Nothing here looks at a clock, a disk or a lock.
+Decisions are pure functions of rates. An unknown rate counts as too slow. The meters turn
+measurements into rates, biased towards computing: they use the second slowest of the latest reads
+(the slowest counts as an outlier) and the fastest of the latest steps. This module reads no clock
+and no disk, and takes no lock.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MARGIN = 1.5  # how much faster than computing a way back must promise to be
+# Required advantage of a fetch over computing.
+MARGIN = 1.5
 NUM_RECENT_READS = 8
-NUM_RECENT_STEPS = 16  # among which the fastest one counts
+NUM_RECENT_STEPS = 16  # latest steps, of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """How fast whole blocks come from a medium into the pool, and how long it takes until the first one begins to."""
+    """A medium's throughput in whole blocks, and the latency until the first read begins."""
 
     bytes_s: float
     latency_s: float = 0.0
 
 
-HERE = ReadRate(float("inf"))  # of a block that need not be read: it is in the pool, or on its way
+# Of a block that needs no read: it is in the pool, or on its way.
+HERE = ReadRate(float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """How many blocks of a chain to bring back; the times are those of these blocks."""
+    """The number of blocks of a chain to fetch; the times are those of these blocks."""
 
     num_blocks: int
     predicted_s: float
@@ -48,8 +51,10 @@ def plan_fetch(
     prefill_tokens_s: float | None,
     ahead_s: float = 0.0,
 ) -> FetchPlan:
-    """What to bring back of a chain whose blocks lie where `rates` says (None: unknown), in order: the beginning of it
-    that saves most time, or nothing. `ahead_s` is the time that others' blocks take before.
+    """Plan the fetch of a chain whose blocks have these rates, in order (None: unknown).
+
+    Returns the beginning that saves the most time, or nothing. `ahead_s` is the time of the fetches
+    queued before.
     """
     if prefill_tokens_s is None:
         return NOTHING
@@ -73,25 +78,27 @@ def plan_fetch(
 def is_worth_writing(
     rate: ReadRate | None, *, block_bytes: int, block_tokens: int, prefill_tokens_s: float | None
 ) -> bool:
-    """Whether a block on this medium could be brought back sooner than computed, given a long enough chain."""
+    """Whether a block on this medium could be fetched sooner than computed, given a long enough
+    chain.
+    """
     if rate is None or prefill_tokens_s is None:
         return False
     return MARGIN * block_bytes / rate.bytes_s <= block_tokens / prefill_tokens_s
 
 
 class ReadMeter:
-    """What reading from one medium is like."""
+    """The read rate of one medium."""
 
     def __init__(self) -> None:
         self._bytes_s: deque[float] = deque(maxlen=NUM_RECENT_READS)
         self._latencies_s: deque[float] = deque(maxlen=NUM_RECENT_READS)
 
     def note_read(self, num_bytes: int, took_s: float) -> None:
-        """So many bytes came back in that time."""
+        """Record a read of `num_bytes`."""
         self._bytes_s.append(num_bytes / max(took_s, 1e-9))
 
     def note_latency(self, latency_s: float) -> None:
-        """From the wish until the first read began."""
+        """Record the time from a request to its first read."""
         self._latencies_s.append(latency_s)
 
     @property
@@ -103,10 +110,10 @@ class ReadMeter:
 
 
 class PrefillMeter:
-    """How fast prompts are computed."""
+    """The throughput of prompt computation."""
 
     def __init__(self, min_tokens: int) -> None:
-        """Steps of fewer tokens say nothing about prompts."""
+        """Steps of fewer than `min_tokens` tokens are ignored."""
         self._min_tokens = min_tokens
         self._recent: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
 
@@ -120,5 +127,5 @@ class PrefillMeter:
 
 
 def _worst_but_one(from_worst: Sequence[float]) -> float:
-    """Of two, the worst: nobody knows which of them is the usual one."""
+    """The second worst value; of two, the worst, since either may be the outlier."""
     return from_worst[1] if len(from_worst) > 2 else from_worst[0]

@@ -1,7 +1,7 @@
-"""Which blocks lie on one medium, and in which of its slots.
+"""The index of the blocks on one medium and their slots, in order of use.
 
-Least recently used first: what was written or brought back last goes last. Invariant: each slot is free, reserved for
-what is being written, or holds one block. Nothing is known here of threads; the caller serialises access.
+Least recently used first. Invariant: each slot is free, reserved for a block being written, or
+holds one block. This module knows nothing of threads; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from .policy import ReadMeter
 
 
 class Shelf:
-    """The books of one medium. Once `closed`, it is empty and takes nothing."""
+    """The index of one medium. After `close` it is empty and takes no blocks."""
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
         self.name = medium.name
         self.reads = ReadMeter()
         self.is_open = True
-        self.num_until_probe = 0  # blocks to write until one is read back, to see how fast that is
-        self.num_written = 0  # blocks, as all that follow
+        # Blocks to write until the next probe reads one back to measure the medium.
+        self.num_until_probe = 0
+        self.num_written = 0  # in blocks, like all counts below
         self.num_restored = 0
         self.num_dropped = 0
         self.num_failed = 0
@@ -43,15 +44,15 @@ class Shelf:
         return self._slots[block_hash]
 
     def oldest(self) -> bytes:
-        """The hash of the block that makes room first; there must be one."""
+        """The hash of the least recently used block; there must be one."""
         return next(iter(self._slots))
 
     def touch(self, block_hash: bytes) -> None:
-        """It was used just now."""
+        """Mark the block as just used."""
         self._slots.move_to_end(block_hash)
 
     def reserve(self) -> int:
-        """A free slot, to `put` a block there or to `give_back`."""
+        """Reserve a free slot, to `put` a block there or to `give_back`."""
         slot = self._free.pop()
         self._reserved.add(slot)
         return slot
@@ -61,7 +62,7 @@ class Shelf:
         self._free.append(slot)
 
     def put(self, block_hash: bytes, slot: int) -> None:
-        """This reserved slot holds that block now, which no other one holds."""
+        """Record that this reserved slot holds the block, which no other slot holds."""
         self._reserved.remove(slot)
         self._slots[block_hash] = slot
         self.num_until_probe -= 1
@@ -71,7 +72,7 @@ class Shelf:
         self._free.append(self._slots.pop(block_hash))
 
     def close(self) -> None:
-        """Forget everything, for good. The medium is not closed: its owner may be using it."""
+        """Forget everything for good. The medium is not closed: its owner may be using it."""
         self.is_open = False
         self.num_dropped += len(self._slots)
         self._slots.clear()
@@ -82,7 +83,7 @@ class Shelf:
         return set(self._slots)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless each slot is in one place. For tests."""
+        """Raise AssertionError unless each slot is in exactly one state. For tests."""
         places = [*self._slots.values(), *self._free, *self._reserved]
         expected = range(self.medium.num_slots) if self.is_open else range(0)
         assert sorted(places) == list(expected), f"the slots of {self.name} are lost or used twice"

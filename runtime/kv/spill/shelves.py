@@ -1,10 +1,12 @@
-"""Blocks on several media, the fastest first: what one has no room for goes to the next, from the last it is dropped.
+"""The tiers of spilled blocks, the fastest first: blocks evicted from one medium move to the next,
+and from the last are dropped.
 
-A medium never makes trouble for others. What it does not read as it was written is forgotten, and one that cannot be
-written to, or fails too often, is turned off, which is said once.
+The media's failures are isolated. Content that does not read back as written is forgotten, and a
+medium that cannot be written, or fails too often, is turned off, which is logged once.
 
-Invariants: a block lies on at most one shelf. One thread stores and reads, without the lock, and it alone changes what
-lies where; the books are read and changed under the lock. Nothing is known here of the pool.
+Invariants: a block lies on at most one medium. One thread stores and reads, without the lock, and
+only it moves blocks; the indexes are read and changed under the lock. This module knows nothing of
+the pool.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from .shelf import Shelf
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY = 64  # blocks written to a medium, for one that is read back to see how fast that is
-MAX_READ_FAILURES = 16  # after which a medium is turned off
+# Blocks written to a medium for each one read back to measure it.
+PROBE_EVERY = 64
+# Failures after which a medium is turned off.
+MAX_READ_FAILURES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where a block lies."""
+    """The location of a block."""
 
     block_hash: bytes
     shelf: Shelf
@@ -36,7 +40,7 @@ class Found:
 
 
 class Shelves:
-    """Owns the media, of which there must be one."""
+    """The tiers. Owns the media, of which there must be at least one."""
 
     def __init__(
         self, media: Sequence[Medium], lock: threading.Condition, clock: Callable[[], float]
@@ -50,7 +54,7 @@ class Shelves:
     # -- under the lock ------------------------------------------------------------------------------------------
 
     def open(self) -> list[Shelf]:
-        """Those that are not turned off."""
+        """The indexes that are not turned off."""
         return [shelf for shelf in self.all if shelf.is_open]
 
     def find(self, block_hash: bytes) -> Found | None:
@@ -58,19 +62,19 @@ class Shelves:
         return None if shelf is None else Found(block_hash, shelf, shelf.slot(block_hash))
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """These blocks, wherever they are, were used just now, in this order."""
+        """Mark these blocks as just used, in this order, on whichever medium they are."""
         for block_hash in hashes:
             found = self.find(block_hash)
             if found is not None:
                 found.shelf.touch(block_hash)
 
     def clear(self) -> None:
-        """Forget all blocks, and take none from now on."""
+        """Forget all blocks, and store none from now on."""
         for shelf in self.open():
             shelf.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree. For tests."""
+        """Raise AssertionError if the indexes disagree. For tests."""
         seen: set[bytes] = set()
         for shelf in self.all:
             shelf.check_integrity()
@@ -82,8 +86,10 @@ class Shelves:
     def store(
         self, shelves: Sequence[Shelf], block_hash: bytes, content: Bytes, above: Shelf | None = None
     ) -> None:
-        """Put a block on the first of these shelves, what is oldest there on the next, and so on; without any it is
-        dropped. If it was on the shelf `above`, it no longer is.
+        """Store a block on the first of these tiers, its oldest on the next, and so on; without any
+        tier it is dropped.
+
+        A block that was on the tier `above` is removed there.
         """
         for number, shelf in enumerate(shelves):
             slot = self._reserve(shelf, shelves[number + 1 :])
@@ -107,7 +113,7 @@ class Shelves:
                 above.num_dropped += 1
 
     def read(self, found: Found, into: Bytes) -> bool:
-        """False when it cannot be read as it was written; then it is forgotten."""
+        """Read a block. Returns False, and forgets it, if it does not read back as written."""
         try:
             found.shelf.medium.read(found.slot, into)
             return True
@@ -124,14 +130,14 @@ class Shelves:
         return False
 
     def close(self) -> None:
-        """Give memory and disk space back."""
+        """Free memory and disk space."""
         with self._lock:
             self.clear()
         for shelf in self.all:
             shelf.medium.close()
 
     def _reserve(self, shelf: Shelf, below: Sequence[Shelf]) -> int | None:
-        """A slot to write to, if need be that of the oldest block; None: the shelf is turned off."""
+        """Reserve a slot, if needed that of the oldest block; None: the tier is turned off."""
         with self._lock:
             if shelf.has_room:
                 return shelf.reserve()
@@ -144,7 +150,7 @@ class Shelves:
             return shelf.reserve() if shelf.has_room else None
 
     def _probe(self, shelf: Shelf) -> None:
-        """See how long it takes to read the oldest block back from the medium itself."""
+        """Measure a read of the oldest block from the medium itself, past the caches."""
         with self._lock:
             shelf.num_until_probe = PROBE_EVERY
             oldest = Found(shelf.oldest(), shelf, shelf.slot(shelf.oldest()))

@@ -1,14 +1,15 @@
-"""Second chances for blocks of the pool: copies on slower media, made before a block is given up, read when somebody
-wants it again.
+"""Spilling of the pool's blocks to slower media before eviction, and fetching them on demand.
 
-One thread does all of it, a piece at a time. It *saves* the idle blocks that are given up next, while nobody waits for
-it: a block that is given up meanwhile is lost, as it would have been without. And it *fetches* what follows a found
-beginning, for a sequence that waits in the queue, as far as that is faster than computing (`policy.py`); what has
-not come back by the time that computing would have taken is computed. So nothing here can fail a request.
+One thread does all copying, a piece at a time. It *saves* the idle blocks that are evicted next, in
+otherwise idle time: a block evicted meanwhile is lost, as without spilling. And it *fetches* the
+blocks after a found beginning, for a sequence that waits in the queue, as far as that is faster
+than computing (`policy.py`); blocks not fetched in the time that computing would have taken are
+computed. Spilling therefore never fails a request.
 
-Invariants: books are read and changed under the roster's lock; media are read and written, and the pool's content is
-copied, without it. A block is known by its hash, so whoever may not find it in the pool does not find it here. Nothing
-is known here of sequences and tokens.
+Invariants: the indexes are read and changed under the lock of the scheduler state; media are read
+and written, and the pool's content is copied, without it. A block's key is its hash, so blocks that
+a request must not find in the pool are not found here either. This module knows nothing of
+sequences and tokens.
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ from .shelves import Found, Shelves
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20  # copied at once, unless it is a single larger block: what a fetch may have to wait for
-# Idle blocks are saved while less than this share of the pool is free, within bounds: a long prompt may come at any
-# moment and need that many at once, and looking through them takes the lock.
+# Bytes copied at once, unless a single block is larger: a fetch may have to wait for that long.
+PIECE_BYTES = 4 << 20
+# Idle blocks are saved while less than this share of the pool is free, within bounds: a long prompt
+# may come at any moment and need that many at once, and searching them takes the lock.
 LOOKAHEAD_SHARE = 0.25
 MIN_LOOKAHEAD_BLOCKS, MAX_LOOKAHEAD_BLOCKS = 256, 1024
-POKE_BLOCKS = 16  # by which the free ones must change to look again: sequences take some at nearly every step
-MAX_FETCHES = 32  # that wait at the same time; who comes then computes
-TRY_EVERY = 16  # pieces that a slow medium does not get, for one that it does: it may have recovered
-MAX_WAIT_S = 0.05  # of the engine, when all that it could do waits for us
+# The change of the free count after which to look again: sequences take some at nearly every step.
+POKE_BLOCKS = 16
+MAX_FETCHES = 32  # that wait at the same time; later sequences compute
+# A slow medium gets one of this many pieces, because it may have recovered.
+TRY_EVERY = 16
+# Of the engine, when all its work waits for a fetch.
+MAX_WAIT_S = 0.05
 
 
 class BlockContent(Protocol):
-    """The pool's storage, as `KVStorage` says it."""
+    """The pool's storage, as in `KVPool`."""
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None: ...
 
@@ -54,24 +59,27 @@ class BlockContent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpillStatistics:
-    """A moment's view; mappings are by medium, totals count from the start."""
+    """A snapshot of the counts; mappings are by medium, totals count from the start."""
 
     blocks: Mapping[str, int]
     bytes: Mapping[str, int]
     written_blocks_total: Mapping[str, int]
     restored_tokens_total: Mapping[str, int]
-    dropped_blocks_total: Mapping[str, int]  # to make room, unreadable, or with their medium
-    failures_total: Mapping[str, int]  # reads, and what turned a medium off
-    read_bytes_s: Mapping[str, float]  # of those where it is known
+    dropped_blocks_total: Mapping[str, int]  # evicted, unreadable, or lost with their medium
+    failures_total: Mapping[str, int]  # failed reads, and failures that turned a medium off
+    read_bytes_s: Mapping[str, float]  # of those with a known rate
     prefill_tokens_s: float | None
     fetching: int  # sequences that wait for blocks
     fetches_total: int
-    late_fetches_total: int  # whose rest was computed, because it took too long
-    overtaken_blocks_total: int  # given up while they were copied
+    # Fetches whose rest was computed because they took too long.
+    late_fetches_total: int
+    overtaken_blocks_total: int  # evicted while they were copied
 
 
 class Spill:
-    """`start` it once and `stop` it; or `pump` it, in a test. Callers hold the lock unless told otherwise."""
+    """Saves and fetches blocks. `start` it once and `stop` it; or `pump` it, in a test. Callers
+    hold the lock unless stated otherwise.
+    """
 
     def __init__(
         self,
@@ -85,10 +93,10 @@ class Spill:
         num_promised: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Owns the media, of which there must be one; the fastest is the first.
+        """Owns the media, of which there must be at least one; the fastest is the first.
 
-        `changed` has the lock; its waiters are told when something came back. `num_promised` says how many of the
-        blocks that are free or idle others count on.
+        `changed` has the lock; its waiters are notified when blocks have been fetched.
+        `num_promised` returns how many of the free or idle blocks are promised to sequences.
         """
         self._kv = kv
         self._allocator = allocator
@@ -106,10 +114,11 @@ class Spill:
         self._piece = np.empty((num_rows, self._block_bytes), np.uint8)
         self._rows: list[Bytes] = list(self._piece)
         self._fetches: deque[Fetch] = deque()
-        # Blocks that this refers to: a beginning, and what is copied behind it.
+        # Referenced blocks: a beginning, and the blocks being copied after it.
         self._held: Sequence[int] = ()
-        self._is_poked = False  # there may be something to save
-        self._seen: tuple[int, ...] = ()  # of the pool, when there last was
+        self._is_poked = False  # there may be blocks to save
+        # The pool's counts at the last search.
+        self._seen: tuple[int, ...] = ()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._num_tries = 0
@@ -117,14 +126,17 @@ class Spill:
         self._num_late = 0
         self._num_overtaken = 0
 
-    # -- life (without the lock) ---------------------------------------------------------------------------------
+    # -- lifecycle (without the lock)
+    # ----------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="teneral-kv-spill", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Waits for the piece that is being copied, and gives memory and disk space back. What came back stays."""
+        """Wait for the current piece, and free memory and disk space. Fetched blocks stay in the
+        pool.
+        """
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -134,7 +146,7 @@ class Spill:
             self._shelves.close()
 
     def pump(self) -> bool:
-        """Do one piece of what there is to do; False when there is nothing. For the one thread that does it."""
+        """Save or fetch one piece; False without work. Only the one thread calls it."""
         try:
             with self._changed:
                 fetch = self._fetches[0] if self._fetches else None
@@ -142,19 +154,21 @@ class Spill:
                 return self._save_piece()
             self._bring_piece(fetch)
             return True
-        except Exception:  # a bug of ours, or no memory: all goes on without the media
-            logger.exception("spilling blocks failed, and is turned off")
+        except Exception:  # a bug, or no memory: the engine continues without the media
+            logger.exception("spilling blocks failed and is turned off")
             self._give_up()
             return False
 
     # -- for the engine ------------------------------------------------------------------------------------------
 
     def note_step(self, num_tokens: int, took_s: float) -> None:
-        """A step is over, which says how fast computing is. Returns at once."""
+        """Record the time of a step, from which the cost of computing is estimated. Returns at
+        once.
+        """
         self._prefill.note_step(num_tokens, took_s)
 
     def poke(self) -> None:
-        """Blocks may have become idle: see whether some are to be saved. Returns at once."""
+        """Look for blocks to save: some may have become idle. Returns at once."""
         prefixes, num_free = self._prefixes.statistics(), self._allocator.free_count
         state = (prefixes.num_idle, prefixes.evictions_total, num_free // POKE_BLOCKS)
         if state != self._seen and num_free < self._lookahead:
@@ -163,8 +177,10 @@ class Spill:
             self._changed.notify_all()
 
     def fetch(self, hashes: Sequence[bytes], num_found: int, is_wanted: Callable[[], bool]) -> Fetch:
-        """Begin to bring back blocks of this chain, whose first `num_found` are in the pool, if that is the faster way.
-        Returns at once. It ends by itself, also when it is not wanted any more.
+        """Begin to fetch blocks of this chain, whose first `num_found` are in the pool, if that is
+        faster than computing.
+
+        Returns at once. The fetch ends by itself, also when it is no longer wanted.
         """
         now_s = self._clock()
         may_wait = len(self._fetches) < MAX_FETCHES
@@ -179,7 +195,7 @@ class Spill:
         if not fetch.is_done:
             beginning = self._prefixes.find(hashes[:num_found])
             self._prefixes.take(beginning)
-            # Used last, so that what comes back takes the place of something else.
+            # Mark the beginning as just used, so that fetched blocks evict something else.
             self._prefixes.release(beginning)
             self._fetches.append(fetch)
             self._num_fetches += 1
@@ -187,21 +203,21 @@ class Spill:
         return fetch
 
     def end_late(self) -> None:
-        """End what has taken so long that computing is no worse."""
+        """End the fetches that have taken as long as computing would."""
         now_s = self._clock()
         for fetch in [each for each in self._fetches if now_s >= each.deadline_s]:
             self._num_late += 1
             self._end(fetch)
 
     def wait_s(self) -> float | None:
-        """How long it may take at most until there is news; None: there is nothing to wait for."""
+        """The longest time until a fetch may make progress; None: no fetch is running."""
         if not self._fetches and not self._held:
             return None
         now_s = self._clock()
         return min([MAX_WAIT_S, *(max(0.0, fetch.deadline_s - now_s) for fetch in self._fetches)])
 
     def held_blocks(self) -> Sequence[int]:
-        """What this refers to for the moment, one reference each."""
+        """The blocks referenced at the moment, one reference each."""
         return self._held
 
     def statistics(self) -> SpillStatistics:
@@ -223,14 +239,14 @@ class Spill:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree. For tests."""
+        """Raise AssertionError if the indexes disagree. For tests."""
         self._shelves.check_integrity()
         for block in self._held:
             assert self._allocator.reference_count(block) >= 1, f"block {block} is held and free"
         assert not any(fetch.is_done for fetch in self._fetches)
 
     def _read_rates(self, hashes: Sequence[bytes]) -> list[ReadRate | None]:
-        """Of the beginning of these blocks that can be had without computing."""
+        """The rates of the leading blocks that can be had without computing."""
         rates: list[ReadRate | None] = []
         for block_hash in hashes:
             found = self._shelves.find(block_hash)
@@ -255,9 +271,9 @@ class Spill:
         self._shelves.close()
 
     def _give_up(self) -> None:
-        """Who waits goes on without what is missing, now and later."""
+        """End all fetches, now and in the future: waiting sequences compute the missing blocks."""
         with self._changed:
-            self._let_go()
+            self._release_held()
             for fetch in list(self._fetches):
                 self._end(fetch)
             self._shelves.clear()
@@ -266,7 +282,7 @@ class Spill:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save_piece(self) -> bool:
-        """Copy some of the blocks that are given up next. False when there are none."""
+        """Copy some of the blocks that are evicted next. Returns False without any."""
         with self._changed:
             shelves, chosen = self._choose()
             if not chosen:
@@ -286,7 +302,7 @@ class Spill:
         return True
 
     def _choose(self) -> tuple[list[Shelf], list[tuple[int, bytes]]]:
-        """The shelves to use, and the next blocks to save with their hashes."""
+        """The tiers to use, and the next blocks to save with their hashes."""
         shelves = self._shelves.open()
         unsaved = self._unsaved(shelves)
         if not unsaved:
@@ -301,7 +317,9 @@ class Spill:
         return shelves, unsaved
 
     def _unsaved(self, shelves: Sequence[Shelf]) -> list[tuple[int, bytes]]:
-        """Half of the room is for what is in the pool as well: the other half is what has been gained."""
+        """The next blocks without a copy. Copies of blocks in the pool take at most half of the
+        room; the other half adds capacity.
+        """
         num_slots = sum(shelf.medium.num_slots for shelf in shelves)
         num_near = min(self._lookahead - self._allocator.free_count, (num_slots + 1) // 2)
         near = self._prefixes.next_idle(max(0, num_near))
@@ -312,7 +330,8 @@ class Spill:
 
     def _is_worth_writing(self, shelf: Shelf) -> bool:
         rate = shelf.reads.rate
-        return rate is None or is_worth_writing(  # the first block that is written says what the rate is
+        # The first block written measures the rate.
+        return rate is None or is_worth_writing(
             rate,
             block_bytes=self._block_bytes,
             block_tokens=self._block_tokens,
@@ -322,7 +341,7 @@ class Spill:
     # -- fetching ------------------------------------------------------------------------------------------------
 
     def _bring_piece(self, fetch: Fetch) -> None:
-        """Bring back some blocks, or end the fetch."""
+        """Fetch some blocks, or end the fetch."""
         with self._changed:
             num_found, piece = self._next_piece(fetch)
         if not piece:
@@ -351,7 +370,9 @@ class Spill:
                 self._end(fetch)
 
     def _next_piece(self, fetch: Fetch) -> tuple[int, list[Found]]:
-        """How many blocks of the chain are in the pool, and which come next; ends the fetch when there are none."""
+        """The number of the chain's blocks in the pool, and the next blocks to fetch; ends the
+        fetch without any.
+        """
         self.end_late()
         if fetch.is_done:
             return 0, []
@@ -371,10 +392,11 @@ class Spill:
         return num_found, piece
 
     def _take_room(self, fetch: Fetch, num_found: int, num_blocks: int) -> list[int]:
-        """Up to so many blocks to copy into, and for as long a hold on the beginning that they follow."""
+        """Allocate up to `num_blocks` blocks to copy into, and hold the beginning that they follow."""
         beginning = self._prefixes.find(fetch.hashes[:num_found])
         if fetch.is_done or len(beginning) < num_found:
-            return []  # it was given up on meanwhile, or could not be found any more
+            # The fetch was given up, or its beginning evicted.
+            return []
         self._prefixes.take(beginning)
         self._held = tuple(beginning)
         num_available = self._allocator.free_count + self._prefixes.num_idle
@@ -385,13 +407,13 @@ class Spill:
         return blocks
 
     def _add(self, piece: Sequence[Found], blocks: Sequence[int]) -> None:
-        """Have what came back found, like everything else that nobody uses."""
+        """Cache the fetched blocks as idle."""
         for found, block in zip(piece, blocks, strict=True):
             self._prefixes.add(block, found.block_hash)
             found.shelf.num_restored += 1
-        self._let_go()
+        self._release_held()
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         held, self._held = self._held, ()
         self._prefixes.release(held)
         self._changed.notify_all()
@@ -400,6 +422,6 @@ class Spill:
         if not fetch.is_done:
             fetch.is_done = True
             self._fetches.remove(fetch)
-            # The end makes room before the beginning, as in the pool.
+            # The end is evicted before the beginning, as in the pool.
             self._shelves.touch(reversed(fetch.hashes))
             self._changed.notify_all()

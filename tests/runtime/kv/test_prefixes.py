@@ -86,7 +86,7 @@ def test_what_is_in_use_is_never_given_up(cache, allocator):
     blocks = cached(cache, allocator, [1, 2, 3, 4, 5, 6, 7, 8])
     cache.take(blocks[:1])
     cache.make_room(7)
-    with pytest.raises(ValueError, match="can be had"):
+    with pytest.raises(ValueError, match="are free or idle"):
         cache.make_room(8)
     assert cache.find(chain([1, 2, 3, 4])) == blocks[:1]
 

@@ -324,4 +324,4 @@ def test_who_is_overtaken_every_time_gives_up(store, monkeypatch, caplog):
     monkeypatch.setattr(pool.pool, "get", overtaken)
     caplog.set_level("INFO", snapshot_service.__name__)
     assert not service.save(WAIT_S)
-    assert "theirs stay" in caplog.text
+    assert "their generations stay" in caplog.text

@@ -127,6 +127,32 @@ typedef struct tn_interleave_args {
 
 TN_EXPORT int tn_interleave(const tn_interleave_args *args);
 
+/* Values of a sparse tensor, to their places among its elements (scatter.c; docs/format.md, "Sparse encodings").
+ *
+ * Elements from `begin` on are written until the last value has its place, or until all elements are; with no values,
+ * up to the first element that wants one. In the first tier, `mask` says which do, and the others become zeros; in a
+ * later one those that are not zeros do, and get bits of the value in place of all but `keep`. */
+typedef struct tn_scatter_args {
+    size_t size;
+    void *out;            /* (count,) words of `word_bytes` */
+    const uint8_t *mask;  /* (count,) bits, eight neighbours a byte; NULL: a later tier */
+    const uint8_t *signs; /* (num_signs,) bits, likewise, of the tensor's zeros in their order; NULL: all are 0 */
+    const void *values;   /* (num_values,) words */
+    int64_t count;        /* elements, of the segment */
+    int64_t begin;
+    int64_t num_before;   /* values before `begin`, so that the sign of the first zero is number `begin` - this one */
+    int64_t num_values;
+    int64_t num_signs;
+    int64_t end;          /* written: the first element that was not handled */
+    int64_t num_placed;   /* written */
+    int32_t word_bytes;   /* 1 (without signs, in the first tier only), 2 or 4 */
+    uint32_t keep;        /* of a later tier */
+    int32_t has_zero;     /* written: a value has become a zero */
+    int32_t reserved;     /* 0 */
+} tn_scatter_args;
+
+TN_EXPORT int tn_scatter(tn_scatter_args *args);
+
 /* A vector of weights: of a norm. */
 typedef struct tn_vector {
     const void *data; /* F32, BF16 or F16; NULL: there is none */

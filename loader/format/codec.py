@@ -6,14 +6,14 @@ frames (`FRAME_ELEMENTS` elements each): what is decompressed is merged while it
 cache, and calls are few, since each one gives the GIL up and has to get it back. It does not know
 parts, blobs, digests or whose memory it writes to.
 
-`planes.py` cuts floats into bits. `share` below is the number of elements that
+`planes.py` cuts floats into bits, `sparse.py` takes out the zeros. `share` below is the number of elements that
 share one byte of a plane (`plane_shares`): 2 for nibbles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,8 @@ from .manifest import (
     Tier,
     plane_shares,
 )
-from .planes import Room, has_unused_bits, merge_floats, split_floats, word_type
+from .planes import Room, has_unused_bits, kept_bits, merge_floats, split_floats, word_type
+from .sparse import Scatter, count_values, has_bits_behind, take_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -55,9 +56,11 @@ _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a t
 
 
 class Scratch:
-    """Working memory of one thread, 3 MiB, used again for every batch. Not to be shared."""
+    """Working memory of one thread, 3 MiB, used again for every batch; with sparse tensors up to 8.
+    Not to be shared.
+    """
 
-    __slots__ = ("planes", "room")
+    __slots__ = ("_sparse", "planes", "room")
 
     def __init__(self) -> None:
         elements = _MAX_BATCH_FRAMES * FRAME_ELEMENTS
@@ -65,6 +68,13 @@ class Scratch:
         self.room = Room(
             np.empty(2 * elements, np.uint8), np.empty(elements, np.uint8), np.empty(elements, np.uint8)
         )
+        self._sparse: dict[str, Bytes] = {}
+
+    def of_sparse(self, name: str, size_bytes: int) -> Bytes:
+        """Memory that only sparse tensors need: taken when they first do."""
+        if self._sparse.get(name, self.planes[:0]).size < size_bytes:
+            self._sparse[name] = np.empty(size_bytes, np.uint8)
+        return self._sparse[name][:size_bytes]
 
 
 def choose_encoding(
@@ -96,6 +106,8 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
     """
     if encoding.is_whole:
         return {encoding.tiers[0]: [(Codec.RAW, data.data)]}
+    if encoding.is_sparse:
+        return _encode_sparse(dtype, encoding, data)
     if encoding.float_format is None:
         element_bytes = max(1, DTYPE_BITS[dtype] // 8)
         columns = data.reshape(-1, element_bytes)
@@ -105,11 +117,30 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
     return {tier: _split_float(words, encoding, tier) for tier in encoding.tiers}
 
 
+def num_values(encoding: Encoding, data: Bytes) -> int | None:
+    """What a segment of these bytes states as its `values`; None unless the encoding is sparse."""
+    return count_values(data.view(_sparse_word(encoding))) if encoding.is_sparse else None
+
+
+def _sparse_word(encoding: Encoding) -> np.dtype[Any]:
+    return np.dtype(np.uint8) if encoding.float_format is None else word_type(encoding.float_format)
+
+
+def _encode_sparse(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, list[CodedPlane]]:
+    elements = take_apart(data.view(_sparse_word(encoding)))
+    coded = encode_segment(dtype, encoding.dense, elements.values.view(np.uint8))
+    first = [elements.mask] if elements.signs is None else [elements.mask, elements.signs]
+    coded[encoding.tiers[0]][:0] = [_code_plane(plane, share=8) for plane in first]
+    return coded
+
+
 def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
     """The plane as zstd frames where a sample of it, and then the whole, says that it pays; else as
     it is.
     """
     frame_bytes = FRAME_ELEMENTS // share
+    if not plane.size:  # the signs of no zeros
+        return Codec.RAW, plane.data
     sample = _sample(plane, frame_bytes)
     huf_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True))
     level_1_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=False))
@@ -171,6 +202,9 @@ def decode_planes(
     if encoding.is_whole:
         np.copyto(elements, _raw_plane(stored, segment.planes[0], elements.size, where))
         return
+    if encoding.is_sparse:
+        _decode_sparse(tensor, segment, tier, stored, elements, scratch, where)
+        return
     shares = plane_shares(encoding, tier, tensor.element_bytes)
     max_frames = _max_batch_frames(encoding, tier, tensor.element_bytes)
     counts = _batch_counts(segment.count, max_frames)
@@ -192,6 +226,105 @@ def decode_planes(
         begin = end
 
 
+def _decode_sparse(
+    tensor: Tensor,
+    segment: Segment,
+    tier: Tier,
+    stored: memoryview,
+    elements: Bytes,
+    scratch: Scratch,
+    where: str,
+) -> None:
+    """As `decode_planes`: values are made batch by batch, as dense ones are, and then go to their
+    places.
+    """
+    encoding, num = tensor.encoding, segment.values
+    assert num is not None
+    planes, words = segment.planes, elements.view(_sparse_word(encoding))
+    is_first = tier is encoding.tiers[0]
+    if is_first:
+        signs = None
+        mask = _read_bits(stored, planes[0], segment.count, scratch.of_sparse, "mask", where)
+        planes = planes[1:]
+        if encoding.float_format is not None:
+            signs = _read_bits(stored, planes[0], segment.count - num, scratch.of_sparse, "signs", where)
+            planes = planes[1:]
+        has_signs = signs is not None and bool(signs.any())
+        scatter = Scatter(words, mask, signs if has_signs else None, num_signs=segment.count - num)
+    else:
+        scatter = Scatter(words, keep=kept_bits(encoding, tier))
+    for values in _value_batches(tensor, segment, tier, planes, stored, scratch, where):
+        if not scatter.put(values.view(words.dtype)):
+            raise _wrong_values(is_first, num, where)
+    if not scatter.finish():
+        raise _wrong_values(is_first, num, where)
+    if scatter.has_zero and tier is encoding.tiers[-1]:
+        raise IntegrityError(f"{where}: a value is a zero, where the mask says that it is not", where=where)
+
+
+def _value_batches(
+    tensor: Tensor,
+    segment: Segment,
+    tier: Tier,
+    planes: tuple[Plane, ...],
+    stored: memoryview,
+    scratch: Scratch,
+    where: str,
+) -> Iterator[Bytes]:
+    """The values of a sparse segment, or in a later tier the bits that are new in them, in batches."""
+    dense, element_bytes = tensor.encoding.dense, tensor.element_bytes
+    is_first = tier is dense.tiers[0]
+    shares = plane_shares(dense, tier, element_bytes)
+    max_frames = _max_batch_frames(dense, tier, element_bytes)
+    counts = _batch_counts(segment.values or 0, max_frames)
+    rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS // share for share in shares])
+    all_pieces = [
+        _plane_pieces(stored, plane, counts, share, room, where)
+        for plane, share, room in zip(planes, shares, rooms, strict=True)
+    ]
+    for count, *pieces in zip(counts, *all_pieces, strict=True):
+        _check_unused_bits(count, pieces, shares, where)
+        if dense.float_format is None:
+            yield pieces[0]
+            continue
+        values = scratch.of_sparse("values", max_frames * FRAME_ELEMENTS * element_bytes)
+        values = values[: count * element_bytes]
+        if is_first:
+            _check_exponents(pieces[0], dense.float_format, where)
+        else:
+            values.fill(0)
+        merge_floats(values, pieces, dense, tier, scratch.room)
+        yield values
+
+
+def _read_bits(
+    stored: memoryview,
+    plane: Plane,
+    num_bits: int,
+    memory: Callable[[str, int], Bytes],
+    name: str,
+    where: str,
+) -> Bytes:
+    """A mask or signs, whole: at most 2 MiB."""
+    size_bytes = -(-num_bits // 8)
+    if plane.codec is Codec.ZSTD:
+        bits = memory(name, size_bytes)
+        src = stored[plane.offset_bytes : plane.offset_bytes + plane.size_bytes]
+        frames = zstd.FrameReader(src, FRAME_ELEMENTS // 8, where=where)
+        frames.read_into(bits)
+        frames.finish()
+    else:
+        bits = _raw_plane(stored, plane, size_bytes, where)
+    if has_bits_behind(bits, num_bits):
+        raise IntegrityError(f"{where}: the unused bits behind the last of its {name} are not 0", where=where)
+    return bits
+
+
+def _wrong_values(is_first: bool, num: int, where: str) -> IntegrityError:
+    found = "the mask has" if is_first else "the tiers before have"
+    return IntegrityError(f"{where}: {found} another number of values than {num}", where=where)
+
+
 def unpack_planes(
     tensor: Tensor, segment: Segment, tier: Tier, stored: memoryview, outs: Sequence[Bytes | None]
 ) -> None:
@@ -204,6 +337,7 @@ def unpack_planes(
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
     encoding = tensor.encoding
+    assert not encoding.is_sparse  # has no planes of elements
     shares = plane_shares(encoding, tier, tensor.element_bytes) or (1,)
     for number, (plane, out, share) in enumerate(zip(segment.planes, outs, shares, strict=True)):
         if out is None:

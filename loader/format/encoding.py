@@ -42,8 +42,8 @@ FLOAT_FORMATS = {
     "f16": FloatFormat("F16", 5, 10),
     "f32": FloatFormat("F32", 8, 23),
 }
-_FLOAT_NAME = re.compile(r"(bf16|f16|f32)\.(?:(0|[1-9][0-9]?)\.)?(0|[1-9][0-9]?)")
-_WHOLE, _BYTES = "whole", "bytes"
+_FLOAT_NAME = re.compile(r"(bf16|f16|f32)(\.sparse)?\.(?:(0|[1-9][0-9]?)\.)?(0|[1-9][0-9]?)")
+_WHOLE, _BYTES, _SPARSE = "whole", "bytes", "sparse"
 
 
 class Encoding:
@@ -53,12 +53,13 @@ class Encoding:
     bits.
     """
 
-    __slots__ = ("_mantissa_bits", "float_format", "is_whole", "tiers", "value")
+    __slots__ = ("_mantissa_bits", "float_format", "is_sparse", "is_whole", "tiers", "value")
 
     WHOLE: ClassVar[Encoding]  # one plane: the bytes as they are
     BYTES: ClassVar[Encoding]  # one plane a byte of the element, little end first
     WHOLE_SKETCH: ClassVar[Encoding]  # the same two, for artifacts that have a sketch: in that tier
     BYTES_SKETCH: ClassVar[Encoding]
+    BYTES_SPARSE: ClassVar[Encoding]  # one byte an element, of those that are not 0
     # Draft: exponent bytes, then sign + 3 mantissa bits; refine: 4 mantissa bits.
     BF16_3: ClassVar[Encoding]
 
@@ -71,6 +72,7 @@ class Encoding:
         self.value = name
         self.float_format = float_format
         self.is_whole = name.startswith(_WHOLE)
+        self.is_sparse = f".{_SPARSE}" in name
         self.tiers = tuple(mantissa_bits)
         self._mantissa_bits = mantissa_bits
 
@@ -79,7 +81,7 @@ class Encoding:
         """The encoding of that name; None when there is none."""
         found = _KNOWN.get(name)
         if found is None and (match := _FLOAT_NAME.fullmatch(name)):
-            family, sketch, draft = match.groups()
+            family, _, sketch, draft = match.groups()
             bits = {} if sketch is None else {Tier.SKETCH: int(sketch)}
             found = _make_float(name, FLOAT_FORMATS[family], {**bits, Tier.DRAFT: int(draft)})
             if found is not None:
@@ -102,6 +104,17 @@ class Encoding:
             raise ValueError(f"there is no encoding {name!r}")
         return found
 
+    @property
+    def dense(self) -> Encoding:
+        """The encoding of a sparse one's values; of others, itself."""
+        return _named(self.value.replace(f".{_SPARSE}", "")) if self.is_sparse else self
+
+    @property
+    def sparse(self) -> Encoding | None:
+        """The sparse encoding whose values are coded so; None where there is none."""
+        family, _, bits = self.value.partition(".")
+        return Encoding.find(".".join(part for part in (family, _SPARSE, bits) if part))
+
     def fits(self, dtype: str) -> bool:
         return self.float_format is None or self.float_format.dtype == dtype
 
@@ -117,8 +130,8 @@ class Encoding:
         return self._mantissa_bits[self.tiers[place - 1]] if place else None
 
     def plane_bits(self, tier: Tier, element_bytes: int) -> tuple[int, ...]:
-        """Of each plane in that tier: how many bits of an element it holds. A whole plane is not
-        cut, and has none.
+        """Of each plane in that tier: how many bits of an element it holds; of a sparse encoding,
+        of each plane of values. A whole plane is not cut, and has none.
         """
         if tier not in self._mantissa_bits or self.is_whole:
             return ()
@@ -165,10 +178,12 @@ _KNOWN = {
         (_BYTES, Tier.DRAFT),
         (f"{_WHOLE}.sketch", Tier.SKETCH),
         (f"{_BYTES}.sketch", Tier.SKETCH),
+        (f"{_BYTES}.{_SPARSE}", Tier.DRAFT),
     )
 }
 Encoding.WHOLE = _named(_WHOLE)
 Encoding.BYTES = _named(_BYTES)
 Encoding.WHOLE_SKETCH = _named(f"{_WHOLE}.sketch")
 Encoding.BYTES_SKETCH = _named(f"{_BYTES}.sketch")
+Encoding.BYTES_SPARSE = _named(f"{_BYTES}.{_SPARSE}")
 Encoding.BF16_3 = _named("bf16.3")

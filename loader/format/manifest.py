@@ -59,13 +59,15 @@ class Plane(NamedTuple):
 class Segment(NamedTuple):
     """Elements [start, start + count) of tensor number `tensor`.
 
-    For sub-byte dtypes an element is one stored byte.
+    For sub-byte dtypes an element is one stored byte. `values` is the number of elements that are
+    not zero where the tensor's encoding is sparse, else None.
     """
 
     tensor: int
     start: int
     count: int  # type: ignore[assignment]  # shadows a method of tuples that is not used
     planes: tuple[Plane, ...]
+    values: int | None = None
 
 
 class Part(NamedTuple):
@@ -242,21 +244,31 @@ def plane_shares(encoding: Encoding, tier: Tier, element_bytes: int) -> tuple[in
     """Of each plane that an element is cut into in a tier: how many elements share one of its
     bytes.
 
-    A whole plane is not cut, and has none.
+    A whole plane is not cut, and has none. Of a sparse encoding: of each plane of values.
     """
     return tuple(8 // bits for bits in encoding.plane_bits(tier, element_bytes))
 
 
 @lru_cache(maxsize=1024)  # most segments are as long as others
-def decoded_plane_bytes(encoding: Encoding, tier: Tier, element_bytes: int, count: int) -> tuple[int, ...]:
+def decoded_plane_bytes(
+    encoding: Encoding, tier: Tier, element_bytes: int, count: int, values: int | None = None
+) -> tuple[int, ...]:
     """The bytes of each plane of `count` elements before it is coded: exactly the size of a raw
-    plane.
+    plane. `values` is how many of them are not zero, for sparse encodings.
     """
     if encoding.is_whole:
         return (count * element_bytes,) if tier in encoding.tiers else ()
-    return tuple(-(-count // share) for share in plane_shares(encoding, tier, element_bytes))
+    shares = plane_shares(encoding, tier, element_bytes)
+    if not encoding.is_sparse:
+        return tuple(-(-count // share) for share in shares)
+    assert values is not None
+    sizes_bytes = tuple(-(-values // share) for share in shares)
+    if tier is not encoding.tiers[0]:
+        return sizes_bytes
+    signs = (-(-(count - values) // 8),) if encoding.float_format is not None else ()
+    return (-(-count // 8), *signs, *sizes_bytes)
 
 
 def plane_count(encoding: Encoding, tier: Tier, element_bytes: int) -> int:
     """How many planes a segment has in a tier."""
-    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1))
+    return len(decoded_plane_bytes(encoding, tier, element_bytes, 1, 1))

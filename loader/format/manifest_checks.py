@@ -23,6 +23,7 @@ from .manifest import (
     MAX_PART_SEGMENTS,
     PLANE_ALIGNMENT_BYTES,
     Codec,
+    Encoding,
     Manifest,
     Segment,
     Tensor,
@@ -54,6 +55,8 @@ def _check_tensors(manifest: Manifest) -> None:
         if math.prod(tensor.shape) * DTYPE_BITS[tensor.dtype] % 8:
             refuse("its elements do not fill whole bytes", where)
         if not tensor.encoding.fits(tensor.dtype):
+            refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
+        if tensor.encoding is Encoding.BYTES_SPARSE and tensor.element_bytes != 1:
             refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
     if manifest.weight_bytes > MAX_WEIGHT_BYTES:
         refuse(f"the weights take more than {MAX_WEIGHT_BYTES} bytes", "groups")
@@ -111,7 +114,7 @@ def _check_parts(manifest: Manifest) -> None:
     """Segments, in the order of the parts, run once through the elements of all tensors, tier by
     tier.
     """
-    cursor = _Cursor(manifest.tensors)
+    cursor, values = _Cursor(manifest.tensors), _ValueCounts()
     for part in manifest.parts:
         where = f"parts[{part.index}]"
         if not 0 < len(part.segments) <= MAX_PART_SEGMENTS or part.size_bytes > MAX_PART_BYTES:
@@ -119,6 +122,7 @@ def _check_parts(manifest: Manifest) -> None:
         num_elements = decoded_bytes = end = 0
         for segment in part.segments:
             tensor = cursor.advance(part.tier, part.group, segment, where)
+            values.add(tensor, part.tier, segment, where)
             num_elements += segment.count
             decoded_bytes += segment.count * tensor.element_bytes
             end = _check_planes(tensor, part.tier, segment, end, where)
@@ -127,6 +131,36 @@ def _check_parts(manifest: Manifest) -> None:
         if not end <= part.size_bytes <= align(end, PLANE_ALIGNMENT_BYTES):
             refuse(f"it has {part.size_bytes} bytes, but its planes end at {end}", where)
     cursor.finish()
+    values.finish(manifest.tensors)
+
+
+class _ValueCounts:
+    """The values of sparse tensors, tier by tier: a later tier has bits of each that the first has."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, Tier], int] = {}
+
+    def add(self, tensor: Tensor, tier: Tier, segment: Segment, where: str) -> None:
+        """Count a segment's values, which it must have where its tensor is sparse, and only there."""
+        if not tensor.encoding.is_sparse:
+            if segment.values is not None:
+                refuse(f"a segment of tensor {tensor.index}, which is not sparse, has 'values'", where)
+            return
+        if segment.values is None:
+            refuse(f"a segment of tensor {tensor.index}, which is sparse, lacks 'values'", where)
+        if not 1 <= segment.values <= segment.count:
+            refuse(f"a segment of {segment.count} elements has {segment.values} values", where)
+        key = tensor.index, tier
+        self._counts[key] = self._counts.get(key, 0) + segment.values
+
+    def finish(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors whose tiers have different numbers of values."""
+        for (index, tier), count in self._counts.items():
+            first = self._counts[index, tensors[index].encoding.tiers[0]]
+            if count != first:
+                name = tier.name.lower()
+                where = f"tensor {tensors[index].name!r}"
+                refuse(f"its {name} tier has {count} values, but its first tier {first}", where)
 
 
 class _Cursor:
@@ -175,7 +209,9 @@ class _Cursor:
 
 def _check_planes(tensor: Tensor, tier: Tier, segment: Segment, end: int, where: str) -> int:
     """A segment's planes follow byte `end` of their part; returns where they end."""
-    sizes_bytes = decoded_plane_bytes(tensor.encoding, tier, tensor.element_bytes, segment.count)
+    sizes_bytes = decoded_plane_bytes(
+        tensor.encoding, tier, tensor.element_bytes, segment.count, segment.values
+    )
     if len(segment.planes) != len(sizes_bytes):
         refuse(f"a segment has {len(segment.planes)} planes, not {len(sizes_bytes)}", where)
     for (codec, offset_bytes, size_bytes), decoded_bytes in zip(segment.planes, sizes_bytes, strict=True):

@@ -49,7 +49,7 @@ MAX_BLOBS = 100_000
 MAX_FILES = 10_000
 MAX_DIMENSIONS = 32
 BLOB_FOLDER = "blobs/"
-MAX_PLANES = 8  # no element has more bytes
+MAX_PLANES = 8  # no element has more bytes, and no float with a mask and signs more planes
 
 _TOP_KEYS = frozenset(
     ("format", "version", "generator", "blobs", "files", "groups", "parts", "aliases", "metadata")
@@ -63,6 +63,8 @@ _GROUP_KEYS = frozenset(("name", "tensors"))
 _TENSOR_KEYS = frozenset(("name", "dtype", "shape", "encoding"))
 _PART_KEYS = frozenset(("tier", "group", "blob", "offset", "size", "blake3", "segments"))
 _SEGMENT_KEYS = frozenset(("tensor", "start", "count", "planes"))
+_VALUES_KEY = "values"  # of segments of sparse tensors
+_SPARSE_SEGMENT_KEYS = _SEGMENT_KEYS | {_VALUES_KEY}
 
 _TIERS = {tier.name.lower(): tier for tier in Tier}
 _CODECS = {codec.value: codec for codec in Codec}
@@ -304,9 +306,10 @@ def _right_part(index: int, value: Any) -> Part | None:
 def _right_segment(value: Any) -> Segment:
     """Raises some `LookupError`, `TypeError` or `ValueError` where anything is not right."""
     tensor, start, count, planes = value["tensor"], value["start"], value["count"], value["planes"]
+    values = value.get(_VALUES_KEY)
     if (
-        len(value) != len(_SEGMENT_KEYS)
-        or not _are_integers(tensor, start, count)
+        len(value) != len(_SEGMENT_KEYS) + (values is not None)
+        or not _are_integers(tensor, start, count, 0 if values is None else values)
         or type(planes) is not list
         or len(planes) > MAX_PLANES
     ):
@@ -317,7 +320,7 @@ def _right_segment(value: Any) -> Segment:
         if type(plane) is not list or not _are_integers(offset, size):
             raise ValueError
         parsed.append(Plane(_CODECS[name], offset, size))
-    return Segment(tensor, start, count, tuple(parsed))
+    return Segment(tensor, start, count, tuple(parsed), values)
 
 
 def _are_integers(*values: Any) -> bool:
@@ -342,12 +345,14 @@ def _doubtful_part(index: int, value: Any, where: str) -> Part:
 
 
 def _doubtful_segment(value: Any, where: str) -> Segment:
-    segment = JsonObject(value, where, _SEGMENT_KEYS)
+    is_sparse = type(value) is dict and _VALUES_KEY in value
+    segment = JsonObject(value, where, _SPARSE_SEGMENT_KEYS if is_sparse else _SEGMENT_KEYS)
     return Segment(
         tensor=segment.integer("tensor"),
         start=segment.integer("start"),
         count=segment.integer("count"),
         planes=tuple(_doubtful_plane(item, where) for item, _ in segment.items("planes", MAX_PLANES)),
+        values=segment.integer(_VALUES_KEY) if is_sparse else None,
     )
 
 
@@ -393,18 +398,14 @@ def _part_to_json(part: Part) -> dict[str, Any]:
         "offset": part.offset_bytes,
         "size": part.size_bytes,
         "blake3": _hexadecimal(part.digest, f"parts[{part.index}]"),
-        "segments": [
-            {
-                "tensor": segment.tensor,
-                "start": segment.start,
-                "count": segment.count,
-                "planes": [
-                    (plane.codec.value, plane.offset_bytes, plane.size_bytes) for plane in segment.planes
-                ],
-            }
-            for segment in part.segments
-        ],
+        "segments": [_segment_to_json(segment) for segment in part.segments],
     }
+
+
+def _segment_to_json(segment: Segment) -> dict[str, Any]:
+    planes = [(plane.codec.value, plane.offset_bytes, plane.size_bytes) for plane in segment.planes]
+    found = {"tensor": segment.tensor, "start": segment.start, "count": segment.count, "planes": planes}
+    return found if segment.values is None else {**found, _VALUES_KEY: segment.values}
 
 
 def _hexadecimal(digest: bytes | None, where: str) -> str:

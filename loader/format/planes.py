@@ -133,6 +133,13 @@ def cut_chunks(field_bits: int) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
+def kept_bits(encoding: Encoding, tier: Tier) -> int:
+    """The bits of a word that a later tier leaves as they are: those that are known before it."""
+    float_format, before = _format_of(encoding), encoding.bits_before(tier)
+    assert before is not None
+    return -1 << float_format.mantissa_bits - before & (1 << float_format.bits) - 1
+
+
 # Floats → planes
 
 
@@ -255,7 +262,7 @@ def _recipe_for(encoding: Encoding, tier: Tier) -> _Recipe:
     return _Recipe(
         word,
         first,
-        keep=None if before is None else word.type(-1 << float_format.mantissa_bits - before & _ones(word)),
+        keep=None if before is None else word.type(kept_bits(encoding, tier)),
         chunks=tuple(
             (chunk, word.type(1 << up) if up else None) for chunk, up in zip(chunks, ups, strict=True)
         ),

@@ -1,4 +1,4 @@
-"""Planes → elements by the native core: `tn_merge` and `tn_interleave` of core.h.
+"""Planes → elements by the native core: `tn_merge`, `tn_interleave` and `tn_scatter` of core.h.
 
 Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`:
 sizes of planes, unused bits, exponents. It does not know encodings.
@@ -51,6 +51,29 @@ class InterleaveArgs(ctypes.Structure):
         ("planes", ctypes.c_void_p * 8),
         ("count", ctypes.c_int64),
         ("num_planes", ctypes.c_int64),
+    )
+
+
+class ScatterArgs(ctypes.Structure):
+    """`tn_scatter_args` of core.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("out", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("signs", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("num_before", ctypes.c_int64),
+        ("num_values", ctypes.c_int64),
+        ("num_signs", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("num_placed", ctypes.c_int64),
+        ("word_bytes", ctypes.c_int32),
+        ("keep", ctypes.c_uint32),
+        ("has_zero", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     )
 
 
@@ -110,6 +133,46 @@ def interleave(out: Bytes, planes: Sequence[Bytes]) -> bool:
     return True
 
 
+def can_scatter(out: Bytes) -> bool:
+    """Whether the native core is there, and takes the words `out`."""
+    return _scatter_function() is not None and bool(out.flags.aligned)
+
+
+def scatter(
+    out: Bytes,
+    mask: Bytes | None,
+    signs: Bytes | None,
+    values: Bytes,
+    *,
+    begin: int,
+    num_before: int,
+    num_signs: int,
+    keep: int,
+) -> ScatterArgs:
+    """Put values in their places among the words `out`, from element `begin` on: see core.h. Only
+    where `can_scatter` says so. Drops the GIL.
+    """
+    function = _scatter_function()
+    assert function is not None
+    args = ScatterArgs(
+        size=ctypes.sizeof(ScatterArgs),
+        out=_address(out),
+        mask=None if mask is None else _address(mask),
+        signs=None if signs is None else _address(signs),
+        values=_address(values),
+        count=out.size,
+        begin=begin,
+        num_before=num_before,
+        num_values=values.size,
+        num_signs=num_signs,
+        word_bytes=out.itemsize,
+        keep=keep,
+    )
+    status = function(ctypes.byref(args))
+    assert status == 0, f"tn_scatter refused: {status}"
+    return args
+
+
 @functools.cache
 def _merge_function() -> Callable[..., int] | None:
     return _function("tn_merge", MergeArgs)
@@ -118,6 +181,11 @@ def _merge_function() -> Callable[..., int] | None:
 @functools.cache
 def _interleave_function() -> Callable[..., int] | None:
     return _function("tn_interleave", InterleaveArgs)
+
+
+@functools.cache
+def _scatter_function() -> Callable[..., int] | None:
+    return _function("tn_scatter", ScatterArgs)
 
 
 def _function(name: str, arguments: type[ctypes.Structure]) -> Callable[..., int] | None:

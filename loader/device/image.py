@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import UsageError
 from ..format.encoding import Encoding, Tier, cut_field
 from ..format.manifest import (
     FRAME_ELEMENTS,
@@ -92,6 +93,18 @@ class Recipe(NamedTuple):
         keep, fill, num_planes, word_bytes, sign_plane, sign_up, *rest = _RECIPE.unpack_from(data)
         bits, ups = rest[:num_planes], rest[MAX_PLANES : MAX_PLANES + num_planes]
         return Recipe(word_bytes, keep, fill, tuple(bits), tuple(ups), sign_plane, sign_up)
+
+
+def check_placeable(manifest: Manifest) -> None:
+    """Raises `UsageError` for encodings that devices do not merge: sparse ones."""
+    for tensor in manifest.tensors:
+        if tensor.encoding.is_sparse:
+            raise UsageError(
+                f"a GPU cannot be loaded from sparse planes yet: tensor {tensor.name!r} is "
+                f"{tensor.encoding.value}",
+                key="device",
+                hint="Pack the model again with --dense, or serve it on the CPU.",
+            )
 
 
 def is_flat(encoding: Encoding, element_bytes: int) -> bool:

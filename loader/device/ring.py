@@ -39,6 +39,7 @@ from .image import (
     MAX_PLANES,
     PLANE_BYTES,
     RECIPE_BYTES,
+    check_placeable,
 )
 
 MAX_PIECE_BYTES = 11 << 19  # 5.5 MiB of planes: with its tables, or coded, an image stays near 6
@@ -179,8 +180,9 @@ def ring_bytes(
 ) -> int:
     """How large a ring for this model should be, in whole pages: what is wanted, or less where the
     host is short of memory (`room_bytes`; None: unknown), but enough for the largest image, and no
-    more than all images take together.
+    more than all images take together. Raises `UsageError` for weights that no device can merge.
     """
+    check_placeable(manifest)
     if room_bytes is not None:
         wanted_bytes = min(wanted_bytes, room_bytes // ROOM_SHARE)
     bounds = [

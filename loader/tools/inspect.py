@@ -15,6 +15,7 @@ from typing import Any
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
 from .progress_bar import format_bytes
 
+PRUNED_KEY = "teneral.pruned"  # of the metadata: see tools/pack/prune.py
 SCHEMA = 1  # of the value that `describe` returns
 
 
@@ -35,6 +36,8 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
         "dtypes": dict(Counter(tensor.dtype for tensor in manifest.tensors)),
         "encodings": dict(Counter(tensor.encoding.value for tensor in manifest.tensors)),
         "precision": _describe_precision(manifest),
+        "sparse": _describe_sparse(manifest),
+        "pruned": manifest.metadata.get(PRUNED_KEY),
         "groups": groups,
         "parts": len(manifest.parts),
         "blobs": [{"name": blob.name, "bytes": blob.size_bytes} for blob in manifest.blobs],
@@ -109,6 +112,29 @@ def _describe_precision(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
+def _describe_sparse(manifest: Manifest) -> dict[str, Any] | None:
+    """The tensors that are stored without their zeros, and the share of zeros in them; None where
+    there are none.
+    """
+    tensors = [tensor for tensor in manifest.tensors if tensor.encoding.is_sparse]
+    if not tensors:
+        return None
+    first = {tensor.index: tensor.encoding.tiers[0] for tensor in tensors}
+    values = sum(
+        segment.values or 0
+        for part in manifest.parts
+        for segment in part.segments
+        if first.get(segment.tensor) is part.tier
+    )
+    elements = sum(tensor.num_elements for tensor in tensors)
+    return {
+        "tensors": len(tensors),
+        "elements": elements,
+        "values": values,
+        "zeros_ratio": round(1 - values / elements, 4),
+    }
+
+
 def render_table(description: Mapping[str, Any]) -> str:
     """The result of `describe` for a terminal: a header, a row for each group, totals and files."""
     columns = _columns(description)
@@ -159,6 +185,8 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         "encodings": "; ".join(map(_render_precision, description["precision"]))
         if description["digest"]
         else "",
+        "sparse": _render_sparse(description["sparse"]),
+        "pruned": description["pruned"] or "",
         "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),
         "files": files,
@@ -182,6 +210,12 @@ def _render_precision(entry: Mapping[str, Any]) -> str:
     encodings = sorted(entry["encodings"].items(), key=lambda item: (-item[1], item[0]))
     stored = ", ".join(f"{name} ({count})" for name, count in encodings)
     return f"{entry['dtype']} {'exact only, ' if entry['exact_only'] else ''}{stored}"
+
+
+def _render_sparse(sparse: Mapping[str, Any] | None) -> str:
+    if sparse is None:
+        return ""
+    return f"{sparse['tensors']} tensors, of which {sparse['zeros_ratio']:.1%} is zero and not stored"
 
 
 def _percent(ratio: float | None) -> str:

@@ -80,6 +80,18 @@ class PartReader:
         tensor = self._manifest.tensors[segment.tensor]
         decode_planes(tensor, segment, part.tier, stored, out, self._own.scratch)
 
+    def decode_alone(self, part: Part, segment: Segment, stored: memoryview) -> None:
+        """Decode a segment whose values are not wanted, only to see that it can be. Of a later tier
+        of a sparse tensor, as if its values were the first elements.
+        """
+        out = self.workspace(segment)
+        tensor = self._manifest.tensors[segment.tensor]
+        if tensor.encoding.is_sparse and part.tier is not tensor.encoding.tiers[0]:
+            assert segment.values is not None
+            out[:] = 0
+            out[: segment.values * tensor.element_bytes] = 0x3F
+        self.decode(part, segment, stored, out)
+
     def workspace(self, segment: Segment) -> Bytes:
         """Memory for the segment's decoded bytes, with undefined content."""
         return self._buffer("decoded", self._max_segment_bytes)[: self.segment_bytes(segment)]

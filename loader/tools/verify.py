@@ -140,7 +140,7 @@ def _check_part(reader: PartReader, manifest: Manifest, part: Part) -> Problem |
     try:
         stored = reader.read(part)
         for segment in part.segments:
-            reader.decode(part, segment, stored, reader.workspace(segment))
+            reader.decode_alone(part, segment, stored)
     except _FINDINGS as error:
         return Problem(describe_part(manifest, part), error.message, part)
     return None

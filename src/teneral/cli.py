@@ -152,6 +152,7 @@ def _pack(options: argparse.Namespace) -> int:
     from .loader.sources.open import open_store
     from .loader.tools.pack.pack import pack
     from .loader.tools.pack.plan import TierOptions
+    from .loader.tools.pack.prune import PruneOptions
     from .loader.tools.progress_bar import ProgressBar
 
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
@@ -167,6 +168,8 @@ def _pack(options: argparse.Namespace) -> int:
             tiers=tiers,
             quantize=quantize,
             moments_of=moments_of,
+            prune=PruneOptions.from_flags(options.prune, options.prune_all),
+            sparse=not options.dense,
             force=options.force,
             threads=options.threads,
             progress=bar.update,

@@ -118,6 +118,19 @@ def _pack(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
     )
+    zeros = command.add_argument_group("zeros: weights that are mostly zero are stored without them")
+    zeros.add_argument(
+        "--prune",
+        metavar="SHARE",
+        default=None,
+        help="make this share of each matrix of the layers zero first, the smallest weights, or 2:4: two of each four",
+    )
+    zeros.add_argument("--prune-all", action="store_true", help="prune the embeddings and the head, too")
+    zeros.add_argument(
+        "--dense",
+        action="store_true",
+        help="store zeros like all weights: for GPUs, and for versions before 2026-11-23",
+    )
     _add_work_flags(command)
 
 

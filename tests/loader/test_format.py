@@ -90,6 +90,20 @@ def test_it_gets_the_values_that_each_tier_of_a_cut_means(cut_artifact: FormatAr
     assert cut > 10
 
 
+def test_a_reader_made_from_the_page_understands_sparse_tensors() -> None:
+    names = ["bf16.sparse.3", "bf16.sparse.1.3", "bf16.sparse.7", "f16.sparse.3", "f32.sparse.7"]
+    shapes = {name: (DTYPES[name.partition(".")[0]], (29, 41)) for name in names}
+    shapes |= {"bytes.sparse": ("I8", (29, 41)), "long": ("BF16", (5, 13_109))}
+    artifact = build_format_artifact(
+        {"embed": shapes},
+        encodings={name: name for name in shapes} | {"long": "bf16.sparse.3"},
+        part_elements=FRAME_ELEMENTS,
+    )
+    assert read_weights(artifact.objects) == {
+        name: content.tobytes() for name, content in artifact.contents.items()
+    }
+
+
 def test_it_finds_the_small_files(artifact: FormatArtifact) -> None:
     assert read_files(artifact.objects) == {"config.json": b"{}"}
 

@@ -13,7 +13,6 @@ from tests.loader.test_codec import COUNTS, FLOATS, made_of, words
 from tests.support.artifacts import coarse
 from tests.support.native import ISAS, loaded
 
-from teneral.loader.errors import IntegrityError
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import (
     DTYPE_BITS,
@@ -220,95 +219,6 @@ def test_an_encoding_knows_its_dense_and_its_sparse_twin() -> None:
     assert Encoding.BYTES.sparse is Encoding.BYTES_SPARSE
     assert Encoding.WHOLE.sparse is None
     assert Encoding.BYTES_SKETCH.sparse is None
-
-
-# What a writer may lie about.
-
-
-def hostile(change: str) -> tuple[Stored, int, np.ndarray]:
-    """Raw planes of 1,003 elements, of which 500 are values, with one thing wrong."""
-    data = np.zeros(1003, "<u2")
-    data[:500] = 0x3F80
-    _, encoding, _ = parts_of("bf16.sparse.3")
-    mask, signs = np.packbits(data != 0, bitorder="little"), np.zeros(63, np.uint8)
-    if change == "a value too many in the mask":
-        mask[80] = 1
-    elif change == "a value too few in the mask":
-        mask[0] ^= 1
-    elif change == "all bits in the mask":
-        mask[:] = 255
-        mask[-1] = 0b111
-    elif change == "no bits in the mask":
-        mask[:] = 0
-        signs[:] = 255
-        signs[-1] = 0b1111111
-    elif change == "bits behind the mask":
-        mask[-1] |= 0b1000
-    elif change == "bits behind the signs":
-        signs[-1] |= 0x80
-    draft = [mask, signs, np.full(500, 127, np.uint8), np.zeros(250, np.uint8)]
-    parts: Stored = {}
-    for tier, arrays in ((Tier.DRAFT, draft), (Tier.REFINE, [np.zeros(250, np.uint8)])):
-        part, planes = bytearray(), []
-        for array in arrays:
-            part += bytes(-len(part) % 8)
-            planes.append(Plane(Codec.RAW, len(part), array.size))
-            part += array.tobytes()
-        parts[tier] = bytes(part), tuple(planes)
-    return parts, 500, data
-
-
-@each_way
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("a value too many in the mask", "the mask has another number of values than 500"),
-        ("a value too few in the mask", "the mask has another number of values than 500"),
-        ("all bits in the mask", "the mask has another number of values than 500"),
-        ("no bits in the mask", "the mask has another number of values than 500"),
-        ("bits behind the mask", "the unused bits behind the last of its mask"),
-        ("bits behind the signs", "the unused bits behind the last of its signs"),
-    ],
-)
-def test_masks_and_signs_that_lie_are_refused(way: str, change: str, message: str) -> None:
-    _, encoding, _ = parts_of("bf16.sparse.3")
-    parts, num, _ = hostile(change)
-    memory = np.full(64 + 2006 + 64, 0x5A, np.uint8)
-    with decoding_by(way), pytest.raises(IntegrityError, match=message):
-        decode("BF16", encoding, parts, num, Tier.DRAFT, memory[64:-64], 1003)
-    assert (memory[:64] == 0x5A).all()
-    assert (memory[-64:] == 0x5A).all()
-
-
-@each_way
-def test_a_later_tier_over_another_number_of_values_is_refused(way: str) -> None:
-    _, encoding, _ = parts_of("bf16.sparse.3")
-    parts, num, data = hostile("nothing")
-    for number in (499, 501):
-        there = np.zeros(1003, "<u2")
-        there[:number] = 0x3F88
-        with decoding_by(way), pytest.raises(IntegrityError, match="the tiers before have another number"):
-            decode("BF16", encoding, parts, num, Tier.REFINE, there.view(np.uint8), 1003)
-    out = np.zeros(2006, np.uint8)
-    with decoding_by(way):
-        for tier in (Tier.DRAFT, Tier.REFINE):
-            decode("BF16", encoding, parts, num, tier, out, 1003)
-    assert np.array_equal(out.view("<u2"), data)
-
-
-@each_way
-@pytest.mark.parametrize("place", [0, 250, 499])
-def test_a_value_that_becomes_a_zero_is_refused(way: str, place: int) -> None:
-    _, encoding, _ = parts_of("bf16.sparse.3")
-    parts, num, _ = hostile("nothing")
-    content, planes = parts[Tier.DRAFT]
-    damaged = bytearray(content)
-    damaged[planes[2].offset_bytes + place] = 0  # the exponent; sign and mantissa are 0
-    out = np.zeros(2006, np.uint8)
-    with decoding_by(way):
-        decode("BF16", encoding, {Tier.DRAFT: (bytes(damaged), planes)}, num, Tier.DRAFT, out, 1003)
-        with pytest.raises(IntegrityError, match="a value is a zero"):
-            decode("BF16", encoding, parts, num, Tier.REFINE, out, 1003)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -81,6 +81,11 @@ def build_format_artifact(
             tensors.append(Tensor(len(tensors), tensor_name, dtype, shape, len(groups), encoding, offset))
         groups.append(Group(len(groups), name, tuple(range(first, len(tensors))), slab_bytes))
     contents = {tensor.name: weight_like(tensor.dtype, tensor.shape, rng) for tensor in tensors}
+    for tensor in tensors:
+        if tensor.encoding.is_sparse:
+            elements = contents[tensor.name].reshape(-1, tensor.element_bytes)
+            elements[rng.random(len(elements)) < 0.5] = 0
+            elements[rng.random(len(elements)) < 0.02] = [0] * (tensor.element_bytes - 1) + [0x80]
     parts, blobs = _store_parts(tensors, contents, part_elements, parts_in_blob)
     stored_files = {f"files/{name}": data for name, data in (files or {}).items()}
     manifest = Manifest(
@@ -160,7 +165,8 @@ def _encode_part(
             content += bytes(-len(content) % 8)
             planes.append(Plane(plane_codec, len(content), len(stored)))
             content += bytes(stored)
-        segments.append(Segment(tensor.index, start, count, tuple(planes)))
+        values = codec.num_values(tensor.encoding, data)
+        segments.append(Segment(tensor.index, start, count, tuple(planes), values))
     return content, tuple(segments)
 
 

@@ -81,7 +81,10 @@ def write_segment(
     width = ELEMENT_BYTES.get(tensor["dtype"], 1)
     start, count = segment["start"], segment["count"]
     kind, *numbers = tensor["encoding"].split(".")
-    if kind == "whole":
+    if "sparse" in numbers:
+        numbers.remove("sparse")
+        write_sparse(tensor | {"encoding": ".".join([kind, *numbers])}, tier, segment, planes, content)
+    elif kind == "whole":
         content[start * width : (start + count) * width] = planes[0]
     elif kind == "bytes":
         for place, plane in enumerate(planes):
@@ -94,6 +97,43 @@ def write_segment(
         ]
         for index, word in enumerate(float_words(kind, list(map(int, numbers)), tier, planes, words), start):
             content[width * index : width * index + width] = word.to_bytes(width, "little")
+
+
+def write_sparse(
+    tensor: Mapping[str, Any],
+    tier: str,
+    segment: Mapping[str, Any],
+    planes: list[bytes],
+    content: bytearray,
+) -> None:
+    """Values are decoded as a tensor of their own, with what earlier tiers said of them."""
+    width = ELEMENT_BYTES.get(tensor["dtype"], 1)
+    start, count, num = segment["start"], segment["count"], segment["values"]
+    kind, *numbers = tensor["encoding"].split(".")
+    places = range(start * width, (start + count) * width, width)
+    if tier == ("sketch" if len(numbers) == 2 else "draft"):
+        mask, planes = bits_of(planes[0], count), planes[1:]
+        if kind != "bytes":
+            signs, planes = iter(bits_of(planes[0], count - num)), planes[1:]
+            for place in (place for place, bit in zip(places, mask, strict=True) if not bit):
+                content[place : place + width] = (next(signs) << 8 * width - 1).to_bytes(width, "little")
+    else:
+        high = 0x7F if kind != "bytes" else 0xFF
+        mask = [
+            any(content[place : place + width - 1]) or content[place + width - 1] & high != 0
+            for place in places
+        ]
+    found = [place for place, bit in zip(places, mask, strict=True) if bit]
+    assert len(found) == num
+    values = bytearray(b"".join(content[place : place + width] for place in found))
+    write_segment(tensor, tier, {"start": 0, "count": num}, planes, values)
+    for number, place in enumerate(found):
+        content[place : place + width] = values[number * width : number * width + width]
+
+
+def bits_of(plane: bytes, count: int) -> list[int]:
+    assert len(plane) == -(-count // 8)
+    return [plane[index // 8] >> index % 8 & 1 for index in range(count)]
 
 
 def float_words(kind: str, numbers: list[int], tier: str, planes: list[bytes], words: list[int]) -> list[int]:

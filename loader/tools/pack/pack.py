@@ -34,7 +34,9 @@ from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
 from ..progress_bar import TransferProgress, format_bytes
+from .content import ContentReader
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
+from .prune import METADATA_KEY, PruneOptions, Pruner, find_prunable
 from .quantize_plan import (
     CONFIG_NAME,
     MomentsOf,
@@ -43,6 +45,7 @@ from .quantize_plan import (
     QuantizingReader,
     plan_quantize,
 )
+from .sparse_plan import choose_sparse
 from .write import BlobWriter, EncodedPart, Encoder, buffer_bytes, find_replaced, publish, remove_replaced
 
 if TYPE_CHECKING:
@@ -54,8 +57,8 @@ _MAX_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class PackResult:
-    """`conversions` says what became of the numbers of a GGUF file. `leftover` names objects of the
-    replaced artifact that could not be removed; they only cost space.
+    """`conversions` says what became of the numbers of a GGUF file, and what was pruned. `leftover`
+    names objects of the replaced artifact that could not be removed; they only cost space.
     """
 
     pin: str  # the artifact's address with its digest
@@ -83,6 +86,8 @@ def pack(
     tiers: TierOptions | None = None,
     quantize: QuantizeOptions | None = None,
     moments_of: MomentsOf | None = None,
+    prune: PruneOptions | None = None,
+    sparse: bool = True,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
@@ -92,7 +97,8 @@ def pack(
 
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
     integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
-    inputs. `source` and `store` may be the same folder: the
+    inputs. With `prune` they lose their smallest weights first; with `sparse`, what is mostly zero
+    is stored without its zeros (docs/prune.md). `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
     only with `force`, in one step; its old objects are then removed, which interrupts a reader that
     is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
@@ -113,16 +119,33 @@ def pack(
             key="quantize",
             hint="Leave one of the two out.",
         )
+    if quantize is not None and prune is not None:
+        raise UsageError(
+            "--prune cannot go with --quantize: few of the integers would be 0",
+            key="prune",
+            hint="Leave one of the two out.",
+        )
     replaced = find_replaced(store, force=force)
     checkpoint = open_checkpoint(source)
     quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
     aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
     plan = plan_pack(checkpoint, aliases, tiers, quantized)
     threads = threads or min(_MAX_THREADS, available_cores())
+    pruner = None
+    conversions = source.conversions() if isinstance(source, GgufDirectory) else ()
+    if prune is not None:
+        names = find_prunable(checkpoint, aliases, prune)
+        pruner = Pruner(source, checkpoint, names, prune)
+        plan = plan.with_metadata(METADATA_KEY, prune.describe(len(names)))
+        conversions = (*conversions, f"pruned: {prune.describe(len(names))}")
+    quantizing = None if quantized is None else QuantizingReader(source, checkpoint, quantized, moments_of)
+    content = ContentReader(source, checkpoint, quantizing=quantizing, pruner=pruner)
+    if sparse:
+        plan = choose_sparse(plan, content, threads)
     writer = BlobWriter(store)
     try:
         manifest = _store_content(
-            source, checkpoint, plan, quantized, moments_of, writer, progress=progress, threads=threads
+            source, checkpoint, plan, quantized, content, writer, progress=progress, threads=threads
         )
         data = dump_manifest(manifest)
     except BaseException as error:
@@ -136,7 +159,7 @@ def pack(
         weight_bytes=checkpoint.weight_bytes,
         stored_bytes=writer.stored_bytes + len(data),
         leftover=remove_replaced(store, replaced) if replaced is not None else (),
-        conversions=source.conversions() if isinstance(source, GgufDirectory) else (),
+        conversions=conversions,
     )
 
 
@@ -145,7 +168,7 @@ def _store_content(
     checkpoint: Checkpoint,
     plan: PackPlan,
     quantized: QuantizePlan | None,
-    moments_of: MomentsOf | None,
+    content: ContentReader,
     writer: BlobWriter,
     *,
     progress: Callable[[TransferProgress], None] | None,
@@ -155,12 +178,10 @@ def _store_content(
     read_bytes = 0
     parts: list[Part] = []
     hashes = [blake3() for _ in plan.manifest.tensors]
-    reader = None if quantized is None else QuantizingReader(source, checkpoint, quantized, moments_of)
-    encoder = Encoder(source, checkpoint, reader)
-    with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
-        for job, content, encoded in results:
+    with closing(_encode_in_order(Encoder(content), plan.jobs, threads)) as results:
+        for job, data, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]
-            _hash_tensors(job, content, hashes)
+            _hash_tensors(job, data, hashes)
             read_bytes += sum(stretch.size_bytes for stretch in job)
             if progress is not None:
                 progress(TransferProgress(read_bytes, plan.read_bytes))

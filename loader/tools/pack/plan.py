@@ -183,6 +183,11 @@ class PackPlan:
     def read_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.manifest.tensors)
 
+    def with_metadata(self, key: str, value: str) -> PackPlan:
+        """The same with one more entry in the manifest's metadata."""
+        metadata = {**self.manifest.metadata, key: value}
+        return PackPlan(self.manifest._replace(metadata=metadata), self.jobs)
+
 
 def plan_pack(
     checkpoint: Checkpoint,

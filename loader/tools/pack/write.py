@@ -27,14 +27,13 @@ from ...errors import (
     SourceError,
     TeneralError,
 )
-from ...format.checkpoint import Checkpoint
-from ...format.codec import encode_segment
+from ...format.codec import encode_segment, num_values
 from ...format.layout import Stretch
 from ...format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from ...format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, File, Plane, Segment, Tier, align
 from ...format.manifest_json import BLOB_FOLDER, blob_folder, parse_manifest
 from ...sources.base import ObjectInfo, ObjectWriter, Source, Store
-from .quantize_plan import QuantizingReader
+from .content import ContentReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,20 +58,14 @@ class EncodedPart:
 class Encoder:
     """Reads and encodes the jobs of one checkpoint. Thread-safe."""
 
-    def __init__(
-        self, source: Source, checkpoint: Checkpoint, quantizing: QuantizingReader | None = None
-    ) -> None:
-        """`quantizing` has the content of tensors that the checkpoint does not have so."""
-        self._source = source
-        self._checkpoint = checkpoint
-        self._quantizing = quantizing
+    def __init__(self, content: ContentReader) -> None:
+        self._content = content
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
         """Make jobs in work end with `LoadCancelledError` at their next tensor."""
         self._is_stopped.set()
-        if self._quantizing is not None:
-            self._quantizing.stop()
+        self._content.stop()
 
     def encode(self, stretches: Sequence[Stretch], buffer: Bytes) -> list[EncodedPart]:
         """The job's parts, one a tier, in the tiers' order.
@@ -89,21 +82,13 @@ class Encoder:
             tensor = stretch.tensor
             data = buffer[position : position + stretch.size_bytes]
             position += align(stretch.size_bytes)
-            self._read(stretch, data)
+            self._content.read(stretch, data)
             planes = encode_segment(tensor.dtype, tensor.encoding, data)
+            values = num_values(tensor.encoding, data)
             for tier, coded in planes.items():
-                builders[tier].add(stretch, coded)
+                builders[tier].add(stretch, coded, values)
         group = stretches[0].tensor.group
         return [builder.build(group) for builder in builders if builder.segments]
-
-    def _read(self, stretch: Stretch, data: Bytes) -> None:
-        if self._quantizing is not None and stretch.tensor.name in self._quantizing:
-            self._quantizing.read(stretch, data)
-            return
-        stored = self._checkpoint.tensors[stretch.tensor.name]
-        shard = self._checkpoint.shards[stored.shard]
-        start = stored.entry.begin + stretch.offset_bytes
-        self._source.read_into(shard.name, start, data.data, version=shard.version)
 
 
 def buffer_bytes(stretches: Sequence[Stretch]) -> int:
@@ -121,7 +106,9 @@ class _PartBuilder:
         self._size_bytes = 0
         self._digest = blake3()
 
-    def add(self, stretch: Stretch, coded: Sequence[tuple[Codec, bytes | memoryview]]) -> None:
+    def add(
+        self, stretch: Stretch, coded: Sequence[tuple[Codec, bytes | memoryview]], values: int | None
+    ) -> None:
         planes: list[Plane] = []
         for codec, content in coded:
             size_bytes = memoryview(content).nbytes
@@ -129,7 +116,9 @@ class _PartBuilder:
             self._append(content, size_bytes)
             if padding_bytes := -self._size_bytes % PLANE_ALIGNMENT_BYTES:
                 self._append(_PADDING[:padding_bytes], padding_bytes)
-        self.segments.append(Segment(stretch.tensor.index, stretch.start, stretch.count, tuple(planes)))
+        self.segments.append(
+            Segment(stretch.tensor.index, stretch.start, stretch.count, tuple(planes), values)
+        )
 
     def build(self, group: int) -> EncodedPart:
         return EncodedPart(

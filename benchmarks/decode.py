@@ -1,7 +1,9 @@
 """Decoding alone: GB/s of weights, CPU seconds a GB and context switches, on one thread and on more.
 
-    python -m benchmarks.decode [--threads 1 2] [--weights-mb 256] [--rounds 7] [--save]
+    python -m benchmarks.decode [--threads 1 2] [--weights-mb 256] [--kinds dense half 2:4] [--rounds 7] [--save]
 
+Kinds of weights are `dense`; `half` and `2:4`, pruned by magnitude; `random`, of which half is zero at random
+places; `negative`, the same with the signs that `w * mask` leaves. All but the first are stored sparse.
 Normally distributed bf16 weights are packed in memory, and each thread decodes a share of the segments into a
 slab that is larger than the caches and has all its pages: neither network, verification nor page faults are
 measured here (`benchmarks.load` has them all). Measurements take turns, since machines are noisy: trust the
@@ -23,6 +25,7 @@ from benchmarks.report import begin, finish, median, table, title
 
 from teneral.loader.format import codec
 from teneral.loader.format.manifest import Encoding, Plane, Segment, Tensor, Tier, align
+from teneral.loader.tools.pack.prune import prune_two_of_four
 
 GB = 1e9
 SEGMENT_ELEMENTS = 4 * 1024 * 1024
@@ -35,16 +38,23 @@ StoredSegment = tuple[Segment, memoryview]
 def main() -> None:
     options = _options()
     report = begin("decode", rounds=options.rounds)
-    model = Model(max(1, int(options.weights_mb * 1e6) // (2 * SEGMENT_ELEMENTS)))
-    kinds = [(name, threads) for threads in options.threads for name in WORK]
-    samples: dict[tuple[str, int], list[dict[str, float]]] = {kind: [] for kind in kinds}
+    num_segments = max(1, int(options.weights_mb * 1e6) // (2 * SEGMENT_ELEMENTS))
+    models = {kind: Model(num_segments, kind) for kind in options.kinds}
+    cases = [(kind, name, threads) for kind in models for threads in options.threads for name in WORK]
+    samples: dict[tuple[str, str, int], list[dict[str, float]]] = {case: [] for case in cases}
     for _ in range(options.rounds):
-        for name, threads in random.sample(kinds, len(kinds)):
-            samples[name, threads].append(model.measure(WORK[name], threads))
-    report["weight_bytes"] = model.weight_bytes
+        for kind, name, threads in random.sample(cases, len(cases)):
+            samples[kind, name, threads].append(models[kind].measure(WORK[name], threads))
+    report["weight_bytes"] = next(iter(models.values())).weight_bytes
     report["results"] = [
-        {"work": name, "threads": threads, **{key: median(rows, key) for key in rows[0]}}
-        for (name, threads), rows in samples.items()
+        {
+            "weights": kind,
+            "work": name,
+            "threads": threads,
+            "stored_ratio": models[kind].stored_ratio,
+            **{key: median(rows, key) for key in rows[0]},
+        }
+        for (kind, name, threads), rows in samples.items()
     ]
     finish(report, render(report), save=options.save)
 
@@ -53,6 +63,8 @@ def render(report: dict[str, Any]) -> str:
     """The report as a table for people."""
     rows = [
         [
+            row["weights"],
+            f"{row['stored_ratio']:.3f}",
             row["work"],
             str(row["threads"]),
             f"{row['weights_gb_s']:.2f}",
@@ -62,7 +74,7 @@ def render(report: dict[str, Any]) -> str:
         for row in report["results"]
     ]
     switches = "context switches a GB: voluntary, forced"
-    columns = ["work", "threads", "weights GB/s", "CPU-s a GB", switches]
+    columns = ["weights", "of bf16", "work", "threads", "weights GB/s", "CPU-s a GB", switches]
     words = [
         f"{report['weight_bytes'] / 1e6:.0f} MB of bf16 weights",
         f"medians of {report['rounds']} rounds",
@@ -73,18 +85,26 @@ def render(report: dict[str, Any]) -> str:
 class Model:
     """Segments of one tensor, packed in memory, and the slab that they decode into."""
 
-    def __init__(self, num_segments: int) -> None:
+    def __init__(self, num_segments: int, kind: str = "dense") -> None:
         rng = np.random.default_rng(0)
         count = num_segments * SEGMENT_ELEMENTS
         self.weight_bytes = 2 * count
-        self._tensor = Tensor(0, "w", "BF16", (count,), 0, Encoding.BF16_3, 0)
+        encoding = Encoding.BF16_3 if kind == "dense" else Encoding.BF16_3.sparse
+        assert encoding is not None
+        self._tensor = Tensor(0, "w", "BF16", (count,), 0, encoding, 0)
         self._slab: Bytes = np.full(self.weight_bytes, 1, np.uint8)
         self._stored: dict[Tier, list[StoredSegment]] = {tier: [] for tier in Tier}
         for start in range(0, count, SEGMENT_ELEMENTS):
             floats = rng.standard_normal(SEGMENT_ELEMENTS, np.float32) * np.float32(0.02)
-            data = (floats.view("<u4") >> 16).astype("<u2").view(np.uint8)
-            for tier, planes in codec.encode_segment("BF16", Encoding.BF16_3, data).items():
-                self._stored[tier].append(_store(start, planes))
+            words = (floats.view("<u4") >> 16).astype("<u2")
+            _prune(words, kind, rng)
+            data = words.view(np.uint8)
+            values = codec.num_values(encoding, data)
+            for tier, planes in codec.encode_segment("BF16", encoding, data).items():
+                self._stored[tier].append(_store(start, planes, values))
+        stored_bytes = sum(len(part) for segments in self._stored.values() for _, part in segments)
+        self.stored_ratio = stored_bytes / self.weight_bytes
+        self.measure((Tier.DRAFT,), 1)  # a later tier is decoded over the one before
 
     def measure(self, tiers: tuple[Tier, ...], num_threads: int) -> dict[str, float]:
         """Decode everything once."""
@@ -114,14 +134,24 @@ class Model:
                 codec.decode_planes(self._tensor, segment, tier, stored, out, scratch)
 
 
-def _store(start: int, coded: list[codec.CodedPlane]) -> StoredSegment:
+def _prune(words: npt.NDArray[np.uint16], kind: str, rng: np.random.Generator) -> None:
+    if kind == "half":
+        magnitudes = words & np.uint16(0x7FFF)
+        words[magnitudes < np.median(magnitudes)] = 0
+    elif kind == "2:4":
+        prune_two_of_four(words)
+    elif kind in ("random", "negative"):
+        words[rng.random(words.size) < 0.5] &= np.uint16(0x8000 if kind == "negative" else 0)
+
+
+def _store(start: int, coded: list[codec.CodedPlane], values: int | None) -> StoredSegment:
     """A segment that has a part to itself."""
     part, planes = bytearray(), []
     for plane_codec, stored in coded:
         part += bytes(align(len(part), 8) - len(part))
         planes.append(Plane(plane_codec, len(part), len(stored)))
         part += stored
-    return Segment(0, start, SEGMENT_ELEMENTS, tuple(planes)), memoryview(part)
+    return Segment(0, start, SEGMENT_ELEMENTS, tuple(planes), values), memoryview(part)
 
 
 def _options() -> argparse.Namespace:
@@ -130,6 +160,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--weights-mb", type=float, default=256.0)
+    parser.add_argument(
+        "--kinds", nargs="+", choices=("dense", "half", "2:4", "random", "negative"), default=["dense"]
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     return parser.parse_args()

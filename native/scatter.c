@@ -82,12 +82,6 @@ static const uint8_t tops[256][8] = {ROWS_256(SIGN)};
 
 TN_INLINE unsigned bit_of(const uint8_t *bits, int64_t at) { return bits[at >> 3] >> (at & 7) & 1u; }
 
-/* Eight bits from any one on, of which at least that many follow. */
-TN_INLINE unsigned eight_bits(const uint8_t *bits, int64_t at) {
-    const unsigned low = bits[at >> 3] >> (at & 7);
-    return (at & 7 ? low | (unsigned)bits[(at >> 3) + 1] << (8 - (at & 7)) : low) & 255u;
-}
-
 typedef struct {
     int64_t element; /* the next one */
     int64_t value;   /* the next one */
@@ -117,59 +111,76 @@ typedef struct {
 #undef MAGNITUDE
 #undef NAMED
 
-/* Whether eight elements from a whole byte of the mask on, and as many values, are there. */
-TN_INLINE bool has_eight(const tn_scatter_args *args, const cursor_t *at) {
-    return at->element + 8 <= args->count && at->value + 8 <= args->num_values;
-}
+/* The loops below take eight elements at a time from a whole byte of the mask on, as long as there are as many elements
+ * and values. Their cursors are copies, which stay in registers whatever is written. */
 
-static void expand_bytes(const tn_scatter_args *args, cursor_t *at) {
-    const uint8_t *values = args->values;
+static void expand_bytes(const tn_scatter_args *args, cursor_t *cursor) {
+    const uint8_t *values = args->values, *mask = args->mask;
     uint8_t *out = args->out;
-    for (; has_eight(args, at); at->element += 8) {
-        const unsigned mask = args->mask[at->element >> 3];
-        store_half(out + at->element, pick(load_half(values + at->value), load_half(ranks[mask])));
-        at->value += __builtin_popcount(mask);
+    const int64_t last_value = args->num_values - 8, last_element = args->count - 8;
+    cursor_t at = *cursor;
+    for (; at.element <= last_element && at.value <= last_value; at.element += 8) {
+        const unsigned eight = mask[at.element >> 3];
+        store_half(out + at.element, pick(load_half(values + at.value), load_half(ranks[eight])));
+        at.value += __builtin_popcount(eight);
     }
+    *cursor = at;
 }
 
-static void expand_words(const tn_scatter_args *args, cursor_t *at) {
+static void expand_words(const tn_scatter_args *args, cursor_t *cursor) {
     const uint16_t *values = args->values;
+    const uint8_t *mask = args->mask;
     uint16_t *out = args->out;
-    if (args->signs == NULL) {
-        for (; has_eight(args, at); at->element += 8) {
-            const unsigned mask = args->mask[at->element >> 3];
-            store(out + at->element, pick(load(values + at->value), byte_indices(load_half(ranks[mask]))));
-            at->value += __builtin_popcount(mask);
-        }
-        return;
+    const int64_t last_value = args->num_values - 8, last_element = args->count - 8;
+    cursor_t at = *cursor;
+    for (; at.element <= last_element && at.value <= last_value; at.element += 8) {
+        const unsigned eight = mask[at.element >> 3];
+        store(out + at.element, pick(load(values + at.value), byte_indices(load_half(ranks[eight]))));
+        at.value += __builtin_popcount(eight);
     }
-    for (; has_eight(args, at) && at->sign + 8 <= args->num_signs; at->element += 8) {
-        const unsigned mask = args->mask[at->element >> 3];
-        const bytes_t words = pick(load(values + at->value), byte_indices(load_half(ranks[mask])));
-        const bytes_t signs = load_half(tops[eight_bits(args->signs, at->sign)]);
-        store(out + at->element, either(words, high_bytes(pick(signs, load_half(ranks[~mask & 255u])))));
-        const int num_values = __builtin_popcount(mask);
-        at->value += num_values;
-        at->sign += 8 - num_values;
-    }
+    *cursor = at;
 }
 
-static void refine_words(const tn_scatter_args *args, cursor_t *at) {
+static void expand_signed_words(const tn_scatter_args *args, cursor_t *cursor) {
+    const uint16_t *values = args->values;
+    const uint8_t *mask = args->mask, *signs = args->signs;
+    uint16_t *out = args->out;
+    const int64_t last_value = args->num_values - 8, last_element = args->count - 8;
+    const int64_t last_sign = args->num_signs - 16; /* so that a 16-bit word of them can be read */
+    cursor_t at = *cursor;
+    for (; at.element <= last_element && at.value <= last_value && at.sign <= last_sign; at.element += 8) {
+        const unsigned eight = mask[at.element >> 3];
+        const uint8_t *first = signs + (at.sign >> 3);
+        const unsigned sign_bits = (first[0] | (unsigned)first[1] << 8) >> (at.sign & 7) & 255u;
+        const bytes_t words = pick(load(values + at.value), byte_indices(load_half(ranks[eight])));
+        const bytes_t tops_of_zeros = pick(load_half(tops[sign_bits]), load_half(ranks[~eight & 255u]));
+        store(out + at.element, either(words, high_bytes(tops_of_zeros)));
+        const int num_values = __builtin_popcount(eight);
+        at.value += num_values;
+        at.sign += 8 - num_values;
+    }
+    *cursor = at;
+}
+
+static void refine_words(const tn_scatter_args *args, cursor_t *cursor) {
     const uint16_t *values = args->values;
     uint16_t *out = args->out;
+    const int64_t last_value = args->num_values - 8, last_element = args->count - 8;
     const bytes_t keep = spread_word((uint16_t)args->keep), magnitude = spread_word(0x7fff);
     bytes_t lost = spread_word(0);
-    for (; has_eight(args, at); at->element += 8) {
-        const bytes_t words = load(out + at->element), zeros = zero_words(both(words, magnitude));
-        const unsigned mask = ~bits_of_words(zeros) & 255u;
-        const bytes_t bits = pick(load(values + at->value), byte_indices(load_half(ranks[mask])));
+    cursor_t at = *cursor;
+    for (; at.element <= last_element && at.value <= last_value; at.element += 8) {
+        const bytes_t words = load(out + at.element), zeros = zero_words(both(words, magnitude));
+        const unsigned eight = ~bits_of_words(zeros) & 255u;
+        const bytes_t bits = pick(load(values + at.value), byte_indices(load_half(ranks[eight])));
         /* Zeros have no bits but their signs, and get none. */
         const bytes_t refined = either(both(words, either(keep, zeros)), bits);
         lost = either(lost, without(zero_words(both(refined, magnitude)), zeros));
-        store(out + at->element, refined);
-        at->value += __builtin_popcount(mask);
+        store(out + at.element, refined);
+        at.value += __builtin_popcount(eight);
     }
-    at->has_zero |= has_bits(lost);
+    at.has_zero |= has_bits(lost);
+    *cursor = at;
 }
 
 int tn_scatter(tn_scatter_args *args) {
@@ -185,10 +196,12 @@ int tn_scatter(tn_scatter_args *args) {
         break;
     case 2:
         scatter_16(args, &at, true);
-        if (args->mask != NULL)
+        if (args->mask == NULL)
+            refine_words(args, &at);
+        else if (args->signs == NULL)
             expand_words(args, &at);
         else
-            refine_words(args, &at);
+            expand_signed_words(args, &at);
         scatter_16(args, &at, false);
         at.has_zero = at.has_zero || (args->mask != NULL && any_zero_16(args->values, at.value));
         break;

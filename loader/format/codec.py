@@ -52,6 +52,9 @@ DEFAULT_DRAFT_BITS = {"BF16": 3, "F16": 3, "F32": 7}
 _WORD = np.dtype("<u2")
 _MAX_BATCH_FRAMES = 8  # more of them gain little, and leave the cache; elements of 8 bytes need 8
 _MAX_SAMPLE_FRAMES = 4
+# Below 30 % a plane has so few frequent symbols that matches of them are found everywhere, and are in the
+# way. The exponents of dense weights take 33 %.
+_WEIGHED_BELOW = 0.3
 _LEVEL_1_MIN_GAIN = 0.1  # over literals only; frames with matches decode at a third of the speed
 
 
@@ -118,7 +121,7 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
 
 
 def num_values(encoding: Encoding, data: Bytes) -> int | None:
-    """What a segment of these bytes states as its `values`; None unless the encoding is sparse."""
+    """The `values` that a segment of these bytes states; None unless the encoding is sparse."""
     return count_values(data.view(_sparse_word(encoding))) if encoding.is_sparse else None
 
 
@@ -146,7 +149,8 @@ def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
     level_1_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=False))
     if min(huf_bytes, level_1_bytes) <= (1 - MIN_PLANE_GAIN) * sample.size:
         huf = level_1_bytes > (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
-        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf)
+        weighed = huf and huf_bytes < _WEIGHED_BELOW * sample.size
+        coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf, weighed=weighed)
         if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size:
             return Codec.ZSTD, coded
     return Codec.RAW, plane.data

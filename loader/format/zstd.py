@@ -55,15 +55,20 @@ _BLOCK_HEADER = struct.Struct("<I")
 _contexts = threading.local()
 
 
-def compress_frames(data: bytes | bytearray | memoryview, frame_bytes: int, *, huf: bool) -> bytes:
+def compress_frames(
+    data: bytes | bytearray | memoryview, frame_bytes: int, *, huf: bool, weighed: bool = False
+) -> bytes:
     """`data` as frames that hold `frame_bytes` each, but for a shorter last one.
 
     With `huf` the frames hold entropy-coded literals and hardly any matches, which decodes fastest
-    and suits planes without repetitions; else they are zstd's level 1. Compresses without the GIL.
+    and suits planes without repetitions; else they are zstd's level 1. With `weighed`, too, the few
+    matches are only those that save bits, which takes ten times as long: where a few symbols are
+    frequent, others save nothing, and cost half of the speed of decoding. Compresses without the
+    GIL.
     """
     assert 0 < frame_bytes <= MAX_FRAME_BYTES
     view = memoryview(data).cast("B")
-    compress = _compressor(huf).compress
+    compress = _compressor(huf, weighed).compress
     pieces: list[bytes] = []
     for start in range(0, len(view), frame_bytes):
         frame = compress(view[start : start + frame_bytes])
@@ -205,17 +210,27 @@ def _damaged(message: str, where: str) -> IntegrityError:
     return IntegrityError(f"{where}: {message}" if where else message, where=where)
 
 
-def _compressor(huf: bool) -> zstandard.ZstdCompressor:
-    name = "literals_only" if huf else "level_1"
+def _compressor(huf: bool, weighed: bool) -> zstandard.ZstdCompressor:
+    name = ("weighed" if weighed else "literals_only") if huf else "level_1"
     if not hasattr(_contexts, name):
-        setattr(_contexts, name, zstandard.ZstdCompressor(compression_params=_parameters(huf)))
+        setattr(_contexts, name, zstandard.ZstdCompressor(compression_params=_parameters(huf, weighed)))
     compressor: zstandard.ZstdCompressor = getattr(_contexts, name)
     return compressor
 
 
-def _parameters(huf: bool) -> zstandard.ZstdCompressionParameters:
+def _parameters(huf: bool, weighed: bool) -> zstandard.ZstdCompressionParameters:
     if not huf:
         return zstandard.ZstdCompressionParameters.from_level(1, window_log=_WINDOW_LOG)
+    if weighed:
+        return zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_BTOPT,
+            window_log=_WINDOW_LOG,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=6,
+            target_length=8,
+        )
     # 64 hash entries and matches of 7 bytes or more find next to nothing in weights. That is the
     # aim: matches cost more time to decode than they save space.
     return zstandard.ZstdCompressionParameters(

@@ -163,7 +163,7 @@ def test_embeddings_and_the_head_are_pruned_when_asked_for_and_routers_are_not()
             assert (found[name] != contents[name][2]) is everything
 
 
-def test_what_was_pruned_is_said_by_inspect() -> None:
+def test_inspect_shows_what_was_pruned() -> None:
     store = MemoryStore()
     manifest = pack(model_store(llama_contents(hidden=128)), store, prune=HALF).manifest
     description = describe(manifest, "memory://")

@@ -106,7 +106,7 @@ def write_sparse(
     planes: list[bytes],
     content: bytearray,
 ) -> None:
-    """Values are decoded as a tensor of their own, with what earlier tiers said of them."""
+    """Values are decoded as a tensor of their own, over what earlier tiers wrote."""
     width = ELEMENT_BYTES.get(tensor["dtype"], 1)
     start, count, num = segment["start"], segment["count"], segment["values"]
     kind, *numbers = tensor["encoding"].split(".")

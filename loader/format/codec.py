@@ -150,6 +150,9 @@ def _code_plane(plane: Bytes, *, share: int) -> CodedPlane:
     if min(huf_bytes, level_1_bytes) <= (1 - MIN_PLANE_GAIN) * sample.size:
         huf = level_1_bytes > (1 - _LEVEL_1_MIN_GAIN) * huf_bytes
         weighed = huf and huf_bytes < _WEIGHED_BELOW * sample.size
+        if weighed:  # it looks less far for matches, too
+            weighed_bytes = len(zstd.compress_frames(sample.data, frame_bytes, huf=True, weighed=True))
+            weighed = weighed_bytes <= huf_bytes
         coded = zstd.compress_frames(plane.data, frame_bytes, huf=huf, weighed=weighed)
         if len(coded) <= (1 - MIN_PLANE_GAIN) * plane.size:
             return Codec.ZSTD, coded

@@ -123,7 +123,7 @@ class Denying(MemoryStore):
 
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("may_be_absent", [True, False])
-def test_a_denied_manifest_never_shows_the_plain_weights_beside_it(
+def test_a_denied_manifest_never_falls_back_to_plain_weights(
     artifact: MemoryStore, may_be_absent: bool, listed: bool
 ) -> None:
     objects = {info.name: artifact.read(info.name, max_bytes=1 << 30)[0] for info in artifact.list()}

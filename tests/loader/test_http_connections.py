@@ -551,7 +551,7 @@ def test_closing_ends_a_read_over_tls(
     assert_closing_ends_a_read(tls_server, source, Fault(stall_after_bytes=100_000))
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused_at_once(
+def test_an_untrusted_certificate_is_refused_at_once(
     tls_server: StoreServer, opened: Callable[..., HttpSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)

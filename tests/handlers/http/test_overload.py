@@ -99,7 +99,7 @@ async def test_a_function_that_meets_a_full_queue_passes_it_on(start: Any) -> No
 
 
 @pytest.mark.parametrize("path", sorted(GENERATING))
-async def test_who_would_wait_too_long_for_a_place_is_told_for_how_long(start: Any, path: str) -> None:
+async def test_a_request_that_would_wait_too_long_gets_the_waiting_time(start: Any, path: str) -> None:
     async with start(max_running=1, max_queued=8, max_wait_s=4.5) as server:
         server.instance.model.hold()
         capacity = server.instance.engine.result()._roster._capacity

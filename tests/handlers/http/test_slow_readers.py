@@ -132,7 +132,7 @@ async def test_a_stream_whose_client_is_slow_waits_for_it_and_is_whole(start: An
             assert received.count(b"Q") == 150 * 5_000
 
 
-async def test_the_kernel_holds_back_no_more_for_a_client_than_it_is_told() -> None:
+async def test_the_kernel_buffers_no_more_for_a_client_than_configured() -> None:
     accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -3,6 +3,8 @@
     python conformance_clients.py serve MODEL PYTHON [LIBRARY …]    start a server, and this program with PYTHON
     python conformance_clients.py ask URL [LIBRARY …]               ask the server there, with the libraries of this one
 
+`openai-node` is OpenAI's package for Node: `conformance_clients.mjs`, in the folder that NODE_CLIENTS names.
+
 Each library has to give a structured answer and a call of a function, both valid by their schemas. What a model of this
 size says in them is of no concern.
 """
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -34,7 +38,8 @@ def main() -> int:
             with served(model) as url:
                 return subprocess.run([python, __file__, "ask", url, *names], check=False).returncode
         case ["ask", url, *names]:
-            return ask(url, names or list(LIBRARIES))
+            here = [name for name in LIBRARIES if name != NODE or "NODE_CLIENTS" in os.environ]
+            return ask(url, names or here)
     print(__doc__, file=sys.stderr)
     return 2
 
@@ -67,6 +72,8 @@ def is_ready(url: str) -> bool:
 
 
 def ask(url: str, names: list[str]) -> int:
+    if NODE not in names:
+        print(f"{NODE}: left out")
     os.environ |= {
         "OPENAI_API_KEY": "unused",
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
@@ -83,7 +90,7 @@ def ask(url: str, names: list[str]) -> int:
             except Exception as error:  # noqa: BLE001 - whatever a library raises is its result
                 failed += 1
                 results.append(f"FAILED {type(error).__name__}: {error}".replace("\n", " ")[:500])
-        version = importlib.metadata.version(name)
+        version = node_version() if name == NODE else importlib.metadata.version(name)
         print(f"| {name:20} | {version:10} | {results[0]:40} | {results[1]:40} |", flush=True)
     return 1 if failed else 0
 
@@ -240,6 +247,22 @@ def agents_call(url: str) -> Any:
     return checked(calls[0])
 
 
+def node(url: str, kind: str) -> Any:
+    program = os.path.join(os.environ["NODE_CLIENTS"], "conformance_clients.mjs")
+    command = [shutil.which("node") or "node", program, url, kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-400:])
+    return checked(json.loads(done.stdout)["answer"])
+
+
+def node_version() -> str:
+    manifest = os.path.join(os.environ["NODE_CLIENTS"], "node_modules", "openai", "package.json")
+    with open(manifest, encoding="utf-8") as file:
+        return str(json.load(file)["version"])
+
+
+NODE = "openai-node"
 Check = Callable[[str], Any]
 LIBRARIES: dict[str, tuple[Check, Check]] = {
     "litellm": (litellm_structured, litellm_call),
@@ -250,6 +273,7 @@ LIBRARIES: dict[str, tuple[Check, Check]] = {
         lambda url: instructor_with(url, "TOOLS"),
     ),
     "openai-agents": (agents_structured, agents_call),
+    NODE: (lambda url: node(url, "structured"), lambda url: node(url, "call")),
 }
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class GrammarSpec:
         if not isinstance(schema, Mapping | bool):
             raise RequestError(f"{param} must be a JSON schema: an object", param=param)
         try:
-            text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+            text = json.dumps(_enforceable(schema), ensure_ascii=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{param} is not JSON: {error}", param=param) from None
         _check_text(text, MAX_SCHEMA_BYTES, "a JSON schema", param)
@@ -125,6 +126,57 @@ class GrammarSpec:
         compact: dict[str, Any] = {"whitespace_flexible": False}
         whitespace = compact if self.whitespace == COMPACT else {"whitespace_pattern": self.whitespace}
         return "%json " + json.dumps({**schema, "x-guidance": whitespace}, ensure_ascii=False)
+
+
+DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
+NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+ANNOTATIONS = frozenset({"type", "title", "description", "default", "examples", "deprecated", "$comment"})
+# OpenAPI's name for base64 with its padding (RFC 4648, section 4).
+BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+
+
+def _enforceable(schema: Any) -> Any:
+    """An equivalent schema in which two forms that generators of schemas write can be enforced: `oneOf` over types that
+    overlap, and the format `byte`.
+    """
+    if isinstance(schema, list | tuple):
+        return [_enforceable(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    rewritten: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in NAMING_KEYWORDS and isinstance(value, Mapping):
+            rewritten[key] = {name: _enforceable(each) for name, each in value.items()}
+        else:
+            rewritten[key] = value if key in DATA_KEYWORDS else _enforceable(value)
+    if isinstance(rewritten.get("oneOf"), list):
+        rewritten["oneOf"] = _disjoint(rewritten["oneOf"])
+    if rewritten.get("format") == "byte" and "pattern" not in rewritten:
+        del rewritten["format"]
+        rewritten["pattern"] = BASE64
+    return rewritten
+
+
+def _disjoint(alternatives: list[Any]) -> list[Any]:
+    """Alternatives that are types alone, without the types of more than one: a value of those fulfils no `oneOf`.
+
+    Integers are numbers: where both occur, or where an alternative is more than types, nothing changes.
+    """
+    types: list[list[str]] = []
+    for each in alternatives:
+        if not isinstance(each, dict) or "type" not in each or not ANNOTATIONS.issuperset(each):
+            return alternatives
+        named = each["type"] if isinstance(each["type"], list) else [each["type"]]
+        if not all(isinstance(name, str) for name in named):
+            return alternatives
+        types.append(list(dict.fromkeys(named)))
+    counts = Counter(name for named in types for name in named)
+    if max(counts.values(), default=0) < 2 or {"integer", "number"} <= counts.keys():
+        return alternatives
+    kept = [[name for name in named if counts[name] == 1] for named in types]
+    return [
+        {**each, "type": named} for each, named in zip(alternatives, kept, strict=True) if named
+    ] or alternatives  # which nothing fulfils, and which is refused as that
 
 
 def _check_text(text: object, limit: int, what: str, param: str) -> None:

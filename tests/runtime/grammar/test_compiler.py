@@ -212,3 +212,52 @@ thread.start()
 thread.join()
 print(json.dumps({"tried": tried, "grown_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun) / 1024}))
 """
+
+
+def accepts(parts: TinyParts, compiler: GrammarCompiler, schema: Any, text: str) -> bool:
+    """Whether the whole text is an answer of this schema."""
+    (eos, *_) = parts.tokenizer.eos_token_ids
+    matcher = compiler.compile(GrammarSpec.json_schema(schema)).start()
+    try:
+        for token in parts.tokenizer.encode(text, add_special_tokens=False):
+            matcher.accept(token)
+    except GrammarError:
+        return False
+    return matcher.is_finished or eos in allowed_tokens(matcher)
+
+
+@pytest.mark.parametrize(("text", "fulfils"), [('"a"', True), ("7", True), ("null", False), ("true", False)])
+def test_one_of_overlapping_types_allows_what_is_of_one_alone(
+    parts: TinyParts, compiler: GrammarCompiler, text: str, fulfils: bool
+) -> None:
+    schema = {
+        "oneOf": [{"type": ["string", "null"]}, {"type": ["integer", "null"], "description": "a number"}]
+    }
+    assert accepts(parts, compiler, schema, text) is fulfils
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"type": "null"}, {"type": ["null"]}]},
+        {"oneOf": [{"type": "integer"}, {"type": ["number", "null"]}]},
+        {"oneOf": [{"type": ["string", "null"], "minLength": 2}, {"type": ["string", "null"]}]},
+    ],
+)
+def test_alternatives_that_cannot_be_kept_apart_are_refused(compiler: GrammarCompiler, schema: Any) -> None:
+    with pytest.raises(GrammarError):
+        compiler.compile(GrammarSpec.json_schema(schema))
+
+
+def test_a_schema_within_data_is_data(parts: TinyParts, compiler: GrammarCompiler) -> None:
+    data = {"oneOf": [{"type": ["string", "null"]}, {"type": ["integer", "null"]}], "format": "byte"}
+    assert accepts(parts, compiler, {"const": data}, json.dumps(data, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(
+    ("text", "fulfils"), [('"QUI="', True), ('""', True), ('"QUI"', False), ('"a b="', False)]
+)
+def test_the_format_byte_is_base64(
+    parts: TinyParts, compiler: GrammarCompiler, text: str, fulfils: bool
+) -> None:
+    assert accepts(parts, compiler, {"type": "string", "format": "byte"}, text) is fulfils

@@ -448,6 +448,57 @@ TN_EXPORT int tn_decoder_step(const tn_decoder_step_args *args);
 /* Of a step of `num_rows` rows. */
 TN_EXPORT int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_rows);
 
+/* ---- low-rank adapters of decoders (adapters.c) ---- */
+
+/* One low-rank product: columns [first, first + num_out) of a projection's output gain factor * (low @ b). */
+typedef struct tn_adapter_part {
+    const void *b;   /* (rank, num_out) F32 or BF16: B, transposed */
+    int64_t first;
+    int64_t num_out;
+    int64_t rank;
+    float factor;
+    int32_t dtype;
+} tn_adapter_part;
+
+/* What an adapter adds to one projection. */
+typedef struct tn_adapter_site {
+    tn_matrix a;                  /* (ranks of all parts together, num_in) F32 or BF16: each part's A in turn */
+    const tn_adapter_part *parts; /* ascending, none over another */
+    int64_t num_parts;            /* 0: the projection is as it is */
+} tn_adapter_site;
+
+typedef enum tn_adapter_place {
+    TN_AT_QKV = 0,
+    TN_AT_OUTPUT = 1,
+    TN_AT_GATE_UP = 2,
+    TN_AT_DOWN = 3,
+} tn_adapter_place;
+
+#define TN_ADAPTER_PLACES 4
+
+typedef struct tn_adapter_layer {
+    tn_adapter_site sites[TN_ADAPTER_PLACES]; /* by tn_adapter_place */
+} tn_adapter_layer;
+
+/* Rows [start, start + length) of a step, which have the same adapter. */
+typedef struct tn_adapter_run {
+    const tn_adapter_layer *layers; /* (num_layers,); those of a call must be filled in */
+    int64_t start;
+    int64_t length;
+} tn_adapter_run;
+
+/* A decoder's step, some of whose rows have adapters. Rows of none are as `tn_decoder_step` makes them, bit for bit. */
+typedef struct tn_adapted_step_args {
+    size_t size;
+    const tn_decoder_step_args *step;
+    const tn_adapter_run *runs; /* (num_runs,) ascending, none over another */
+    float *low;                 /* scratch: (rows of the step, low_stride) */
+    int64_t num_runs;
+    int64_t low_stride;         /* at least the rows of any site's `a` */
+} tn_adapted_step_args;
+
+TN_EXPORT int tn_adapted_decoder_step(const tn_adapted_step_args *args);
+
 /* ---- encoders (encoder.c) ---- */
 
 typedef struct tn_encoder_layer {

@@ -5,6 +5,7 @@
  * compute in it round (docs/native.md, "Numbers"). In parallel layers the MLP takes the norm that attention takes. */
 #include <stdbool.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "core.h"
 #include "elements.h"
@@ -19,6 +20,7 @@ enum { ALIGNMENT = 64 };
 /* Rows of a step in between, in scratch. */
 typedef struct {
     const tn_decoder_step_args *args;
+    tn_adapted adapted; /* of no layer and site yet */
     void *normed;   /* (num_rows, hidden_size): also what is added to x */
     void *heads;    /* (num_rows, num_heads + 2 num_kv_heads, head_dim) */
     void *attended; /* (num_rows, num_heads * head_dim) */
@@ -89,11 +91,31 @@ static const void *input_of(const step_t *step, const tn_vector *norm) {
     return norm->data != NULL ? step->normed : step->args->x;
 }
 
-static void project_stage(const step_t *step, const tn_projection *projection, const void *x, void *out,
-                          tn_region *region) {
+static tn_adapted adapted_at(const step_t *step, int64_t layer, int32_t site) {
+    tn_adapted adapted = step->adapted;
+    adapted.layer = layer;
+    adapted.site = site;
+    return adapted;
+}
+
+/* The product's columns [begin, end), with what adapters add to them while they are in the cache. */
+static void adapted_columns(const tn_product *product, const tn_adapted *adapted, int64_t begin, int64_t end) {
+    tn_product_columns(product, begin, end);
+    tn_adapter_columns(adapted, product->out, product->projection->num_out, product->dtype, begin, end);
+}
+
+static void project_stage(const step_t *step, const tn_projection *projection, const tn_adapted *adapted,
+                          const void *x, void *out, tn_region *region) {
     const tn_product product = {projection, x, step->permuted, out, step->args->num_rows, step->args->model->dtype};
+    tn_adapter_low_stage(adapted, x, projection->num_in, product.dtype, region);
     tn_permute_stage(&product, region);
-    tn_product_stage(&product, region);
+    if (adapted->num_runs) {
+        const int64_t num_out = projection->num_out, chunk = tn_linear_chunk(num_out, region->num);
+        for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < num_out;)
+            adapted_columns(&product, adapted, begin, begin + chunk < num_out ? begin + chunk : num_out);
+    } else {
+        tn_product_stage(&product, region);
+    }
     tn_barrier(region);
 }
 
@@ -154,18 +176,20 @@ static void attention_stage(const step_t *step, const tn_decoder_layer *layer, i
 }
 
 /* Columns of gate and the same ones of up, and at once what becomes of them, while they are in the cache. */
-static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
     const int64_t num_rows = step->args->num_rows, inner = model->intermediate_size;
     const int64_t chunk = tn_linear_chunk(inner, region->num);
     const int dtype = model->dtype;
     const void *x = model->parallel ? input_of(step, &layer->attention_norm) : input_of(step, &layer->mlp_norm);
     const tn_product product = {&layer->gate_up, x, step->permuted, step->gate_up, num_rows, dtype};
+    const tn_adapted adapted = adapted_at(step, index, TN_AT_GATE_UP);
+    tn_adapter_low_stage(&adapted, x, layer->gate_up.num_in, dtype, region);
     tn_permute_stage(&product, region);
     for (int64_t begin; (begin = tn_next_chunk(region) * chunk) < inner;) {
         const int64_t end = begin + chunk < inner ? begin + chunk : inner;
-        tn_product_columns(&product, begin, end);
-        tn_product_columns(&product, inner + begin, inner + end);
+        adapted_columns(&product, &adapted, begin, end);
+        adapted_columns(&product, &adapted, inner + begin, inner + end);
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t gate = row * 2 * inner + begin;
             tn_activate_row(element_at(step->inner, dtype, row * inner + begin), element_at(step->gate_up, dtype, gate),
@@ -176,10 +200,11 @@ static void mlp_stage(const step_t *step, const tn_decoder_layer *layer, tn_regi
 }
 
 /* What `normed` holds then is to be added to x. */
-static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, tn_region *region) {
+static void mlp_stages(const step_t *step, const tn_decoder_layer *layer, int64_t index, tn_region *region) {
     const tn_decoder *model = step->args->model;
     if (layer->experts == NULL) {
-        project_stage(step, &layer->down, step->inner, step->normed, region);
+        const tn_adapted adapted = adapted_at(step, index, TN_AT_DOWN);
+        project_stage(step, &layer->down, &adapted, step->inner, step->normed, region);
         return;
     }
     tn_mixture_stages(&step->mixture, model, layer, input_of(step, &layer->mlp_norm), step->normed,
@@ -195,14 +220,16 @@ static void step_body(void *arg, tn_region *region, int id) {
     norm_stage(step, &layers[args->first].attention_norm, region);
     for (int64_t index = args->first; index < args->end; index++) {
         const tn_decoder_layer *layer = &layers[index];
-        project_stage(step, &layer->qkv, input_of(step, &layer->attention_norm), step->heads, region);
+        const tn_adapted at_qkv = adapted_at(step, index, TN_AT_QKV);
+        const tn_adapted at_output = adapted_at(step, index, TN_AT_OUTPUT);
+        project_stage(step, &layer->qkv, &at_qkv, input_of(step, &layer->attention_norm), step->heads, region);
         heads_stage(step, layer, index, region);
         attention_stage(step, layer, index, region);
-        if (args->model->parallel) mlp_stage(step, layer, region);
-        project_stage(step, &layer->output, step->attended, step->normed, region);
+        if (args->model->parallel) mlp_stage(step, layer, index, region);
+        project_stage(step, &layer->output, &at_output, step->attended, step->normed, region);
         residual_stage(step, &layer->attention_output_norm, &layer->mlp_norm, region);
-        if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, region);
-        mlp_stages(step, layer, region);
+        if (!args->model->parallel && layer->experts == NULL) mlp_stage(step, layer, index, region);
+        mlp_stages(step, layer, index, region);
         residual_stage(step, &layer->mlp_output_norm, index + 1 < args->end ? &layers[index + 1].attention_norm : NULL,
                        region);
     }
@@ -215,7 +242,7 @@ int64_t tn_decoder_scratch_bytes(const tn_decoder *model, int64_t num_rows) {
     return lay_out(&step, model, num_rows, NULL);
 }
 
-int tn_decoder_step(const tn_decoder_step_args *args) {
+static int run_step(const tn_decoder_step_args *args, const tn_adapted *adapted) {
     const tn_decoder *model = args->model;
     const tn_kv *kv = args->kv;
     if (args->size != sizeof *args || model->head_dim > TN_MAX_HEAD_DIM) return TN_REFUSED;
@@ -223,8 +250,19 @@ int tn_decoder_step(const tn_decoder_step_args *args) {
     if (model->dtype != TN_F32 && model->dtype != TN_BF16) return TN_REFUSED;
     if (kv->dtype == TN_I8 ? kv->scale == NULL : kv->dtype != model->dtype) return TN_REFUSED;
     if (args->first == args->end) return TN_OK;
-    step_t step = {.args = args};
+    step_t step = {.args = args, .adapted = *adapted};
     lay_out(&step, model, args->num_rows, args->scratch);
     tn_run(step_body, &step);
     return TN_OK;
+}
+
+int tn_decoder_step(const tn_decoder_step_args *args) {
+    const tn_adapted none = {0};
+    return run_step(args, &none);
+}
+
+int tn_adapted_decoder_step(const tn_adapted_step_args *args) {
+    if (args->size != sizeof *args) return TN_REFUSED;
+    const tn_adapted adapted = {args->runs, args->low, args->num_runs, args->low_stride, 0, 0};
+    return run_step(args->step, &adapted);
 }

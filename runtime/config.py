@@ -170,7 +170,9 @@ class ServeConfig:
         metavar="ORIGIN",
     )
     model_control: bool = _setting(
-        False, _flag, "let clients unload the model and load it again, through /v2/repository"
+        False,
+        _flag,
+        "let clients unload the model and load it again, through /v2/repository, and load and unload adapters",
     )
     # The store
     endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
@@ -310,6 +312,16 @@ class ServeConfig:
     )
     session_idle_s: float = _setting(
         900.0, _seconds(0, 86_400), "time after which a session keeps it no longer", metavar="SECONDS"
+    )
+    # Adapters
+    adapters: str | None = _setting(
+        None,
+        _text,
+        "where LoRA adapters are, by name: s3://bucket/adapters/{name} (default: there are none)",
+        metavar="ADDRESS",
+    )
+    adapters_bytes: int = _setting(
+        1 << 30, parse_bytes, "most memory for adapters; those used longest ago make way", metavar="SIZE"
     )
     max_running: int = _setting(32, _integer(1, 4096), "sequences that decode at the same time")
     max_queued: int = _setting(256, _integer(0, 1 << 20), "requests that may wait; beyond, clients get 429")

@@ -4,10 +4,13 @@ TeneralError
 ├── ModelError             the artifact is sound, but not a model that this version can run
 ├── RequestError           the caller's request is invalid; `param` names the field
 │   ├── ContextLengthError
+│   ├── AdapterError       … because its adapter is invalid, or does not fit this server
+│   │   └── AdapterNotFoundError
 │   ├── GrammarError       … because no answer can follow the grammar that it gives, within the bounds
 │   └── RefusedError       … or must not be served, as a filter of the handler's decides; `code` says why
 ├── CapacityError          too much at once: try again after `retry_after_s`
 │   └── HandlerBusyError   … because calls of the user's handler do not end
+├── AdapterUnavailableError  an adapter's store did not give it this time: try again
 ├── CancelledError         the request was cancelled by its caller, or its client went away
 ├── DrainingError          the instance is shutting down
 ├── UnloadedError          the model was unloaded on request, or is being loaded: try again
@@ -50,6 +53,14 @@ class ContextLengthError(RequestError):
     """The prompt, or the prompt and the tokens asked for, do not fit the context."""
 
 
+class AdapterError(RequestError):
+    """An adapter that is damaged, of an unsupported kind, made for another base, or larger than the server allows."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no adapter of this name."""
+
+
 class GrammarError(RequestError):
     """A schema, regular expression or grammar that is wrong, or goes over its limits while it is followed."""
 
@@ -74,6 +85,10 @@ class CapacityError(TeneralError):
 
 class HandlerBusyError(CapacityError):
     """As many calls of the user's handler run as may, those included whose callers have left."""
+
+
+class AdapterUnavailableError(TeneralError):
+    """An adapter could not be read this time. The base and other adapters are not concerned."""
 
 
 class CancelledError(TeneralError):

@@ -44,6 +44,7 @@ from .state import State
 if TYPE_CHECKING:
     from ..loader.format.manifest import Manifest
     from ..loader.sources.base import Source
+    from .adapters.registry import AdapterRegistry
     from .engine.embedder import Embedder
     from .engine.engine import Engine
     from .kv.snapshots.service import SnapshotService
@@ -93,6 +94,7 @@ class Instance:
         self._helpers = helpers
         self._load: AnyLoad | None = helpers.load if helpers else None
         self._snapshots: SnapshotService | None = None
+        self.adapters: AdapterRegistry | None = None  # there with the engine, where it may have any
         self._draining = False
         self._failure: TeneralError | None = None
         self._threads: list[threading.Thread] = []
@@ -137,6 +139,8 @@ class Instance:
             self._source.quiesce()
         if self._snapshots is not None:
             self._snapshots.quiesce()
+        if self.adapters is not None:
+            self.adapters.quiesce()
 
     def wait_opened(self, timeout_s: float) -> bool:
         """Block until it is known what is to be loaded; False when that takes longer. Raises the instance's failure."""
@@ -168,6 +172,8 @@ class Instance:
             self._source.close()
         if self._snapshots is not None:
             self._snapshots.close()
+        if self.adapters is not None:
+            self.adapters.close()
         with self._lock:
             if not self.ended.done():
                 self.ended.set_result(self._failure)
@@ -184,7 +190,7 @@ class Instance:
         self.text_settings, self.tokenizer, self._opened = Future(), Future(), Future()
         self.engine, self.embedder = Future(), Future()
         self._settle(DrainingError("the instance was closed"))
-        self._load = self._helpers = self._source = self._snapshots = None
+        self._load = self._helpers = self._source = self._snapshots = self.adapters = None
 
     def __enter__(self) -> Instance:
         return self.start()
@@ -261,6 +267,8 @@ class Instance:
             figures[type(worker).__name__.lower()] = worker.statistics()
         if self._snapshots is not None:
             figures["kv_snapshot"] = self._snapshots.statistics()
+        if self.adapters is not None:
+            figures["adapters"] = self.adapters.statistics()
         return figures
 
     # the three threads
@@ -434,6 +442,7 @@ class Instance:
                 kv_bytes=self.config.kv_bytes
                 or pool_bytes(model, untaken_bytes(self._load), self.config.max_running),
             )
+        self.adapters = self._registry(model)
         tokenizer = self.tokenizer.result()
         engine = Engine(
             model,
@@ -446,12 +455,34 @@ class Instance:
             prefix_seed=_prefix_seed(manifest, model),
             make_backend=step_backend,
             on_device_lost=self._fail,
+            adapters=self.adapters,
         )
         if self._snapshots is not None:  # for those who wait for the engine already
             self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
         engine.start()
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
+
+    def _registry(self, model: Decoder) -> AdapterRegistry | None:
+        """None where there are no adapters. Raises `ModelError` where what computes the model has none."""
+        config = self.config
+        if config.adapters is None and not config.model_control:
+            return None
+        if not getattr(model.executor, "takes_adapters", False):
+            if config.adapters is None:
+                return None
+            raise ModelError(
+                f"--adapters: {model.executor.name} computes this model, and does not implement adapters",
+                hint="Serve it on a CPU with --backend native, or leave --adapters out.",
+            )
+        from .adapters.registry import AdapterRegistry  # few have them
+
+        return AdapterRegistry(
+            model.config,
+            template=config.adapters,
+            max_bytes=config.adapters_bytes,
+            options=config.source_options,
+        )
 
     def _start_embedder(self, model: Encoder, config: Mapping[str, Any]) -> None:
         from .engine.embedder import Embedder

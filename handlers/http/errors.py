@@ -13,6 +13,9 @@ from aiohttp import web
 
 from ...loader.errors import FormatError, LoadError, SourceError, TeneralError
 from ...runtime.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    AdapterUnavailableError,
     CancelledError,
     CapacityError,
     ContextLengthError,
@@ -33,6 +36,9 @@ DRAIN_RETRY_AFTER_S = 1.0  # another instance takes over at once
 # Exception, status, type, code. The first match counts, so a subclass stands before its base.
 _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID_REQUEST, "context_length_exceeded"),
+    (AdapterNotFoundError, 404, INVALID_REQUEST, "model_not_found"),
+    (AdapterError, 400, INVALID_REQUEST, "adapter_invalid"),
+    (AdapterUnavailableError, 503, SERVER_ERROR, "adapter_unavailable"),
     (RefusedError, 400, INVALID_REQUEST, "content_refused"),  # or what it says itself
     (RequestError, 400, INVALID_REQUEST, None),
     (HandlerBusyError, 503, SERVER_ERROR, "handler_busy"),

@@ -492,8 +492,8 @@ def _first_token_of(sequence: TokenSequence) -> FirstToken:
 def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
     """What is drafted is either said at once, or a copy of the sequence runs ahead."""
     if shares_tokens:
-        return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling)
-    return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft())
+        return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling, sequence.adapter)
+    return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft(), sequence.adapter)
 
 
 def _lane_of(member: _Member) -> Lane:

@@ -19,6 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from ...loader.errors import TeneralError, UsageError
@@ -40,6 +41,7 @@ from ..step.rows import Rows
 from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
+from .adapters import AdapterSource, HeldAdapter, RequestAdapters
 from .arrival import Arrival
 from .decoder_like import DecoderLike
 from .early import EarlyPhase, TieredDecoder
@@ -74,6 +76,7 @@ class Engine:
         prefix_seed: bytes | None = None,
         make_backend: MakeBackend,
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
 
@@ -81,6 +84,7 @@ class Engine:
 
         With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is made use of (`early.py`).
         `prefix_seed` says which model's keys and values the pool holds; by default they are this engine's own.
+        `adapters` are those that requests may name.
         """
         self.options = options
         self._model = model
@@ -116,6 +120,7 @@ class Engine:
             max_pinned_blocks=options.max_pinned_blocks(num_blocks, bytes_per_block),
             copy_tokens=self._kv.copy_tokens,
         )
+        self._adapters = RequestAdapters(adapters, self._roster.changed)
         lending = self._roster.lending
         # Computed blocks come in and go out this way, in any thread.
         self.prefix_pool = PrefixPool(lending, self._kv, seed=prefix_seed)
@@ -171,9 +176,30 @@ class Engine:
         max_new_tokens = self.max_context - len(request.prompt_tokens)
         if request.max_tokens is not None:
             max_new_tokens = min(max_new_tokens, request.max_tokens)
-        generation = Generation(request, on_event, on_end=self._on_end)
+        adapter = self._adapters.acquire(request.adapter)
+        try:
+            return self._submit(request, on_event, max_new_tokens, adapter, joins=joins)
+        except BaseException:
+            self._adapters.release(adapter)
+            raise
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        on_event: OnEvent | None,
+        max_new_tokens: int,
+        adapter: HeldAdapter | None,
+        *,
+        joins: bool,
+    ) -> Generation:
+        """As `submit`. Once nothing can be raised any more, the adapter is released when the generation ends."""
+        generation = Generation(request, on_event, on_end=partial(self._on_end, adapter))
         sequence = TokenSequence(
-            generation, self._tokenizer, eos_token_ids=self._eos_token_ids, max_new_tokens=max_new_tokens
+            generation,
+            self._tokenizer,
+            eos_token_ids=self._eos_token_ids,
+            max_new_tokens=max_new_tokens,
+            adapter=adapter,
         )
         # What the grammar forces from the beginning is sent at once, whatever the weights are.
         first = sequence.begin() if max_new_tokens > 0 or sequence.scores is not None else _no_tokens()
@@ -193,6 +219,7 @@ class Engine:
             generation.deliver()
         if first is not None and first.tokens:
             self._timeline.add_forced(generation, len(first.tokens))
+        self._adapters.follow(adapter, generation)
         return generation
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
@@ -350,7 +377,8 @@ class Engine:
                 if plan.shares:
                     return plan
                 wait_s = None if lending.spill is None else lending.spill.wait_s()
-                assert wait_s is not None, "the oldest sequence can always go on"
+                waits_for_adapters = any(each.waits_for_adapter for each in roster.waiting)
+                assert wait_s is not None or waits_for_adapters, "the oldest sequence can always go on"
                 roster.changed.wait(wait_s)
 
     def _take_turns(self) -> None:
@@ -493,8 +521,9 @@ class Engine:
                     param=param,
                 )
 
-    def _on_end(self, generation: Generation, reason: FinishReason) -> None:
+    def _on_end(self, adapter: HeldAdapter | None, generation: Generation, reason: FinishReason) -> None:
         self._roster.note_end(generation, reason)
+        self._adapters.release(adapter)
         self._timeline.add_request(generation, reason)
 
     def _shut_down(self, reason: TeneralError) -> None:

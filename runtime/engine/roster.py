@@ -176,7 +176,8 @@ class Roster:
         self.preempt(plan.preempted, Preempted.BLOCKS)
         for sequence in plan.admitted:
             self.admit(sequence)
-        self._is_short_of_blocks = bool(self.waiting) and len(self.running) < self.options.max_running
+        is_short = len(self.running) < self.options.max_running
+        self._is_short_of_blocks = is_short and not all(each.waits_for_adapter for each in self.waiting)
         for share in plan.shares:
             if share.num_new_blocks:
                 self.lending.grow(share.sequence.exact, share.num_new_blocks)
@@ -193,8 +194,8 @@ class Roster:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[Sequence]:
-        """Those that wait for a place, and not for blocks that are on their way back."""
-        return [each for each in self.waiting if not each.waits_for_blocks]
+        """Those that wait for a place, and not for blocks or an adapter that are on their way."""
+        return [each for each in self.waiting if not (each.waits_for_blocks or each.waits_for_adapter)]
 
     def attach_prefixes(self) -> None:
         """Give those who wait for a place what is there of their beginnings. Who gets no place gives it back:
@@ -202,7 +203,7 @@ class Roster:
         """
         if self.waiting:
             self.lending.attach(
-                self.waiting,
+                [each for each in self.waiting if not each.waits_for_adapter],
                 num_places=self.options.max_running - len(self.running),
                 num_promised=self.num_promised_blocks(),
             )

@@ -8,6 +8,8 @@ Nothing is known here of tensors, scheduling or threads.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ..kv.prefixes import chain_hash, seed_hash
 from ..kv.spill.fetch import Fetch
 from ..step.batch import Epoch
@@ -19,6 +21,18 @@ from ..text.stop import StopStrings
 from .generation import Generation
 
 
+class AdapterLike(Protocol):
+    """An adapter that a sequence holds, in memory or on its way."""
+
+    @property
+    def digest(self) -> bytes | None:
+        """Of its content; None until all of it is there."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it is there."""
+
+
 class Lane:
     """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order.
 
@@ -26,11 +40,14 @@ class Lane:
     block, the `source`. They are copied when the lane gets its next block.
     """
 
-    __slots__ = ("blocks", "epoch", "num_computed", "sampling", "source", "tokens")
+    __slots__ = ("adapter", "blocks", "epoch", "num_computed", "sampling", "source", "tokens")
 
-    def __init__(self, epoch: Epoch, tokens: list[int], sampling: SamplingState) -> None:
+    def __init__(
+        self, epoch: Epoch, tokens: list[int], sampling: SamplingState, adapter: AdapterLike | None = None
+    ) -> None:
         """The tokens and the state are not copied."""
         self.epoch = epoch
+        self.adapter = adapter
         self.tokens = tokens  # what is to be computed
         self.sampling = sampling  # for the token after these
         self.blocks: tuple[int, ...] = ()
@@ -50,6 +67,7 @@ class Sequence:
         "_detokenizer",
         "_hashes",
         "_stop_strings",
+        "adapter",
         "draft",
         "end_tokens",
         "exact",
@@ -75,8 +93,10 @@ class Sequence:
         *,
         eos_token_ids: frozenset[int],
         max_new_tokens: int,
+        adapter: AdapterLike | None = None,
     ) -> None:
         request = generation.request
+        self.adapter = adapter
         self.generation = generation
         self.tokens: list[int] = list(request.prompt_tokens)  # prompt and output
         self.num_prompt_tokens = len(self.tokens)
@@ -92,7 +112,7 @@ class Sequence:
         num_logprobs = request.num_prompt_logprobs
         # Of the prompt, until the first event brings them.
         self.scores = None if num_logprobs is None else PromptScores(request.prompt_tokens, num_logprobs)
-        self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling)
+        self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter)
         self.draft: Lane | None = None  # while the weights arrive
         self.num_remembered = 0  # full blocks that others can find
         self.fetch: Fetch | None = None  # of its blocks that are no longer in the pool, since it waits
@@ -134,6 +154,11 @@ class Sequence:
     def waits_for_blocks(self) -> bool:
         """Whether some are on their way back to the pool for it."""
         return self.fetch is not None and not self.fetch.is_done
+
+    @property
+    def waits_for_adapter(self) -> bool:
+        """Whether it can take part in no step yet, because its adapter is on its way."""
+        return self.adapter is not None and not self.adapter.is_complete
 
     def begin(self) -> GenerationEvent | None:
         """The event of the tokens that the grammar forces at the beginning, which need no weights; None: there are
@@ -221,7 +246,11 @@ class Sequence:
         """
         hashes = self._hashes
         if not hashes:
-            hashes.append(seed_hash(seed, self.generation.request.cache_salt.encode()))
+            salt = self.generation.request.cache_salt.encode()
+            if self.adapter is not None:
+                assert self.adapter.digest is not None, "blocks of an adapter that is not there"
+                seed = seed_hash(seed, b"adapter", self.adapter.digest)
+            hashes.append(seed_hash(seed, salt))
         for number in range(len(hashes) - 1, num_blocks):
             tokens = self.tokens[number * block_size : (number + 1) * block_size]
             hashes.append(chain_hash(hashes[number], tokens))

@@ -47,6 +47,10 @@ class Executor(Protocol):
     def runs_layers_together(self) -> bool:
         """Whether one call for several layers is faster than a call for each."""
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether a step's spans may have adapters (`models/adapter.py`). Others are given none."""
+
     def embed(self, batch: StepBatch) -> Activations:
         """The rows of the batch's tokens. Reads no other rows of the embeddings."""
 

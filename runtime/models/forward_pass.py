@@ -21,6 +21,7 @@ from ..step.logprobs import rows_at_once
 from ..weights import Gate
 
 if TYPE_CHECKING:
+    from .adapter import Adapter
     from .decoder import Decoder
 
 
@@ -47,6 +48,8 @@ class ForwardPass:
         self._kv = kv
         self._tier = tier
         self._report = on_layer or _ignore
+        # Of the rows; most passes have none.
+        self._adapters: set[Adapter] = {span.adapter for span in batch.spans} - {None}
         self._step: Any = None  # the executor's
         self._x: Any = None  # the executor's activations, once stage is above 0; the logits in the end
 
@@ -66,7 +69,7 @@ class ForwardPass:
         decoder = self._decoder
         if self.stage == 0:
             return decoder.weights.entry_gate.opens(self.batch.tokens, timeout_s, self._tier)
-        return self._gate().opens(timeout_s, self._tier)
+        return self._gate().opens(timeout_s, self._tier) and self._opens_adapters(timeout_s)
 
     def advance(self) -> None:
         """Run the next stage; blocks until its weights are there."""
@@ -84,6 +87,7 @@ class ForwardPass:
             use = nullcontext() if is_exact else self._gate().reading(self._tier)
         if is_exact:
             gate()
+        self._opens_adapters(None)
         with use:
             started_s = time.monotonic()
             name = self._run()
@@ -117,6 +121,12 @@ class ForwardPass:
         weights = decoder.weights
         return weights.layers[self.stage - 1].gate if self.stage <= decoder.num_layers else weights.head_gate
 
+    def _opens_adapters(self, timeout_s: float | None) -> bool:
+        """Whether all adapters of the rows have the next stage's layer. Raises what their loads failed with."""
+        layer = self.stage - 1
+        is_layer = 0 <= layer < self._decoder.num_layers
+        return not is_layer or all(adapter.opens(layer, timeout_s) for adapter in self._adapters)
+
     def _run(self) -> str:
         """The next stage, or all layers that are left where one call computes them sooner: their weights are there."""
         decoder, stage, executor = self._decoder, self.stage, self._decoder.executor
@@ -131,7 +141,8 @@ class ForwardPass:
             return "head"
         if self._step is None:
             self._step = executor.begin(self.batch, self._kv)
-        if executor.runs_layers_together and decoder.is_exact:
+        are_adapters_there = all(adapter.is_complete for adapter in self._adapters)
+        if executor.runs_layers_together and decoder.is_exact and are_adapters_there:
             self.stage = decoder.num_layers + 1
         self._x = executor.layers(self._step, stage - 1, self.stage - 1, self._x)
         return f"layers.{stage - 1}" if self.stage == stage + 1 else "layers"

@@ -28,13 +28,15 @@ class SequenceSpan:
     """One sequence's share of a step: rows [start, start + length) of the batch.
 
     `context_len` counts the tokens that its KV blocks hold once this step's rows are written (cached +
-    length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size].
+    length); `blocks` is its block table: token t of the sequence lies in block blocks[t // block_size]. `adapter` is
+    the `Adapter` (`models/adapter.py`) that its rows have.
     """
 
     start: int
     length: int
     context_len: int
     blocks: tuple[int, ...]
+    adapter: Any = None
 
 
 @dataclass(frozen=True, slots=True)

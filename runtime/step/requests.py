@@ -137,6 +137,7 @@ class GenerationRequest:
     )  # special ones that have a text in this answer
     first_token: FirstToken = FirstToken.EXACT
     cache_salt: str = ""  # who gives another one shares no keys and values with this one
+    adapter: str = ""  # the name of the adapter of the model that computes it; '': none
     session: str = ""  # what is computed of it is kept for the next request that names the same; '': none
     tenant: str = ""  # who shares a queue fairly with the others; '': who gives the same salt is one
     priority: Priority = Priority.INTERACTIVE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ class LaneLike(Protocol):
     epoch: Epoch
     blocks: tuple[int, ...]
     num_computed: int
+    adapter: Any  # as `SequenceSpan` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
     for part in parts:
         blocks = part.lane.blocks
         scored += part.scored(len(tokens))
-        spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks))
+        spans.append(SequenceSpan(len(tokens), part.end - part.first, part.end, blocks, part.lane.adapter))
         tokens += part.tokens[part.first : part.end]
         positions += range(part.first, part.end)
         position = part.first

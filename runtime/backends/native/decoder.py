@@ -29,6 +29,7 @@ from .weights import Parts, refusal_of_tensors, vector_of
 
 if TYPE_CHECKING:
     from ....loader.native.library import Library
+    from .adapters import AdaptedSteps, StepRuns
     from .arrays import Array
 
 NAME = "native"
@@ -109,6 +110,7 @@ class Step:
     spans: Spans
     turns: Floats  # (positions, rotary_dim)
     local_turns: Floats | None
+    runs: StepRuns | None  # of rows that have adapters; None: none has
 
 
 class NativeDecoder:
@@ -116,11 +118,14 @@ class NativeDecoder:
 
     name = NAME
     runs_layers_together = True
+    takes_adapters = True
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, library: Library) -> None:
         """Reads no tensor's content. `refusal` must have found nothing."""
         self._spec = spec
         self._weights = weights
+        self._library = library
+        self._adapted: AdaptedSteps | None = None  # from the first step on that has adapters
         self._products = Products(library)
         self._operations = Operations(library)
         self._scratch_bytes = library.functions.tn_decoder_scratch_bytes
@@ -175,7 +180,7 @@ class NativeDecoder:
         if not num_rows == len(batch.positions) == len(batch.slots):
             raise ValueError("tokens, positions and slots must be equally many")
         local = None if self._local_turns is None else self._local_turns.up_to(end)
-        return Step(batch, pool, spans, self._turns.up_to(end), local)
+        return Step(batch, pool, spans, self._turns.up_to(end), local, self._runs(batch))
 
     def layers(self, step: Step, first: int, end: int, x: Array) -> Array:
         """x (T, hidden_size) through the layers [first, end), in place."""
@@ -204,7 +209,9 @@ class NativeDecoder:
             first=first,
             end=end,
         )
-        if num_rows:
+        if step.runs is not None and self._adapted is not None:
+            self._adapted.call(args, step.runs, num_rows)
+        elif num_rows:
             self._operations.call("tn_decoder_step", args)
         for index in range(first, end):
             self._forget_unsettled(index)
@@ -237,6 +244,15 @@ class NativeDecoder:
         return np.ascontiguousarray(x[rows])
 
     # ---- records ----
+
+    def _runs(self, batch: StepBatch) -> StepRuns | None:
+        if all(span.adapter is None for span in batch.spans):
+            return None
+        if self._adapted is None:
+            from .adapters import AdaptedSteps  # most servers have none
+
+            self._adapted = AdaptedSteps(self._library)
+        return self._adapted.runs(batch.spans)
 
     def _fill(self, index: int) -> None:
         """The layer's record. Its weights are there."""

@@ -5,12 +5,14 @@ They take what the native executors take, and stand in for them where there is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...dtypes import DType, from_float32, to_float32
+from ...models.adapter import Place
 from ...models.decoder_config import LayerRotary
 from ...models.matrices import DecoderLayerWeights, DecoderWeights, ExpertWeights
 from ...models.spec import DecoderSpec
@@ -25,11 +27,19 @@ if TYPE_CHECKING:
 
     ReferenceStep = tuple[StepBatch, Pool, dict[LayerRotary, Floats]]
 
+Adapt = Callable[[Place, Floats, Floats], Floats]  # of a projection's input and output: the output, adapted
+
+
+def as_it_is(place: Place, x: Floats, y: Floats) -> Floats:
+    """Of rows without adapters."""
+    return y
+
 
 class ReferenceDecoder:
     """An `Executor`, but for making pools. Its rows are fp32 arrays."""
 
     runs_layers_together = False
+    takes_adapters = True
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self._spec = spec
@@ -58,21 +68,25 @@ class ReferenceDecoder:
         for index in range(first, end):
             layer = self._weights.layers[index]
             normed = self._norm(x, layer.attention_norm)
-            attended = self._attend(index, step, _project(normed, layer.qkv, spec.dtype))
-            more = _project(attended, layer.output, spec.dtype)
+            at = partial(_adapt, step[0], index, spec.dtype)
+            attended = self._attend(
+                index, step, at(Place.QKV, normed, _project(normed, layer.qkv, spec.dtype))
+            )
+            more = at(Place.OUTPUT, attended, _project(attended, layer.output, spec.dtype))
             x = self._sum(x, self._norm(more, layer.attention_output_norm))
             if not spec.is_parallel:
                 normed = self._norm(x, layer.mlp_norm)
-            x = self._sum(x, self._norm(self._mlp(layer, normed), layer.mlp_output_norm))
+            x = self._sum(x, self._norm(self._mlp(layer, normed, at), layer.mlp_output_norm))
         return x
 
-    def _mlp(self, layer: DecoderLayerWeights | ExpertWeights, x: Floats) -> Floats:
+    def _mlp(self, layer: DecoderLayerWeights | ExpertWeights, x: Floats, at: Adapt = as_it_is) -> Floats:
         dtype = self._spec.dtype
         if layer.gate_up is None or layer.down is None:
             assert isinstance(layer, DecoderLayerWeights)
             return self._mixture(layer, x)
-        gate, up = np.split(_project(x, layer.gate_up, dtype), 2, axis=1)
-        return _project(reference.activate(gate, up, self._spec.activation, dtype), layer.down, dtype)
+        gate, up = np.split(at(Place.GATE_UP, x, _project(x, layer.gate_up, dtype)), 2, axis=1)
+        inner = reference.activate(gate, up, self._spec.activation, dtype)
+        return at(Place.DOWN, inner, _project(inner, layer.down, dtype))
 
     def _mixture(self, layer: DecoderLayerWeights, x: Floats) -> Floats:
         experts, dtype = self._spec.experts, self._spec.dtype
@@ -175,3 +189,21 @@ def _read(pool: Pool, layer: int, slots: Int64s, dtype: DType) -> tuple[Floats, 
 
 def _project(x: Floats, projection: Projection, dtype: DType) -> Floats:
     return np.concatenate([reference.product(x, matrix, dtype) for matrix in projection.matrices()], axis=1)
+
+
+def _adapt(batch: StepBatch, layer: int, dtype: DType, place: Place, x: Floats, y: Floats) -> Floats:
+    """y of the projection of x, with what the rows' adapters add to it."""
+    for span in batch.spans:
+        site = None if span.adapter is None else span.adapter.weights.layers[layer].get(place)
+        if site is None:
+            continue
+        a = to_float32(site.a.array, site.a.dtype)
+        for row in range(span.start, span.start + span.length):
+            low, first = a @ x[row], 0
+            for part in site.parts:
+                b = to_float32(part.b.array, part.b.dtype)
+                columns = slice(part.first, part.first + part.num_out)
+                more = np.float32(part.factor) * (low[first : first + part.rank] @ b)
+                y[row, columns] = reference.rounded(y[row, columns] + more, dtype)
+                first += part.rank
+    return y

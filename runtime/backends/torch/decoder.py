@@ -97,6 +97,7 @@ class TorchExecutor:
     """An `Executor` of one decoder. One forward pass at a time."""
 
     runs_layers_together = False
+    takes_adapters = False
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
         self.spec = spec

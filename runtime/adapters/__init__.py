@@ -1,0 +1,1 @@
+"""Low-rank adapters of a served decoder: PEFT's files, their load, and those in memory."""

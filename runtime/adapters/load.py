@@ -1,0 +1,141 @@
+"""One adapter's way from a store into memory, layer by layer in the order in which a forward pass needs them.
+
+Ranges of the file are read in a few threads, the first layers' first, and a layer is told as soon as its bytes are
+there. It knows no registry and no engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...loader.errors import AccessDeniedError, FormatError, NotFoundError, TeneralError
+from ...loader.format.safetensors import SafetensorsFile, read_header
+from ...loader.process.parallel_map import parallel_map
+from ...loader.sources.base import ObjectInfo, Source
+from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
+from ..models.adapter import AdapterWeights
+from ..models.decoder_config import DecoderConfig
+from .peft import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, AdapterPlan, PeftConfig, plan_adapter
+
+NUM_CONNECTIONS = 4
+RANGE_BYTES = 2 << 20  # of one read: several share a connection's time
+
+
+class Opened(NamedTuple):
+    """An adapter of which all is known but its content."""
+
+    source: Source
+    name: str  # of the weights' file in the source
+    info: ObjectInfo
+    config: bytes
+    file: SafetensorsFile
+    plan: AdapterPlan
+
+
+def open_adapter(source: Source, folder: str, base: DecoderConfig, *, max_bytes: int) -> Opened:
+    """The adapter in this folder of the source ('': the source itself), checked against the base. Reads its config and
+    its header. Raises `AdapterError`, or the source's own errors.
+    """
+    prefix = f"{folder}/" if folder else ""
+
+    def read(name: str) -> tuple[bytes, ObjectInfo | None]:
+        if name == CONFIG_NAME:
+            return source.read(prefix + name, max_bytes=MAX_CONFIG_BYTES)
+        return b"", source.stat(prefix + name)
+
+    (config, _), (_, info) = parallel_map(read, (CONFIG_NAME, WEIGHTS_NAME), num_threads=2)
+    assert info is not None
+    if info.size_bytes > max_bytes:
+        raise too_big(info.size_bytes, max_bytes)
+    peft = PeftConfig.parse(config)
+    file = read_header(source, info)
+    return Opened(source, prefix + WEIGHTS_NAME, info, config, file, plan_adapter(peft, file, base))
+
+
+def read_adapter(opened: Opened, weights: AdapterWeights, on_layer: Callable[[int], None]) -> bytes:
+    """Fill `weights`, telling of each layer, in order, once it is there; returns the content's digest. Holds the whole
+    file meanwhile. Raises the source's errors.
+    """
+    plan = opened.plan
+    content = bytearray(opened.info.size_bytes)
+    ranges, last_range = _ranges(plan, opened.file)
+    done: set[int] = set()
+    num_told = 0
+    lock = threading.Lock()
+    with memoryview(content) as view:
+
+        def read(number: int) -> None:
+            begin, end = ranges[number]
+            opened.source.read_into(opened.name, begin, view[begin:end], version=opened.info.version)
+            done.add(number)
+            tell()
+
+        def tell() -> None:
+            nonlocal num_told
+            with lock:
+                while num_told < len(plan.layers) and last_range[num_told] <= done:
+                    plan.fill(weights, num_told, view)
+                    on_layer(num_told)
+                    num_told += 1
+
+        parallel_map(read, range(len(ranges)), num_threads=NUM_CONNECTIONS)
+        tell()
+        return _digest(opened.config, content)
+
+
+def _ranges(plan: AdapterPlan, file: SafetensorsFile) -> tuple[list[tuple[int, int]], list[set[int]]]:
+    """Ranges [begin, end) of the whole file in the order of the layers, the header first; and the numbers of those that
+    hold each layer.
+    """
+    ranges: list[tuple[int, int]] = [(0, file.data_start)]
+    of_layers: list[set[int]] = []
+    for layer in plan.layers:
+        entries = sorted((entry.begin, entry.end) for each in layer for entry in (each.a, each.b))
+        own: set[int] = set()
+        for begin, end in entries:
+            place = begin
+            while place < end:
+                first, last = ranges[-1]
+                if last == place and last - first < RANGE_BYTES:
+                    place = min(end, first + RANGE_BYTES)
+                    ranges[-1] = (first, place)
+                else:
+                    ranges.append((place, min(end, place + RANGE_BYTES)))
+                    place = ranges[-1][1]
+                own.add(len(ranges) - 1)
+        of_layers.append(own)
+    return ranges, of_layers
+
+
+def _digest(config: bytes, content: bytearray) -> bytes:
+    from blake3 import blake3  # only where there are adapters
+
+    return blake3(len(config).to_bytes(8, "little") + config).update(content).digest()
+
+
+def too_big(size_bytes: int, max_bytes: int) -> AdapterError:
+    return AdapterError(
+        f"the adapter has {size_bytes} bytes, and all adapters together may have {max_bytes}",
+        hint="Raise --adapters-bytes.",
+    )
+
+
+def as_adapter_error(name: str, error: TeneralError) -> TeneralError:
+    """The error of a load as the requests for this adapter get it. Never one that would mean the base's weights."""
+    may_be_absent = isinstance(error, AccessDeniedError) and error.may_be_absent
+    if isinstance(error, NotFoundError) or may_be_absent:
+        told: TeneralError = AdapterNotFoundError(
+            f"the adapter {name!r} does not exist: {error.message}", param="model", hint=error.hint
+        )
+    elif isinstance(error, AdapterError | FormatError):
+        told = AdapterError(
+            f"the adapter {name!r} cannot be used: {error.message}", param="model", hint=error.hint
+        )
+    elif isinstance(error, AdapterUnavailableError):
+        return error
+    else:
+        told = AdapterUnavailableError(f"the adapter {name!r} could not be read: {error.message}")
+    told.__cause__ = error
+    return told

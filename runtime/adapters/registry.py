@@ -1,0 +1,416 @@
+"""The adapters of one served decoder: found by name, loaded when a request asks for one, kept within a budget of bytes.
+
+Invariants: the bytes of all adapters in memory and of those under way never exceed the budget. An adapter that a
+request holds is never given up; of the others, the one used longest ago goes first. A load that finds no room waits
+until requests end: an adapter that has room needs no more of it, so some request always can. What failed is forgotten
+at once, and tried again by the next request. It knows no engine, no step and no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...loader.errors import TeneralError, UsageError
+from ...loader.sources.base import Source, SourceOptions
+from ...loader.sources.open import open_source
+from ..errors import AdapterError, AdapterNotFoundError, AdapterUnavailableError
+from ..models.adapter import AdapterWeights
+from ..models.decoder_config import DecoderConfig
+from .load import as_adapter_error, open_adapter, read_adapter, too_big
+
+logger = logging.getLogger(__name__)
+
+MAX_LOADED = 4096
+MAX_REGISTERED = 16_384
+MAX_LOADS = 4  # at the same time
+FIELD = "{name}"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class LoadedAdapter:
+    """An adapter in memory, or on its way. Made by the registry; an `Adapter` of `models/adapter.py`."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name = name
+        self.address = address
+        self.created_unix_s = int(time.time())
+        self.size_bytes = 0  # that the budget counts for it
+        self.num_pins = 0  # requests that hold it
+        self.is_listed = True  # found by its name
+        self.digest: bytes | None = None  # of its content, once all of it is there
+        self.failure: TeneralError | None = None
+        self._weights: AdapterWeights | None = None
+        self._num_layers = 0  # that are there, from the first one on
+        self._changed = threading.Condition()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def weights(self) -> AdapterWeights:
+        assert self._weights is not None, "an adapter was used before its first layer was there"
+        return self._weights
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its layers are on their way: a forward pass may follow them."""
+        return self._weights is not None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.digest is not None
+
+    def opens(self, layer: int, timeout_s: float | None) -> bool:
+        """As `Adapter.opens`."""
+        if self.digest is not None:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._num_layers > layer, timeout_s)
+            if self.failure is not None:
+                raise self.failure.with_traceback(None)
+            return self._num_layers > layer
+
+    def when_changed(self, callback: Callable[[], None]) -> None:
+        """Have it called when layers begin to come, and when all are there or the load has failed; once for each that
+        has happened, from any thread.
+        """
+        with self._changed:
+            is_over = self.is_complete or self.failure is not None
+            if not is_over:
+                self._callbacks.append(callback)
+        if is_over:
+            callback()
+
+    # -- for the registry --------------------------------------------------------------------------------------
+
+    def begin(self, weights: AdapterWeights) -> None:
+        with self._changed:
+            self._weights = weights
+        self._tell(is_over=False)
+
+    def note_layer(self, layer: int) -> None:
+        with self._changed:
+            self._num_layers = layer + 1
+            self._changed.notify_all()
+
+    def finish(self, digest: bytes | None, failure: TeneralError | None) -> None:
+        with self._changed:
+            self.digest, self.failure = digest, failure
+            self._changed.notify_all()
+        self._tell(is_over=True)
+
+    def _tell(self, *, is_over: bool) -> None:
+        with self._changed:
+            callbacks = list(self._callbacks)
+            if is_over:
+                self._callbacks.clear()
+        for callback in callbacks:
+            callback()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStatistics:
+    """A moment's view; totals count from the start."""
+
+    loaded: int
+    loaded_bytes: int
+    max_bytes: int
+    pinned: int
+    loads_total: int
+    failures_total: int
+    evictions_total: int
+
+
+class AdapterRegistry:
+    """Thread-safe. `close` it."""
+
+    def __init__(
+        self,
+        base: DecoderConfig,
+        *,
+        template: str | None,
+        max_bytes: int,
+        options: SourceOptions | None = None,
+    ) -> None:
+        """`template` is the address of an adapter's folder with {name} in it; None: only what `load` names is there.
+        Raises `UsageError` for another one. Does no I/O.
+        """
+        self._base = base
+        self._max_bytes = max_bytes
+        self._options = options
+        self._folder = ""  # of an adapter in the source, with {name} in it
+        self._source: Source | None = None
+        if template is not None:
+            root, self._folder = split_template(template)
+            self._source = open_source(root, options)
+        self._template = template
+        self._changed = threading.Condition()
+        self._adapters: OrderedDict[str, LoadedAdapter] = OrderedDict()  # the one used longest ago first
+        self._addresses: dict[str, str] = {}  # of what `load` named
+        self._used_bytes = 0
+        self._queue: queue.SimpleQueue[LoadedAdapter | None] = queue.SimpleQueue()
+        self._num_threads = self._num_pending = 0  # pending: queued or under way
+        self._is_closed = False
+        self._num_loads = self._num_failures = self._num_evictions = 0
+
+    # -- for requests ------------------------------------------------------------------------------------------
+
+    def check(self, name: str) -> None:
+        """Raises `AdapterNotFoundError` for a name that no adapter can have here. Does no I/O."""
+        with self._changed:
+            if name in self._addresses:
+                return
+        if self._template is None or not _NAME.fullmatch(name):
+            raise AdapterNotFoundError(
+                f"there is no adapter {name[:200]!r} here",
+                param="model",
+                hint="Names have up to 128 letters, digits and characters of ._-"
+                if self._template is not None
+                else "",
+            )
+
+    def is_registered(self, name: str) -> bool:
+        """Whether `load` named it."""
+        with self._changed:
+            return name in self._addresses
+
+    def acquire(self, name: str) -> LoadedAdapter:
+        """The adapter, held until `release`; its load begins unless it is there. Does not block. Raises as `check`."""
+        self.check(name)
+        with self._changed:
+            self._require_open()
+            adapter = self._adapters.get(name)
+            if adapter is None:
+                address = self._addresses.get(name) or (self._template or "").replace(FIELD, name)
+                adapter = self._adapters[name] = LoadedAdapter(name, address)
+                self._queue.put(adapter)
+                self._start_thread()
+            self._adapters.move_to_end(name)
+            adapter.num_pins += 1
+            return adapter
+
+    def release(self, adapter: LoadedAdapter) -> None:
+        with self._changed:
+            adapter.num_pins -= 1
+            assert adapter.num_pins >= 0, f"the adapter {adapter.name} was released too often"
+            if not adapter.is_listed:
+                self._free(adapter)
+            self._changed.notify_all()
+
+    # -- for an operator ---------------------------------------------------------------------------------------
+
+    def load(self, name: str, address: str) -> None:
+        """Have the adapter at this address found by this name, until `unload`. Blocks until it is there. Raises what
+        its load failed with; then nothing has changed.
+        """
+        if not 0 < len(name) <= 256 or not name.isprintable():
+            raise AdapterError("an adapter's name must be 1 to 256 printable characters", param="lora_name")
+        with self._changed:
+            if name in self._addresses:
+                raise AdapterError(
+                    f"the adapter {name!r} has already been loaded",
+                    param="lora_name",
+                    hint="Unload it first.",
+                )
+            if len(self._addresses) >= MAX_REGISTERED:
+                raise AdapterError(f"there are {MAX_REGISTERED} adapters already", param="lora_name")
+            self._drop(name)  # one of the template's
+            self._addresses[name] = address
+        try:
+            adapter = self.acquire(name)
+            try:
+                done = threading.Event()
+                adapter.when_changed(lambda: done.set() if adapter.is_complete or adapter.failure else None)
+                done.wait()
+                if adapter.failure is not None:
+                    raise adapter.failure
+            finally:
+                self.release(adapter)
+        except BaseException:
+            with self._changed:
+                self._addresses.pop(name, None)
+                self._drop(name)
+            raise
+
+    def unload(self, name: str) -> None:
+        """Forget the adapter. Requests that hold it go on. Raises `AdapterNotFoundError`."""
+        with self._changed:
+            if name not in self._addresses and name not in self._adapters:
+                raise AdapterNotFoundError(f"the adapter {name[:200]!r} cannot be found", param="lora_name")
+            self._addresses.pop(name, None)
+            self._drop(name)
+
+    def listed(self) -> list[tuple[LoadedAdapter, bool]]:
+        """Those that are there, and whether each was named by `load`."""
+        with self._changed:
+            there = [each for each in self._adapters.values() if each.is_complete]
+            return [(each, each.name in self._addresses) for each in there]
+
+    def statistics(self) -> AdapterStatistics:
+        with self._changed:
+            there = [each for each in self._adapters.values() if each.is_complete]
+            return AdapterStatistics(
+                loaded=len(there),
+                loaded_bytes=self._used_bytes,
+                max_bytes=self._max_bytes,
+                pinned=sum(each.num_pins > 0 for each in self._adapters.values()),
+                loads_total=self._num_loads,
+                failures_total=self._num_failures,
+                evictions_total=self._num_evictions,
+            )
+
+    def close(self) -> None:
+        """Give up all loads. Adapters that somebody holds stay valid. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            num_threads, self._num_threads = self._num_threads, 0
+            self._changed.notify_all()
+        for _ in range(num_threads):
+            self._queue.put(None)
+        if self._source is not None:
+            self._source.close()
+
+    def quiesce(self) -> None:
+        """As `Remote.quiesce`, of the store that the template names."""
+        quiesce = getattr(self._source, "quiesce", None)
+        if quiesce is not None:
+            quiesce()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the books agree. For tests."""
+        with self._changed:
+            listed = sum(each.size_bytes for each in self._adapters.values())
+            assert listed <= self._used_bytes <= self._max_bytes
+            assert all(each.is_listed and each.num_pins >= 0 for each in self._adapters.values())
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    def _start_thread(self) -> None:
+        self._num_pending += 1
+        if self._num_threads >= min(self._num_pending, MAX_LOADS):
+            return
+        self._num_threads += 1
+        threading.Thread(target=self._run, name=f"teneral-adapter-{self._num_threads}", daemon=True).start()
+
+    def _run(self) -> None:
+        while (adapter := self._queue.get()) is not None:
+            try:
+                digest = self._load(adapter)
+            except TeneralError as error:
+                self._fail(adapter, as_adapter_error(adapter.name, error))
+            except Exception:
+                logger.exception("the adapter %s could not be loaded", adapter.name)
+                self._fail(
+                    adapter, AdapterUnavailableError(f"the adapter {adapter.name!r} could not be loaded")
+                )
+            else:
+                with self._changed:
+                    self._num_loads += 1
+                adapter.finish(digest, None)
+            del adapter  # it may be given up while this waits
+            with self._changed:
+                self._num_pending -= 1
+
+    def _load(self, adapter: LoadedAdapter) -> bytes:
+        source, folder = self._source, self._folder.replace(FIELD, adapter.name)
+        with self._changed:
+            is_registered = adapter.name in self._addresses
+        if is_registered or source is None:
+            own = open_source(adapter.address, self._options)
+            try:
+                return self._read(adapter, own, "")
+            finally:
+                own.close()
+        return self._read(adapter, source, folder)
+
+    def _read(self, adapter: LoadedAdapter, source: Source, folder: str) -> bytes:
+        started_s = time.monotonic()
+        opened = open_adapter(source, folder, self._base, max_bytes=self._max_bytes)
+        self._make_room(adapter, opened.plan.size_bytes)
+        weights = opened.plan.allocate()
+        adapter.begin(weights)
+        digest = read_adapter(opened, weights, adapter.note_layer)
+        logger.info(
+            "adapter %s: %d bytes in %.3f s",
+            adapter.name,
+            opened.info.size_bytes,
+            time.monotonic() - started_s,
+        )
+        return digest
+
+    def _make_room(self, adapter: LoadedAdapter, size_bytes: int) -> None:
+        """Count these bytes for the adapter, once there is room for them. Waits for requests to end."""
+        if size_bytes > self._max_bytes:
+            raise too_big(size_bytes, self._max_bytes)
+        with self._changed:
+            while True:
+                self._require_open()
+                if not adapter.is_listed or not adapter.num_pins:
+                    raise AdapterUnavailableError(f"nothing asks for the adapter {adapter.name!r} any more")
+                idle = [each for each in self._adapters.values() if each.is_complete and not each.num_pins]
+                num_there = len(self._adapters)
+                while idle and (self._used_bytes + size_bytes > self._max_bytes or num_there > MAX_LOADED):
+                    self._num_evictions += 1
+                    num_there -= 1
+                    self._drop(idle.pop(0).name)
+                if self._used_bytes + size_bytes <= self._max_bytes:
+                    break
+                self._changed.wait()
+            adapter.size_bytes = size_bytes
+            self._used_bytes += size_bytes
+
+    def _fail(self, adapter: LoadedAdapter, error: TeneralError) -> None:
+        logger.warning("%s", error.message)
+        with self._changed:
+            self._num_failures += 1
+            if self._adapters.get(adapter.name) is adapter:
+                self._drop(adapter.name)
+        adapter.finish(None, error)
+
+    # -- under the lock ----------------------------------------------------------------------------------------
+
+    def _drop(self, name: str) -> None:
+        """No longer found by its name; its bytes are counted until no request holds it."""
+        adapter = self._adapters.pop(name, None)
+        if adapter is not None:
+            adapter.is_listed = False
+            self._free(adapter)
+            self._changed.notify_all()
+
+    def _free(self, adapter: LoadedAdapter) -> None:
+        if not adapter.num_pins:
+            self._used_bytes -= adapter.size_bytes
+            adapter.size_bytes = 0
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise AdapterUnavailableError("the instance is shutting down")
+
+
+def split_template(template: str) -> tuple[str, str]:
+    """The address of the folder that holds all adapters, and an adapter's place in it: s3://bucket/lora/{name} gives
+    s3://bucket/lora and {name}. Raises `UsageError`.
+    """
+    before, found, behind = template.partition(FIELD)
+    if not found or set(before + behind.replace(FIELD, "")) & set("{}?#\0"):
+        raise UsageError(
+            f"{template!r} must have {FIELD} in its path, and no other braces",
+            key="adapters",
+            hint=f"Give an address such as s3://bucket/adapters/{FIELD}.",
+        )
+    root, slash, beginning = before.rpartition("/")
+    if slash and (not root or root.endswith("/") or root.endswith(":")):
+        if root:
+            raise UsageError(
+                f"{template!r}: {FIELD} may not be in place of a host or a bucket", key="adapters"
+            )
+        root = "/"
+    folder = beginning + FIELD + behind.rstrip("/")
+    if any(part in ("", ".", "..") for part in folder.split("/")):
+        raise UsageError(f"{template!r} has an empty part behind {FIELD}", key="adapters")
+    return root or ".", folder

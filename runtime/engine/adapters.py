@@ -1,0 +1,64 @@
+"""Adapters as requests hold them: from their submission to their last event, also while their load is on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from ...loader.errors import TeneralError
+from ..errors import AdapterNotFoundError
+from .accept import error_event
+from .generation import Generation
+from .sequence import AdapterLike
+
+
+class HeldAdapter(AdapterLike, Protocol):
+    """One that a request holds: as `LoadedAdapter` of `adapters/registry.py`."""
+
+    @property
+    def failure(self) -> TeneralError | None: ...
+
+    def when_changed(self, callback: Callable[[], None]) -> None: ...
+
+
+class AdapterSource(Protocol):
+    """As `AdapterRegistry` of `adapters/registry.py`."""
+
+    def acquire(self, name: str) -> Any: ...
+
+    def release(self, adapter: Any) -> None: ...
+
+
+class RequestAdapters:
+    """Those of an engine's requests. Thread-safe."""
+
+    def __init__(self, source: AdapterSource | None, changed: threading.Condition) -> None:
+        """`changed` is notified when an adapter comes that some sequence may wait for."""
+        self._source = source
+        self._changed = changed
+
+    def acquire(self, name: str) -> HeldAdapter | None:
+        """None for '', which is the base. Does not block. Raises `AdapterNotFoundError`."""
+        if not name:
+            return None
+        if self._source is None:
+            raise AdapterNotFoundError("this server has no adapters", param="model")
+        held: HeldAdapter = self._source.acquire(name)
+        return held
+
+    def release(self, adapter: HeldAdapter | None) -> None:
+        if adapter is not None and self._source is not None:
+            self._source.release(adapter)
+
+    def follow(self, adapter: HeldAdapter | None, generation: Generation) -> None:
+        """End the generation when the adapter's load fails, and have the engine look again when it is there."""
+        if adapter is not None and not adapter.is_complete:
+            adapter.when_changed(partial(self._follow, adapter, generation))
+
+    def _follow(self, adapter: HeldAdapter, generation: Generation) -> None:
+        if adapter.failure is not None:
+            generation.emit(error_event(adapter.failure))
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,113 @@
+"""A low-rank adapter as a value: y += factor · (x Aᵀ) Bᵀ at some projections of some layers.
+
+Storage exists when these values are made, and never moves; a layer's content is there once its gate opens, as with
+the weights of a model. It does not know where adapters come from.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..tensors import Tensor
+from .decoder_config import DecoderConfig
+
+MAX_RANK = 512  # of one module
+
+
+class Place(enum.IntEnum):
+    """The projections of a layer that adapters know: those of `DecoderLayerWeights` with these names."""
+
+    QKV = 0
+    OUTPUT = 1
+    GATE_UP = 2
+    DOWN = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterPart:
+    """Columns [first, first + num_out) of a projection's output gain factor · low @ b."""
+
+    b: Tensor  # (rank, num_out) F32 or BF16: B, transposed
+    first: int
+    factor: float
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[0]
+
+    @property
+    def num_out(self) -> int:
+        return self.b.shape[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterSite:
+    """Its addition to one projection: low = x @ a.T, whose columns belong to the parts in turn."""
+
+    a: Tensor  # (ranks of all parts together, num_in) F32 or BF16
+    parts: tuple[AdapterPart, ...]  # ascending by `first`, none over another
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    layers: tuple[
+        Mapping[Place, AdapterSite], ...
+    ]  # of each layer of the model; most have all places or none
+    size_bytes: int
+
+    @property
+    def max_low(self) -> int:
+        """The most low numbers of a row at one site."""
+        return max((site.a.shape[0] for layer in self.layers for site in layer.values()), default=0)
+
+
+class Adapter(Protocol):
+    """One that rows of a step have. Hashable by identity."""
+
+    @property
+    def weights(self) -> AdapterWeights:
+        """Once `opens` was true for a layer."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers are there."""
+
+    def opens(self, layer: int, timeout_s: float | None) -> bool:
+        """Whether that layer is there, now or within this time; None: however long. Raises the load's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of one layer that an adapter may change, as a checkpoint names it: "self_attn.q_proj"."""
+
+    name: str
+    place: Place
+    first: int  # column of the place's output
+    num_out: int
+    num_in: int
+
+
+def modules_of(config: DecoderConfig, layer: int) -> tuple[Module, ...]:
+    """The modules of a layer that adapters may change. Mixtures of experts have none but those of attention."""
+    names = config.names
+    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found = _side_by_side(Place.QKV, names.qkv, (query_size, key_size, key_size), config.hidden_size)
+    found.append(Module("self_attn.o_proj", Place.OUTPUT, 0, config.hidden_size, query_size))
+    if config.experts is None or not config.experts.layers[layer]:
+        inner = config.intermediate_size
+        found += _side_by_side(Place.GATE_UP, names.gate_up, (inner, inner), config.hidden_size)
+        found.append(Module("mlp.down_proj", Place.DOWN, 0, config.hidden_size, inner))
+    return tuple(found)
+
+
+def _side_by_side(place: Place, names: tuple[str, ...], sizes: tuple[int, ...], num_in: int) -> list[Module]:
+    if len(names) == 1:
+        return [Module(names[0], place, 0, sum(sizes), num_in)]
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        Module(name, place, first, size, num_in)
+        for name, first, size in zip(names, firsts, sizes, strict=True)
+    ]

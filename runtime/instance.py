@@ -493,6 +493,12 @@ class Instance:
             hint="Ask /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
         )
         self.engine.set_exception(refuse)
+        if self.config.adapters is not None:
+            raise UsageError(
+                "adapters are for models that generate text, and this one makes embeddings",
+                key="adapters",
+                hint="Leave it out.",
+            )
         _resolve(self.kind, "encoder")
         assert self._load is not None
         self._load.reorder(Order.EXACT)  # nobody is served by the draft of an embedding

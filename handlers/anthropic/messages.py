@@ -63,11 +63,10 @@ class MessageRoutes:
 
     def _format(self, body: PromptBody, fields: Fields) -> MessagesFormat:
         service = self._service
-        service.check_model(body.model)
         return MessagesFormat(
             body,
             fields,
-            model=service.instance.model_name,
+            model=service.answering_as(body.model),
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
             settings=chat_settings(service),

@@ -203,6 +203,7 @@ class Model:
             tenant=options.tenant,
             cache_salt=options.cache_salt,
             priority=options.priority,
+            adapter=options.adapter,
         )
 
 

@@ -41,6 +41,7 @@ class GenerateOptions(TypedDict, total=False):
     tenant: str | None  # shares its turns in the queue with calls that give the same
     cache_salt: str | None  # shares keys and values only with calls that give the same
     priority: Literal["interactive", "batch"] | None  # None: interactive
+    adapter: str | None  # the name of an adapter of the model; None: none
     tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
     template: Mapping[str, Any] | None  # further variables of the chat template, such as enable_thinking
 
@@ -59,6 +60,7 @@ class ParsedOptions:
     tenant: str = ""
     cache_salt: str = ""
     priority: Priority = Priority.INTERACTIVE
+    adapter: str = ""
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] = field(default_factory=dict)
 
@@ -187,6 +189,7 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "tenant": _text,
     "cache_salt": _text,
     "priority": _priority,
+    "adapter": _text,
     "tools": _mappings,
     "template": _mapping,
 }

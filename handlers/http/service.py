@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from aiohttp import web
 
 from ...loader.errors import TeneralError
-from ...runtime.errors import ModelError, RequestError
+from ...runtime.errors import AdapterNotFoundError, ModelError, RequestError
 from ...runtime.state import State
 from ...runtime.step.requests import FirstToken, Priority
 from .admission import Admission
@@ -176,6 +176,42 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def adapter_of(self, name: str | None, lora: str | None = None) -> str:
+        """The adapter that a generation's `model` and `lora` name, '' for the base. Raises 404 for another model, and
+        for an adapter that cannot be here.
+        """
+        base, registry = self.instance.model_name, self.instance.adapters
+        adapter = lora or ""
+        if name is not None and name != base:
+            if name.startswith(f"{base}:"):
+                adapter = name[len(base) + 1 :]
+            elif registry is not None and registry.is_registered(name):
+                adapter = name
+            else:
+                self.check_model(name)
+            if lora and lora != adapter:
+                raise RequestError(f"lora is {lora[:200]!r}, but model names {adapter[:200]!r}", param="lora")
+        if not adapter and (name is None or name == base):
+            return ""
+        config = self.instance.config
+        if registry is not None:
+            registry.check(adapter)
+        elif not adapter:
+            raise AdapterNotFoundError(f"{str(name)[:200]!r} names no adapter", param="model")
+        elif config.adapters is None and not config.model_control:
+            raise AdapterNotFoundError(
+                "this server has no adapters", param="model", hint="Start it with --adapters."
+            )
+        return adapter
+
+    def answering_as(self, name: str | None, lora: str | None = None) -> str:
+        """The model's name in an answer to such a generation. Raises as `adapter_of`."""
+        adapter = self.adapter_of(name, lora)
+        base = self.instance.model_name
+        if not adapter:
+            return base
+        return name if name is not None and name != base else f"{base}:{adapter}"
 
     def load_comment(self) -> str:
         """A sign of life for a stream that has nothing to say yet."""

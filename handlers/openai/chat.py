@@ -56,10 +56,9 @@ class ChatRoute:
         """As `post`, with a body that was read already."""
         service = self._service
         body = self._decoder.decode(data)
-        service.check_model(body.model)
         fmt = ChatFormat(
             body,
-            model=service.instance.model_name,
+            model=service.answering_as(body.model, body.lora),
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
             settings=chat_settings(service),

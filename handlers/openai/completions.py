@@ -54,10 +54,9 @@ class CompletionRoute:
         """As `post`, with a body that was read already."""
         service = self._service
         body = self._decoder.decode(data)
-        service.check_model(body.model)
         fmt = CompletionFormat(
             body,
-            model=service.instance.model_name,
+            model=service.answering_as(body.model, body.lora),
             max_sequences=service.limits.max_sequences,
             first_token=service.first_token,
         )

@@ -124,12 +124,32 @@ class ModelRoutes:
         self._service = service
 
     async def list(self, request: web.Request) -> web.Response:
-        return web.Response(body=encode(ModelList([self._model()])), content_type="application/json")
+        return web.Response(
+            body=encode(ModelList([self._model(), *self._adapters()])), content_type="application/json"
+        )
 
     async def get(self, request: web.Request) -> web.Response:
-        self._service.check_model(request.match_info["id"])
-        return web.Response(body=encode(self._model()), content_type="application/json")
+        """The base, or an adapter that is there."""
+        name = request.match_info["id"]
+        found = next((each for each in self._adapters() if each.id == name), None)
+        if found is None:
+            self._service.check_model(name)
+        return web.Response(body=encode(found or self._model()), content_type="application/json")
 
     def _model(self) -> Model:
         instance = self._service.instance
         return Model(instance.model_name, instance.created_unix_s)
+
+    def _adapters(self) -> Sequence[Model]:
+        """Those in memory. One that was loaded by a name of its own has it; others are the base's."""
+        registry, base = self._service.instance.adapters, self._service.instance.model_name
+        if registry is None:
+            return []
+        return [
+            Model(
+                adapter.name if is_registered else f"{base}:{adapter.name}",
+                adapter.created_unix_s,
+                parent=base,
+            )
+            for adapter, is_registered in registry.listed()
+        ]

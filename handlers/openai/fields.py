@@ -24,7 +24,8 @@ Fields = Mapping[str, tuple[Effect, str]]
 _YES, _NO, _IDLE = Effect.HONOURED, Effect.REFUSED, Effect.WITHOUT_EFFECT
 
 _GENERATION: Fields = {
-    "model": (_YES, "the served model's name, or nothing"),
+    "model": (_YES, "the served model's name, or nothing; `NAME:ADAPTER` for an [adapter](adapters.md)"),
+    "lora": (_YES, "the name of an [adapter](adapters.md), where `model` names none"),
     "n": (_YES, "choices, each with its own seed"),
     "stream": (_YES, ""),
     "stream_options": (_YES, "`include_usage`; `include_obfuscation` is without effect"),

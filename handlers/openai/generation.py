@@ -374,6 +374,7 @@ def _chunks(fmt: Format, steps: Sequence[Step]) -> list[bytes]:
 
 async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences, body_bytes: int) -> None:
     """All that comes before the engine has the request; its sequences count as waiting meanwhile."""
+    adapter = service.adapter_of(fmt.body.model, fmt.body.lora)
     with service.admission.waiting(fmt.num_sequences):
         service.require_room(queue_of(fmt.body), priority_of(fmt.body), fmt.num_sequences)
         if fmt.body.truncate_prompt_tokens == WHOLE_CONTEXT:
@@ -381,6 +382,8 @@ async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences
         tokenizer = await service.tokenizer()
         requests = await service.text_threads.run(body_bytes, fmt.prepare, tokenizer, service.max_context)
         engine = await service.ready(service.instance.engine)
+        if adapter:
+            requests = [replace(each, adapter=adapter) for each in requests]
         sequences.submit(engine, requests)
     service.metrics.prompt_taken(fmt.num_prompt_tokens)
     call.limit(service.limits.request_timeout_s)

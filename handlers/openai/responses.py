@@ -218,6 +218,7 @@ class Model(msgspec.Struct, frozen=True):
     created: int
     object: Literal["model"] = "model"
     owned_by: str = "teneral"
+    parent: str | UnsetType = UNSET  # of an adapter: its base
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -55,11 +55,10 @@ class ResponsesRoute:
         service = self._service
         async with service.admission.body(request) as data:
             body = self._decoder.decode(data)
-            service.check_model(body.model)
             with own_names(OWN_NAMES):
                 fmt = ResponsesFormat(
                     body,
-                    model=service.instance.model_name,
+                    model=service.answering_as(body.model),
                     max_sequences=service.limits.max_sequences,
                     first_token=service.first_token,
                     settings=chat_settings(service),

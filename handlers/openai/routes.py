@@ -19,6 +19,8 @@ COHERE_RERANK = "/v2/rerank"  # below the Open Inference Protocol's prefix, and 
 _LATER = (
     ("/v1/chat/completions", "chat", "ChatRoute", "post"),
     ("/v1/responses", "responses_api", "ResponsesRoute", "post"),
+    ("/v1/load_lora_adapter", "adapters", "AdapterRoutes", "load"),
+    ("/v1/unload_lora_adapter", "adapters", "AdapterRoutes", "unload"),
     ("/tokenize", "tokens", "TokenRoutes", "tokenize"),
     ("/detokenize", "tokens", "TokenRoutes", "detokenize"),
     ("/v1/classify", "classify", "ClassifyRoute", "post"),

@@ -104,6 +104,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     # Refused, unless null or what happens in any case (`fields.py`)
     no_stop_trim: bool | None = None
     return_hidden_states: bool | None = None
+    lora: str | None = None  # the name of an adapter, where `model` names none
     # Without effect on an answer
     user: str | None = None
     teneral: Extras | None = None

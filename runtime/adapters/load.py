@@ -1,6 +1,6 @@
 """One adapter's way from a store into memory, layer by layer in the order in which a forward pass needs them.
 
-Ranges of the file are read in a few threads, the first layers' first, and a layer is told as soon as its bytes are
+Ranges of the file are read in a few threads, the first layers' first, and a layer is reported as soon as its bytes are
 there. It knows no registry and no engine.
 """
 
@@ -55,14 +55,14 @@ def open_adapter(source: Source, folder: str, base: DecoderConfig, *, max_bytes:
 
 
 def read_adapter(opened: Opened, weights: AdapterWeights, on_layer: Callable[[int], None]) -> bytes:
-    """Fill `weights`, telling of each layer, in order, once it is there; returns the content's digest. Holds the whole
+    """Fill `weights`, reporting each layer, in order, once it is there; returns the content's digest. Holds the whole
     file meanwhile. Raises the source's errors.
     """
     plan = opened.plan
     content = bytearray(opened.info.size_bytes)
     ranges, last_range = _ranges(plan, opened.file)
     done: set[int] = set()
-    num_told = 0
+    num_filled = 0
     lock = threading.Lock()
     with memoryview(content) as view:
 
@@ -70,18 +70,18 @@ def read_adapter(opened: Opened, weights: AdapterWeights, on_layer: Callable[[in
             begin, end = ranges[number]
             opened.source.read_into(opened.name, begin, view[begin:end], version=opened.info.version)
             done.add(number)
-            tell()
+            fill()
 
-        def tell() -> None:
-            nonlocal num_told
+        def fill() -> None:
+            nonlocal num_filled
             with lock:
-                while num_told < len(plan.layers) and last_range[num_told] <= done:
-                    plan.fill(weights, num_told, view)
-                    on_layer(num_told)
-                    num_told += 1
+                while num_filled < len(plan.layers) and last_range[num_filled] <= done:
+                    plan.fill(weights, num_filled, view)
+                    on_layer(num_filled)
+                    num_filled += 1
 
         parallel_map(read, range(len(ranges)), num_threads=NUM_CONNECTIONS)
-        tell()
+        fill()
         return _digest(opened.config, content)
 
 
@@ -126,16 +126,16 @@ def as_adapter_error(name: str, error: TeneralError) -> TeneralError:
     """The error of a load as the requests for this adapter get it. Never one that would mean the base's weights."""
     may_be_absent = isinstance(error, AccessDeniedError) and error.may_be_absent
     if isinstance(error, NotFoundError) or may_be_absent:
-        told: TeneralError = AdapterNotFoundError(
+        translated: TeneralError = AdapterNotFoundError(
             f"the adapter {name!r} does not exist: {error.message}", param="model", hint=error.hint
         )
     elif isinstance(error, AdapterError | FormatError):
-        told = AdapterError(
+        translated = AdapterError(
             f"the adapter {name!r} cannot be used: {error.message}", param="model", hint=error.hint
         )
     elif isinstance(error, AdapterUnavailableError):
         return error
     else:
-        told = AdapterUnavailableError(f"the adapter {name!r} could not be read: {error.message}")
-    told.__cause__ = error
-    return told
+        translated = AdapterUnavailableError(f"the adapter {name!r} could not be read: {error.message}")
+    translated.__cause__ = error
+    return translated

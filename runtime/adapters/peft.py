@@ -174,7 +174,7 @@ class AdapterPlan:
 
 
 def plan_adapter(peft: PeftConfig, file: SafetensorsFile, base: DecoderConfig) -> AdapterPlan:
-    """Where each tensor of the file belongs in the base. Raises `AdapterError` unless they are exactly those that the
+    """The place of each tensor of the file in the base. Raises `AdapterError` unless they are exactly those that the
     config announces, in the shapes that it and the base give.
     """
     found = _matrices(file)

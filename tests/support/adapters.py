@@ -81,7 +81,7 @@ def linears_of(model: Any) -> dict[str, torch.nn.Linear]:
 def targeted(config: dict[str, Any], name: str) -> bool:
     """As PEFT decides it."""
     layers = config["layers_to_transform"]
-    if layers is not None and int(name.split(".layers.")[1].split(".")[0]) not in layers:
+    if layers is not None and int(name.split(".layers.")[1].split(".", maxsplit=1)[0]) not in layers:
         return False
     targets = config["target_modules"]
     return targets == "all-linear" or any(name == each or name.endswith(f".{each}") for each in targets)
@@ -96,7 +96,12 @@ def rank_and_factor(config: dict[str, Any], name: str) -> tuple[int, float]:
 
 
 def make_tensors(
-    model: Any, config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, size: float = 0.3
+    model: Any,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    size: float = 0.3,
 ) -> dict[str, torch.Tensor]:
     """By their names in adapter_model.safetensors."""
     generator = torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ from tests.support.native_decoder import (
     weights_of,
     with_parameters_in,
 )
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import config_json, tiny_model
 
 from teneral.loader.sources.open import open_source
 from teneral.runtime.adapters.load import open_adapter, read_adapter
@@ -29,7 +29,6 @@ from teneral.runtime.backends.native.decoder import NativeDecoder
 from teneral.runtime.backends.native.reference_models import ReferenceDecoder
 from teneral.runtime.dtypes import DType
 from teneral.runtime.models.decoder_config import DecoderConfig
-from tests.support.tiny_models import config_json
 
 PROMPT = [int(each) for each in np.random.default_rng(1).integers(0, 250, 23)]
 OTHER = PROMPT[::-1][:9]
@@ -152,7 +151,7 @@ def test_eight_adapters_in_one_step_equal_each_alone_bit_for_bit(
         with threads(isa, num_threads):
             steps = stepper(executor, base, dtype, **adapters)
             together = steps.step(prompts)
-            after = steps.step(dict.fromkeys(prompts, [7]))
+            after = steps.step({name: [7] for name in prompts})
         for name in prompts:
             np.testing.assert_array_equal(together[name], alone[name][0], err_msg=name)
             np.testing.assert_array_equal(after[name], alone[name][1], err_msg=name)

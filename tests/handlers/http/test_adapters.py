@@ -110,12 +110,12 @@ async def test_chats_responses_and_messages_take_adapters(rig: Rig) -> None:
                 for name in ("base", "base:german", "base:german")
             ]
             assert [answer.status for answer in answers] == [200] * 3, answers[1].body
-            plain, first, second = (_said(answer.json) for answer in answers)
+            plain, first, second = (_content_of(answer.json) for answer in answers)
             assert plain != first == second, path
             assert answers[1].json["model"] == "base:german"
 
 
-def _said(answer: Any) -> Any:
+def _content_of(answer: Any) -> Any:
     if "choices" in answer:
         return answer["choices"][0]["message"]["content"]
     return answer.get("content") or answer["output"][0]["content"][0]["text"]
@@ -141,7 +141,7 @@ async def test_salts_keep_tenants_with_one_adapter_apart(rig: Rig) -> None:
         assert found == [0, 0, 39]
 
 
-@pytest.mark.parametrize("name", ["nobody", "../base", "a/b", "", ".hidden", "x" * 200, "ä"])
+@pytest.mark.parametrize("name", ["missing", "../base", "a/b", "", ".hidden", "x" * 200, "ä"])
 async def test_unknown_names_are_404(rig: Rig, name: str) -> None:
     async with rig.serve() as server:
         answer = await server.post("/v1/completions", {**BODY, "model": f"base:{name}"})
@@ -164,10 +164,10 @@ async def test_a_broken_adapter_is_400_and_the_server_goes_on(rig: Rig, tmp_path
     cut.write_bytes(cut.read_bytes()[:-100])
     save_adapter(tmp_path / "good", rig.model)
     async with rig.serve(adapters=f"{tmp_path}/{{name}}") as server:
-        for name, said in (("dora", "use_dora"), ("cut", "bytes")):
+        for name, reason in (("dora", "use_dora"), ("cut", "bytes")):
             answer = await server.post("/v1/completions", {**BODY, "model": f"base:{name}"})
             assert (answer.status, answer.error["code"]) == (400, "adapter_invalid")
-            assert said in answer.error["message"]
+            assert reason in answer.error["message"]
         assert (await server.post("/v1/completions", {**BODY, "model": "base:good"})).status == 200
         statistics = server.instance.adapters.statistics()
         assert (statistics.loaded, statistics.failures_total, statistics.pinned) == (1, 2, 0)

@@ -1,1 +1,3 @@
-"""Grammars: which tokens an answer may go on with. One value for every way to ask, one library behind it."""
+"""Structured output: a grammar as one value for every API, and its compiler, which wraps one
+library.
+"""

@@ -1,10 +1,13 @@
-"""From a `GrammarSpec` to a grammar over a model's vocabulary. The only module that imports `llguidance`.
+"""The compiler from a `GrammarSpec` to a grammar over a model's vocabulary. The only module that
+imports `llguidance`.
 
-The library is imported, and the vocabulary prepared, by the first request that asks for a grammar: 0.3 to 0.9 s of CPU
-for 49,000 to 152,000 tokens, during the load and without the GIL. Compiling takes about a millisecond after that.
+The first request with a grammar imports the library and prepares the vocabulary: 0.3 to 0.9 s of
+CPU for 49,000 to 152,000 tokens, during the load and without the GIL. Each compilation then takes
+about a millisecond.
 
-What a grammar may cost is bounded three times: its text (`spec.py`), what the library may build of it (`LIMITS`), and
-each step of a matcher. Beyond them it is `GrammarError`, which concerns its own request alone.
+A grammar's cost is bounded three times: its text (`spec.py`), the structures that the library
+builds from it (`LIMITS`), and each step of a matcher. Beyond a bound it is a `GrammarError`, which
+concerns only its own request.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from .matcher import MaskWords
 
-MAX_COMPILED = 32  # grammars that are kept for requests to come
+MAX_COMPILED = 32  # compiled grammars cached for later requests
 # Fuel is the library's measure of work: about 14,000 units a millisecond. A state of the lexer takes 1 to 2 KiB.
 LIMITS: dict[str, Any] = {
     "max_items_in_row": 1_000,
@@ -38,46 +41,53 @@ LIMITS: dict[str, Any] = {
 
 
 def forced_text(spec: GrammarSpec) -> str:
-    """The text with which every answer begins, whatever the tokenizer: it needs no vocabulary, and takes some
-    milliseconds. Raises `GrammarError`.
+    """The text that begins every answer under any tokenizer.
+
+    Needs no vocabulary, and takes some milliseconds. Raises `GrammarError`.
     """
-    import llguidance  # as below
+    import llguidance  # imported late, as below
 
     data = bytes(_compiled(spec, llguidance.LLTokenizer("byte")).compute_ff_bytes())
-    return data.decode("utf-8", errors="ignore")  # without the first half of a character
+    # Drops an incomplete character at the end.
+    return data.decode("utf-8", errors="ignore")
 
 
 class GrammarCompiler:
-    """One tokenizer's. Thread-safe."""
+    """The compiler for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer_json: Callable[[], bytes], eos_token_ids: Collection[int]) -> None:
-        """`tokenizer_json` gives the content of that file, once, when it is needed."""
+        """`tokenizer_json` returns the content of that file; it is called once, when needed."""
         self._tokenizer_json = tokenizer_json
         self._eos_token_ids = sorted(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._failure: ModelError | None = None
         self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
         self._preparing = threading.Lock()
-        self._lock = threading.Lock()  # over what is compiled
+        self._lock = threading.Lock()  # held while compiling
 
     def prepare(self) -> None:
-        """Read the vocabulary, if that is still to be done. Blocks. Raises `RequestError` where it cannot be used."""
+        """Read the vocabulary, once. Blocks. Raises `RequestError` if the library does not support
+        it.
+        """
         with self._preparing:
             if self._tokenizer is None and self._failure is None:
-                import llguidance  # 8 MB of code that only requests for grammars need
+                # 8 MB of code that only requests with a grammar need.
+                import llguidance
 
                 data = self._tokenizer_json().decode()
                 try:
                     self._tokenizer = llguidance.LLTokenizer(data, eos_token=self._eos_token_ids or None)
                 except (ValueError, RuntimeError) as error:
-                    self._failure = ModelError(f"the tokenizer takes no grammars: {error}")
+                    self._failure = ModelError(f"the tokenizer does not support grammars: {error}")
             if self._failure is not None:
                 raise RequestError(
                     "structured output is not available for this model", hint=self._failure.message[:200]
                 )
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Raises `GrammarError` naming `spec.param` for a grammar that is wrong, or too large or complex."""
+        """Compile the grammar. Raises `GrammarError`, naming `spec.param`, if it is invalid, too
+        large or too complex.
+        """
         with self._lock:
             if (known := self._compiled.get(spec)) is not None:
                 self._compiled.move_to_end(spec)
@@ -126,7 +136,7 @@ class LibraryMatcher:
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
             self._check()
-            raise GrammarError(f"token {token} does not follow in this grammar")
+            raise GrammarError(f"the grammar does not allow token {token} here")
 
     def forced(self) -> list[int]:
         tokens: list[int] = self._matcher.compute_ff_tokens()
@@ -139,7 +149,7 @@ class LibraryMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(
-                f"the grammar became too complex to follow: {_first_line(self._matcher.get_error())}",
+                f"the grammar became too complex to match: {_first_line(self._matcher.get_error())}",
                 hint="Simplify the schema, the expression or the grammar.",
             )
 
@@ -154,14 +164,14 @@ def _compiled(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> llguidanc
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise _refused(spec, matcher.get_error())
-    matcher.compute_ff_bytes()  # a grammar that nothing fulfils shows it here
+    matcher.compute_ff_bytes()  # raises an error for an unsatisfiable grammar
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise _refused(spec, matcher.get_error() or "no text fulfils it")
+        raise _refused(spec, matcher.get_error() or "no text matches it")
     return matcher
 
 
 def _source(spec: GrammarSpec) -> str:
-    """The grammar in the library's own terms. Raises `ValueError`."""
+    """The grammar in the library's notation. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     if spec.kind is GrammarKind.JSON_SCHEMA:
@@ -182,7 +192,9 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _composed(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> str:
-    """A grammar with markers and another grammar in it, in the library's own terms. Raises `ValueError`."""
+    """A grammar with markers and an embedded grammar, in the library's notation. Raises
+    `ValueError`.
+    """
     rules = [spec.text]
     for number, marker in enumerate(spec.markers):
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
@@ -206,9 +218,9 @@ def _whitespace(pattern: str) -> Any:
 
 def _refused(spec: GrammarSpec, why: str) -> GrammarError:
     return GrammarError(
-        f"{spec.param or 'the grammar'} cannot be used: {_first_line(why)}",
+        f"{spec.param or 'the grammar'} is invalid: {_first_line(why)}",
         param=spec.param,
-        hint="docs/structured.md lists what schemas, expressions and grammars may have.",
+        hint="docs/structured.md lists the supported schemas, expressions and grammars.",
     )
 
 

@@ -1,4 +1,4 @@
-"""The protocol through which an engine follows a grammar, whatever library is behind it."""
+"""The protocol through which the engine follows a grammar, independent of the library."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 class Matcher(Protocol):
-    """One answer's place in its grammar. Used by one thread at a time.
+    """The position of one answer in its grammar. Not thread-safe.
 
-    Every method raises `GrammarError` once the grammar has gone over its limits; it has no place from then on.
+    Every method raises `GrammarError` once the grammar has exceeded its limits; the matcher is then
+    unusable.
     """
 
     @property
@@ -25,16 +26,20 @@ class Matcher(Protocol):
         """Whether the answer is complete and can only end."""
 
     def mask_into(self, words: MaskWords) -> None:
-        """Write which tokens may come next; those that end an answer are among them where it may end."""
+        """Write the mask of tokens that may come next, including end tokens where the answer may
+        end.
+        """
 
     def accept(self, token: int) -> None:
-        """Go on by this token. `GrammarError` for one that may not come next."""
+        """Advance by this token. Raises `GrammarError` for one that may not come next."""
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, spelt as the tokenizer spells their text. None of them is accepted yet."""
+        """The tokens that must come next, in the tokenizer's spelling of their text. Accepts none
+        of them.
+        """
 
     def copy(self) -> Matcher:
-        """Another one at the same place, which goes on by itself."""
+        """An independent matcher at the same position."""
 
 
 class Grammar(Protocol):

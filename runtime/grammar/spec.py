@@ -1,8 +1,8 @@
-"""A grammar as a value: the form that an answer must have, however a client asked for it.
+"""The grammar of an answer as a value, independent of the API that requested it.
 
-Every route and every spelling (`response_format`, `structured_outputs`, `guided_json`, `regex`, tools, …) comes to a
-`GrammarSpec`. It is bounded when it is made, and says nothing of tokens: `compiler.py` brings it and a vocabulary
-together.
+Every route and spelling (`response_format`, `structured_outputs`, `guided_json`, `regex`, tools, …)
+is converted to a `GrammarSpec`. Its size is checked when it is made. It does not depend on tokens:
+`compiler.py` combines it with a vocabulary.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ MAX_GRAMMAR_CHARS = 16 << 10
 MAX_CHOICES = 1 << 10
 MAX_CHOICES_CHARS = 64 << 10
 MAX_WHITESPACE_CHARS = 128
-MAX_COMPOSED_CHARS = 256 << 10  # of a grammar that is made of several schemas
-MAX_REPETITION = 5_000  # symbols that nested and consecutive counts such as (a{20}){30} come to
-COMPACT = ""  # a whitespace pattern: no whitespace between the tokens of JSON
-FREE_WHITESPACE = r"[ \n\t]{0,16}"  # bounded, or a model could go on with spaces for ever
+MAX_COMPOSED_CHARS = 256 << 10  # of a grammar composed of several schemas
+# Total symbols of nested and consecutive counts such as (a{20}){30}.
+MAX_REPETITION = 5_000
+# A whitespace pattern: no whitespace between the tokens of JSON.
+COMPACT = ""
+# Bounded, because a model could otherwise continue with spaces forever.
+FREE_WHITESPACE = r"[ \n\t]{0,16}"
 
 
 class GrammarKind(enum.StrEnum):
@@ -38,20 +41,24 @@ class GrammarKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """Hashable: equal values are compiled once. Make it by one of the class methods."""
+    """A grammar to compile. Hashable: equal values are compiled once. Make it with one of the class
+    methods.
+    """
 
     kind: GrammarKind
     text: str  # the schema as JSON, the expression, the choices as a JSON list, or the grammar
     whitespace: str = COMPACT  # between the tokens of JSON: an expression
-    param: str = ""  # the field that asked for it, for error messages
-    markers: tuple[str, ...] = ()  # texts that may be one special token: see `composed`
-    answer: GrammarSpec | None = None  # another grammar, which the text refers to as @answer
+    param: str = ""  # the field that requested it, for error messages
+    # Texts that may be one special token: see `composed`.
+    markers: tuple[str, ...] = ()
+    # An embedded grammar, which the text refers to as @answer.
+    answer: GrammarSpec | None = None
 
     @classmethod
     def json_schema(
         cls, schema: Mapping[str, Any] | bool | str, *, param: str = "", whitespace: str = COMPACT
     ) -> GrammarSpec:
-        """An answer that is a JSON value of this schema: a mapping, or its JSON. Raises `RequestError`."""
+        """A JSON value of this schema, given as a mapping or as JSON. Raises `RequestError`."""
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -76,7 +83,7 @@ class GrammarSpec:
 
     @classmethod
     def regex(cls, expression: str, *, param: str = "") -> GrammarSpec:
-        """An answer that this expression matches as a whole. Raises `RequestError`."""
+        """A text that matches this expression as a whole. Raises `RequestError`."""
         _check_text(expression, MAX_EXPRESSION_CHARS, "a regular expression", param)
         _check_repetition(expression, param)
         return cls(GrammarKind.REGEX, expression, param=param)
@@ -85,7 +92,7 @@ class GrammarSpec:
     def choice(cls, texts: Sequence[str], *, param: str = "") -> GrammarSpec:
         """One of these texts. Raises `RequestError`."""
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise RequestError(f"{param} must be a list of texts, none of them empty", param=param)
+            raise RequestError(f"{param} must be a list of texts that are not empty", param=param)
         if not 0 < len(texts) <= MAX_CHOICES:
             raise RequestError(f"{param} must have 1 to {MAX_CHOICES} choices", param=param)
         text = json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False)
@@ -104,15 +111,16 @@ class GrammarSpec:
     def composed(
         cls, lark: str, *, markers: Sequence[str] = (), answer: GrammarSpec | None = None, param: str = ""
     ) -> GrammarSpec:
-        """A grammar of this server's own making, in Lark's notation, from parts that were checked already.
+        """A grammar made by this server, in Lark's notation, from checked parts.
 
-        Its rules may refer to `marker_N`, which is `markers[N]`: the special token of that text where the vocabulary
-        has one, else its characters; to `until_N`, which is any text up to and with that marker; and to `@answer`. A
-        special token never comes in other text. Raises `RequestError` for one that is too long.
+        Its rules may refer to `marker_N`, which is `markers[N]`: the special token of that text if
+        the vocabulary has one, else its characters; to `until_N`, which is any text up to and
+        including that marker; and to `@answer`. Special tokens never occur in other text. Raises
+        `RequestError` for one that is too long.
         """
         if len(lark) > MAX_COMPOSED_CHARS:
             raise RequestError(
-                f"{param} come to a grammar of {len(lark)} characters, but it may have {MAX_COMPOSED_CHARS}",
+                f"{param} make a grammar of {len(lark)} characters, more than {MAX_COMPOSED_CHARS}",
                 param=param,
                 hint="Send fewer functions, or smaller schemas.",
             )
@@ -185,16 +193,16 @@ def _check_text(text: object, limit: int, what: str, param: str) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise RequestError(f"{param} has half of a surrogate pair in it", param=param) from None
+        raise RequestError(f"{param} contains a lone surrogate", param=param) from None
     if size > limit or "\0" in text:
         raise RequestError(
-            f"{param} is not valid: {what} may have {limit} bytes, and no zero byte; this has {size}",
+            f"{param} is invalid: {what} may have {limit} bytes and no zero byte; this has {size}",
             param=param,
         )
 
 
 def _check_patterns(schema: Any, param: str) -> None:
-    """Bounds the expressions of a schema, wherever they are."""
+    """Check the expressions anywhere in a schema."""
     pending = [schema]
     while pending:
         value = pending.pop()
@@ -211,11 +219,14 @@ def _check_patterns(schema: Any, param: str) -> None:
 
 
 def _check_repetition(expression: str, param: str) -> None:
-    """Raises `RequestError` where counted repetitions come to too many symbols: each state of an automaton costs
-    memory and time, and a few characters can ask for millions.
+    """Raise `RequestError` if counted repetitions expand to too many symbols.
+
+    Each state of an automaton costs memory and time, and a few characters can request millions.
     """
-    sizes = [0]  # of the groups that are open, the whole expression first
-    last = 0  # the size of what a count would repeat
+    # Of the open groups, the whole expression first.
+    sizes = [0]
+    # The size of the symbol or group that a count would repeat.
+    last = 0
     position = 0
     while position < len(expression):
         character = expression[position]
@@ -243,7 +254,7 @@ def _check_repetition(expression: str, param: str) -> None:
 
 
 def _check_counts(grammar: str, param: str) -> None:
-    """The same for a grammar, whose rules may repeat one another: all of its counts together."""
+    """Check a grammar likewise: all of its counts together, because rules may repeat one another."""
     total = 1
     position = grammar.find("{")
     while position >= 0:
@@ -255,7 +266,7 @@ def _check_counts(grammar: str, param: str) -> None:
 
 
 def _count_at(text: str, position: int) -> tuple[int, int] | None:
-    """The most repetitions that `{n}`, `{n,}` or `{n,m}` at this place asks for, and where it ends."""
+    """The maximum of `{n}`, `{n,}` or `{n,m}` at this position, and its end; None without one."""
     end = text.find("}", position, position + 32)
     counts = [part.strip() for part in text[position + 1 : end].split(",")] if end > 0 else []
     if (
@@ -268,7 +279,7 @@ def _count_at(text: str, position: int) -> tuple[int, int] | None:
 
 
 def _end_of_class(expression: str, position: int) -> int:
-    """The place of the bracket that closes the class which begins here."""
+    """The position of the bracket that closes the class that begins here."""
     start = position + 1 + (expression[position + 1 : position + 2] == "^")
     end = start + (expression[start : start + 1] == "]")
     while end < len(expression) and expression[end] != "]":
@@ -278,7 +289,7 @@ def _end_of_class(expression: str, position: int) -> int:
 
 def _too_much(param: str) -> RequestError:
     return RequestError(
-        f"{param} is too complex: its repetitions come to more than {MAX_REPETITION} symbols",
+        f"{param} is too complex: its repetitions expand to more than {MAX_REPETITION} symbols",
         param=param,
         hint="Use * or + for long texts, or maxLength for strings of a schema.",
     )

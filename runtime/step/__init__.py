@@ -1,1 +1,3 @@
-"""The vocabulary of a step: batches, rows, requests, sampling, and what a backend is. Imports no way to compute."""
+"""The data types of a step: batches, rows, requests, sampling, and the `Backend` protocol. Imports
+no backend.
+"""

@@ -1,7 +1,8 @@
-"""The protocol by which an engine computes: puts a step's numbers where the model is, computes, and chooses tokens.
+"""The protocol between the engine and a backend: move a step's numbers to the model, compute, and
+choose tokens.
 
-`backends/host.py` is for models on this machine's CPU; for a CUDA device there is `cuda/backend.py`. One thread at a
-time. Nothing is known here of which sequences take part, or why.
+`backends/host.py` is for models on this machine's CPU, `backends/cuda/backend.py` for those on a
+CUDA device. Not thread-safe. This module does not know how the engine selects sequences.
 """
 
 from __future__ import annotations
@@ -15,28 +16,32 @@ from .batch import StepBatch
 from .rows import Rows
 from .state import Chosen, SamplingState
 
-# Told after each piece of work: (index, name, start_s, end_s), on time.monotonic()'s clock, waiting for
-# weights left out. The embedding has index -1, the layers 0 to num_layers - 1, the head num_layers.
+# Called after each piece of work with (index, name, start_s, end_s), on time.monotonic()'s clock,
+# without the time spent waiting for weights. The embedding has index -1, the layers 0 to num_layers
+# - 1, the head num_layers.
 OnLayer = Callable[[int, str, float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatistics:
-    """A moment's view of a device's memory, in bytes, and of what is done there. Counts are from the engine's start."""
+    """A snapshot of a device's memory, in bytes, and of its work. Counts are from the engine's
+    start.
+    """
 
-    free_bytes: int  # as the driver says
+    free_bytes: int  # reported by the driver
     total_bytes: int
     weight_bytes: int
     kv_bytes: int
-    graph_bytes: int  # that recorded steps keep
-    activation_bytes: int  # set aside for the largest step
+    graph_bytes: int  # held by recorded steps
+    activation_bytes: int  # reserved for the largest step
     allocated_bytes: int  # by torch, the pool included
     reserved_bytes: int
     num_graphs: int
-    graph_steps_total: int  # steps that were replayed
+    graph_steps_total: int  # replayed steps
     eager_steps_total: int
     out_of_memory_total: int
-    narrow_redraws_total: int  # tokens that were drawn a second time, among more candidates
+    # Tokens drawn again among more candidates.
+    narrow_redraws_total: int
 
 
 class Backend(Protocol):
@@ -47,37 +52,41 @@ class Backend(Protocol):
         """Whether `forward` returns while the device still computes: `choose` then ends the step."""
 
     def build(self, parts: Sequence[Rows]) -> StepBatch:
-        """The batch for these rows, where the model is; all lanes must be of one epoch. Valid until the next one."""
+        """Build the batch of these rows on the model's device; all lanes must be of one epoch.
+        Valid until the next one.
+        """
 
     def forward(self, batch: StepBatch, *, on_layer: OnLayer | None) -> Any:
-        """Logits (R, vocab) fp32 of a batch that `build` has made, valid until the next step: numpy's, or on a device
-        what `choose` takes there. Raises what the model raises.
+        """Logits (R, vocab) fp32 of a batch from `build`, valid until the next step.
+
+        A numpy array, or on a device the input of `choose` there. Raises the model's errors.
         """
 
     def choose(self, logits: Any, states: Sequence[SamplingState]) -> list[Chosen]:
-        """The next token of each row. The step is over then, on the device, too."""
+        """Choose the next token of each row. The step then has ended on the device, too."""
 
     def wants_idle_time(self, *, has_running: bool) -> bool:
-        """Whether there is something to be done that makes later steps faster, and is worth it now."""
+        """Whether there is work now that is worth its time and makes later steps faster."""
 
     def work_when_idle(self) -> None:
-        """One piece of that. Takes up to a second."""
+        """Do one piece of that work, which takes up to a second."""
 
     def make_room(self) -> None:
-        """Memory ran out in a step: give back what can be given back."""
+        """Free all memory that can be freed, after a step ran out of memory."""
 
     def statistics(self) -> DeviceStatistics | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendOptions:
-    """The parts that a backend may rely on."""
+    """The engine's settings that a backend may rely on."""
 
     block_size: int
     max_running: int
     max_step_tokens: int
     max_context: int
-    kernels_dir: str | None = None  # of binaries that were compiled ahead of time, for a CUDA device
+    # Folder of kernels compiled ahead of time, for a CUDA device.
+    kernels_dir: str | None = None
 
 
 MakeBackend = Callable[[Any, Any, BackendOptions, Timeline | None], Backend]  # of a model and its pool

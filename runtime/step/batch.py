@@ -1,4 +1,4 @@
-"""One step's work as the model sees it: tokens of several sequences back to back, without padding."""
+"""The batch of one step: tokens of several sequences back to back, without padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Epoch(enum.IntEnum):
-    """The weights that keys and values were computed with. Those of one epoch never serve the other."""
+    """The weights that keys and values were computed with. Those of one epoch never serve the
+    other.
+    """
 
     DRAFT = 0  # some of them were not exact
     EXACT = 1
@@ -41,7 +43,9 @@ class SequenceSpan:
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows [start, start + length) of the batch, a prompt's tokens from `position` on: their logits go to `scores`."""
+    """Rows [start, start + length) of the batch, a prompt's tokens from `position` on, whose logits
+    go to `scores`.
+    """
 
     scores: PromptScores
     position: int
@@ -51,19 +55,22 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """T tokens of all sequences together, R rows whose logits are wanted. All arrays are contiguous."""
+    """T tokens of all sequences together, and R rows whose logits are needed. All arrays are
+    contiguous.
+    """
 
     tokens: Int64s  # (T,)
     positions: Int64s  # (T,), position of each token in its own sequence
     slots: Int64s  # (T,), block * block_size + offset: where this step's keys and values go
     spans: tuple[SequenceSpan, ...]
     logit_rows: Int64s  # (R,), indices into the T rows
-    on_device: Any = None  # the same once more, where a backend has sent it to a device
+    # The backend's copy of the batch on a device.
+    on_device: Any = None
     scored: tuple[ScoredRows, ...] = ()
 
 
 def join(batches: Sequence[StepBatch]) -> StepBatch:
-    """All of them as one, their rows behind one another."""
+    """Concatenate batches."""
     spans: list[SequenceSpan] = []
     logit_rows: list[Int64s] = []
     scored: list[ScoredRows] = []
@@ -84,7 +91,9 @@ def join(batches: Sequence[StepBatch]) -> StepBatch:
 
 
 def select(batch: StepBatch, numbers: Sequence[int]) -> tuple[StepBatch, Int64s]:
-    """Only these spans of it, by number, ascending; and which of its rows they are."""
+    """Select these spans of the batch, by number, ascending. Returns the new batch and the numbers
+    of its rows.
+    """
     kept = [batch.spans[number] for number in numbers]
     rows = [row for span in kept for row in range(span.start, span.start + span.length)]
     place = {row: index for index, row in enumerate(rows)}

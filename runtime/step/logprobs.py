@@ -1,7 +1,7 @@
-"""Log-probabilities under the model's own distribution: of a chosen token, and of a prompt's.
+"""Log probabilities under the model's own distribution, of chosen tokens and of prompts.
 
-A prompt's are reduced row by row as chunks of logits come, so that the logits of a whole prompt are never held. Nothing
-is known here of sequences, blocks or text.
+A prompt's are reduced row by row as chunks of logits arrive, so that the logits of a whole prompt
+are never held. This module knows nothing of sequences, blocks or text.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from .requests import PromptLogprobs, TokenLogprob
 
-MAX_LOGITS_BYTES = 32 << 20  # of a prompt's logits that are held at once
+MAX_LOGITS_BYTES = 32 << 20  # of a prompt's logits held at once
 
 Floats = npt.NDArray[np.float32]
 
 
 def log_softmax(scores: Floats) -> Floats:
-    """(vocab,) fp32 natural logarithms, computed in 64 bits; not-a-number where no score is finite."""
+    """(vocab,) fp32 natural logarithms, computed in 64 bits; NaN if no score is finite."""
     wide = scores.astype(np.float64)
     wide -= wide.max()
     logprobs: Floats = (wide - math.log(float(np.exp(wide).sum()))).astype(np.float32)
@@ -29,7 +29,7 @@ def log_softmax(scores: Floats) -> Floats:
 
 
 def best(logprobs: Floats, count: int) -> npt.NDArray[np.int64]:
-    """The tokens of the `count` highest values, best first; of equals, the lowest id first."""
+    """The tokens of the `count` highest values, best first; ties go to the lowest id."""
     count = min(count, logprobs.size)
     if not count:
         return np.empty(0, np.int64)
@@ -38,7 +38,9 @@ def best(logprobs: Floats, count: int) -> npt.NDArray[np.int64]:
 
 
 def token_logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:
-    """Of (vocab,) scores: the token's, and of the `num_top` best that are possible."""
+    """The log probabilities of a token and of the `num_top` best possible ones, from (vocab,)
+    scores.
+    """
     logprobs = log_softmax(scores)
     tokens = best(logprobs, num_top)
     pairs = zip(tokens.tolist(), logprobs[tokens].tolist(), strict=True)
@@ -48,17 +50,20 @@ def token_logprob(scores: Floats, token: int, num_top: int) -> TokenLogprob:
 
 
 class PromptScores:
-    """A prompt's log-probabilities in the making. Rows may come in any order, and again: a preempted sequence is
-    computed from its beginning.
+    """The log probabilities of a prompt, as they accumulate.
+
+    Rows may arrive in any order, and repeatedly: a preempted sequence is computed again from its
+    beginning.
     """
 
     def __init__(self, prompt_tokens: Sequence[int], num_top: int) -> None:
-        self.num_rows = len(prompt_tokens) - 1  # after the last token comes the answer
+        self.num_rows = len(prompt_tokens) - 1  # the logits after the last token are the answer's
         self._targets = prompt_tokens[1:]
         self._num_top = num_top
         self._num_done = 0
         self._result: PromptLogprobs | None = (
-            None  # made when the first rows come: a prompt may wait for long
+            # Allocated with the first rows, because a prompt may wait for a long time.
+            None
         )
 
     @property
@@ -66,7 +71,9 @@ class PromptScores:
         return self._num_done >= self.num_rows
 
     def add(self, position: int, logits: Any) -> None:
-        """Takes logits (R, vocab) fp32 of the prompt's tokens from `position` on, on any device; changes none."""
+        """Add logits (R, vocab) fp32 of the prompt's tokens from `position` on, on any device. Does
+        not change them.
+        """
         result = self.result()
         host: Floats = logits if isinstance(logits, np.ndarray) else logits.cpu().numpy()
         for row, scores in enumerate(host, position):
@@ -80,7 +87,7 @@ class PromptScores:
         self._num_done = max(self._num_done, position + len(host))
 
     def result(self) -> PromptLogprobs:
-        """All of them once it is complete."""
+        """The result. Requires `is_complete`."""
         if self._result is None:
             num, top = self.num_rows, self._num_top
             self._result = PromptLogprobs(
@@ -94,5 +101,5 @@ class PromptScores:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows whose logits fit `MAX_LOGITS_BYTES`, at least one."""
+    """The number of rows whose logits fit `MAX_LOGITS_BYTES`, at least one."""
     return max(1, MAX_LOGITS_BYTES // (4 * vocab_size))

@@ -1,6 +1,4 @@
-"""Requests to the engine and its answers, as values. No text is tokenised here and no HTTP
-is known.
-"""
+"""Requests to the engine and its answers, as values, without text processing or HTTP."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ MAX_STOP_STRING_CHARS = 1_024
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_SALT_CHARS = 256
 MAX_NAME_CHARS = 128  # of a session or a tenant
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a prompt: its tokens, each with the best in its place
+# Of a prompt: its tokens, times the top tokens of each.
+MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_ALLOWED_TOKENS = 1 << 16
-MAX_BAD_WORDS = 512  # as sequences of tokens
+MAX_BAD_WORDS = 512  # sequences of tokens
 MAX_BAD_WORD_TOKENS = 64
 _NAME = re.compile(rf"[A-Za-z0-9._:/+=@-]{{1,{MAX_NAME_CHARS}}}")
 
@@ -39,31 +38,37 @@ class FinishReason(enum.StrEnum):
 
 
 class FirstToken(enum.StrEnum):
-    """The weights that may choose the first tokens that a client gets, while they are still arriving."""
+    """The weights that may choose a client's first tokens while weights are still arriving."""
 
-    EXACT = "exact"  # exact ones: whatever is sent is what the finished model says
-    DRAFT = "draft"  # those of the draft tier will do, until the exact ones are there
-    SKETCH = "sketch"  # those of the sketch tier, where the artifact has one; else the draft's
+    # Exact weights only: all tokens sent are those of the finished model.
+    EXACT = "exact"
+    # Weights of the draft tier, until the exact ones have arrived.
+    DRAFT = "draft"
+    # Weights of the sketch tier, if the artifact has one; else the draft's.
+    SKETCH = "sketch"
 
     @property
     def sends_drafts(self) -> bool:
-        """Whether a client may get tokens that no exact weights have confirmed."""
+        """Whether a client may get tokens that exact weights have not confirmed."""
         return self is not FirstToken.EXACT
 
 
 class Priority(enum.StrEnum):
-    """The order of requests: which go first, and which make way."""
+    """The scheduling class of a request."""
 
-    INTERACTIVE = "interactive"  # somebody waits for each token
-    BATCH = "batch"  # gets what the others leave, and gives it back when they need it
+    # A user waits for each token.
+    INTERACTIVE = "interactive"
+    # Uses the capacity left by interactive requests, and yields it to them.
+    BATCH = "batch"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. The defaults are plain sampling from the model's distribution.
+    """Parameters of choosing the next token. The defaults are plain sampling from the model's
+    distribution.
 
-    Order of application: logit bias, repetition/presence/frequency penalties, temperature, top-k, top-p,
-    min-p.
+    Order of application: logit bias, repetition/presence/frequency penalties, temperature, top-k,
+    top-p, min-p.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -76,7 +81,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None  # the same seed, prompt and parameters give the same tokens on the same machine
     allowed_tokens: tuple[int, ...] | None = None  # None: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that an answer never completes
+    # Sequences of tokens that an answer never completes.
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)
@@ -92,20 +98,20 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         if self.allowed_tokens is not None and not 0 < len(self.allowed_tokens) <= MAX_ALLOWED_TOKENS:
             raise RequestError(
-                f"allowed_token_ids takes 1 to {MAX_ALLOWED_TOKENS} tokens, not {len(self.allowed_tokens)}",
+                f"allowed_token_ids must have 1 to {MAX_ALLOWED_TOKENS} tokens, not {len(self.allowed_tokens)}",
                 param="allowed_token_ids",
             )
         if len(self.bad_words) > MAX_BAD_WORDS or any(
             not 0 < len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words
         ):
             raise RequestError(
-                f"bad_words takes up to {MAX_BAD_WORDS} spellings of 1 to {MAX_BAD_WORD_TOKENS} tokens",
+                f"bad_words must have up to {MAX_BAD_WORDS} spellings of 1 to {MAX_BAD_WORD_TOKENS} tokens",
                 param="bad_words",
             )
 
     @property
     def named_tokens(self) -> dict[str, tuple[int, ...]]:
-        """The tokens that the model must have, by the field that names them."""
+        """The token ids in the request, which the vocabulary must contain, by their field."""
         return {
             "logit_bias": tuple(token for token, _ in self.logit_bias),
             "allowed_token_ids": self.allowed_tokens or (),
@@ -115,31 +121,38 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate. The prompt has its special tokens already."""
+    """One sequence to generate. The prompt includes its special tokens."""
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     max_tokens: int | None = None  # None: until the context is full
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    min_tokens: int = 0  # before which no end-of-sequence token comes, and no stop token or string counts
+    # Before that, no end-of-sequence token comes, and no stop token or string counts.
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     includes_stop: bool = (
-        False  # the text that is given out has the stop string, or the stop token's text, at its end
+        # The returned text ends with the stop string, or the stop token's text.
+        False
     )
-    skips_special_tokens: bool = True  # they have no text
+    skips_special_tokens: bool = True  # skipped tokens have no text
     ignore_eos: bool = False
     num_top_logprobs: int | None = None  # None: no logprobs; 0: of the chosen token only
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    grammar: Grammar | None = None  # what the answer must follow
+    grammar: Grammar | None = None  # the grammar of the answer
     shown_tokens: Mapping[int, str] = field(
         default_factory=dict
-    )  # special ones that have a text in this answer
+        # Special tokens that have a text in this answer.
+    )
     first_token: FirstToken = FirstToken.EXACT
-    cache_salt: str = ""  # who gives another one shares no keys and values with this one
-    adapter: str = ""  # the name of the adapter of the model that computes it; '': none
-    session: str = ""  # what is computed of it is kept for the next request that names the same; '': none
-    tenant: str = ""  # who shares a queue fairly with the others; '': who gives the same salt is one
+    # Requests with different salts share no keys and values.
+    cache_salt: str = ""
+    # The name of the LoRA adapter that computes it; '': none.
+    adapter: str = ""
+    # The session whose keys and values are kept for its next request; '': none.
+    session: str = ""
+    # Tenants share the queue fairly; '': requests with the same salt are one tenant.
+    tenant: str = ""
     priority: Priority = Priority.INTERACTIVE
 
     def __post_init__(self) -> None:
@@ -152,7 +165,7 @@ class GenerationRequest:
             not 0 < len(text) <= MAX_STOP_STRING_CHARS for text in self.stop
         ):
             raise RequestError(
-                f"stop takes up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
+                f"stop must have up to {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_STRING_CHARS} characters",
                 param="stop",
             )
         check_owner(session=self.session, tenant=self.tenant, cache_salt=self.cache_salt)
@@ -165,17 +178,17 @@ class GenerationRequest:
                     f"{len(self.prompt_tokens)} tokens with {self.num_prompt_logprobs} log-probabilities for each "
                     f"are more than {MAX_PROMPT_LOGPROBS}",
                     param="prompt_logprobs",
-                    hint="Ask for fewer of them, or send a shorter prompt.",
+                    hint="Request fewer of them, or send a shorter prompt.",
                 )
 
     @property
     def queue_name(self) -> str:
-        """With whom this request shares its turn: the same for all requests of a tenant."""
+        """The fair queue of this request, shared by all requests of a tenant."""
         return queue_name(self.tenant, self.cache_salt)
 
     @property
     def session_key(self) -> tuple[str, str, str] | None:
-        """The session among those of all tenants and salts; None: there is none."""
+        """The session's key, unique across tenants and salts; None without a session."""
         return (self.tenant, self.cache_salt, self.session) if self.session else None
 
 
@@ -192,11 +205,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Of all tokens of a prompt but the first, N of them, each after those before it; k of the best in its place."""
+    """Log probabilities of the N tokens of a prompt after the first, each with the k best
+    alternatives.
+    """
 
     tokens: npt.NDArray[np.int32]  # (N,)
     logprobs: npt.NDArray[np.float32]  # (N,)
-    ranks: npt.NDArray[np.int32]  # (N,), from 1: one more than the tokens that are likelier
+    ranks: npt.NDArray[np.int32]  # (N,), from 1: one more than the number of likelier tokens
     top_tokens: npt.NDArray[np.int32]  # (N, k), best first
     top_logprobs: npt.NDArray[np.float32]  # (N, k)
 
@@ -219,12 +234,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GenerationEvent:
-    """A step forward of one sequence. `text` is whole characters only; it may be '' while a character or a
-    possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has the `error`.
+    """The progress of one sequence. `text` is whole characters only; it may be '' while a character
+    or a possible stop string is incomplete. The last event has a `finish_reason`; with ERROR it has
+    the `error`.
 
-    `num_drafted` of its tokens were chosen by weights that were not exact yet, which the request allowed. The other two
-    count proposals of the draft that the exact weights judged in this step: those that they would have chosen, too,
-    and those behind the first that they would not. `prompt_logprobs` come with the first event of a request for them.
+    `num_drafted` of its tokens were chosen by weights that were not exact yet, with the request's
+    permission. The other two count the draft's proposals that the exact weights judged in this
+    step: the accepted ones, and those from the first rejected one on. `prompt_logprobs` come with
+    the first event of a request for them.
     """
 
     text: str
@@ -237,35 +254,36 @@ class GenerationEvent:
     num_rejected: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     stopped_by: str | int | None = (
-        None  # the request's stop string or stop token; None: nothing that it names
+        # The request's stop string or stop token that ended it; None: another reason.
+        None
     )
 
 
 def check_owner(*, session: str = "", tenant: str = "", cache_salt: str = "") -> None:
-    """Raises RequestError for an invalid name; '' is none. A salt may be any text."""
+    """Raise RequestError for an invalid name; '' is none. A salt may be any text."""
     for param, name in (("session", session), ("tenant", tenant)):
         if name and not _NAME.fullmatch(name):
             raise RequestError(
                 f"{param} must be 1 to {MAX_NAME_CHARS} letters, digits or characters of ._:/+=@- in ASCII",
                 param=param,
-                hint="Give the digest of what it stands for.",
+                hint="Send a digest of the name instead.",
             )
     if len(cache_salt) > MAX_CACHE_SALT_CHARS:
         raise RequestError(f"cache_salt may have {MAX_CACHE_SALT_CHARS} characters", param="cache_salt")
     try:
         cache_salt.encode()
     except UnicodeEncodeError:
-        raise RequestError("cache_salt is no text: it has half of a pair", param="cache_salt") from None
+        raise RequestError("cache_salt contains a lone surrogate", param="cache_salt") from None
 
 
 def queue_name(tenant: str, cache_salt: str) -> str:
-    """Of a request with this tenant and salt; no tenant's is the same as a salt's."""
+    """The fair queue of this tenant and salt; a tenant's differs from any salt's."""
     if tenant:
         return f"tenant:{tenant}"
     return f"salt:{cache_salt}" if cache_salt else ""
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    # not (low <= value <= high) would let NaN through in the other spelling
+    # The comparison is written so that NaN is rejected.
     if isinstance(value, bool) or not low <= value <= high:
         raise RequestError(f"{name} is {value!r}, but must be from {low:g} to {high:g}", param=name)

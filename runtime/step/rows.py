@@ -1,4 +1,4 @@
-"""From rows of sequences to the arrays of a step. Runs once a step, beside the model: it must cost little."""
+"""The conversion of sequences' rows to the arrays of a step. Runs once a step, so it must be fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LaneLike(Protocol):
-    """The places of a sequence's keys and values of one epoch."""
+    """The location of a sequence's keys and values of one epoch."""
 
     epoch: Epoch
     blocks: tuple[int, ...]
@@ -25,20 +25,24 @@ class LaneLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens [first, end) of one sequence, whose keys and values go to a lane that holds the blocks for them.
+    """The tokens [first, end) of one sequence, whose lane holds the blocks for their keys and
+    values.
 
-    Logits are wanted of the last `num_logits` of them, and those of the prompt's rows go to `scores`.
+    Logits are needed of the last `num_logits` of them, and those of the prompt's rows go to
+    `scores`.
     """
 
     lane: LaneLike
-    tokens: Sequence[int]  # from the sequence's first on
+    tokens: Sequence[int]  # from the sequence's first token on
     first: int
     end: int
     num_logits: int
     scores: PromptScores | None = None
 
     def scored(self, start: int) -> tuple[ScoredRows, ...]:
-        """Those whose logits go to `scores`; `start` is the first row of these tokens in the batch. None or one."""
+        """The rows whose logits go to `scores`, none or one range; `start` is the first row of
+        these tokens in the batch.
+        """
         end = 0 if self.scores is None else min(self.end, self.scores.num_rows)
         if self.scores is None or end <= self.first:
             return ()
@@ -46,7 +50,9 @@ class Rows:
 
 
 def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
-    """The batch for these rows; all lanes must be of one epoch. `logit_rows` are in this order."""
+    """Build the batch of these rows; all lanes must be of one epoch. `logit_rows` are in this
+    order.
+    """
     assert len({part.lane.epoch for part in parts}) == 1, "exact and draft keys and values in one pass"
     tokens: list[int] = []
     positions: list[int] = []
@@ -61,14 +67,14 @@ def build_batch(parts: Sequence[Rows], block_size: int) -> StepBatch:
         tokens += part.tokens[part.first : part.end]
         positions += range(part.first, part.end)
         position = part.first
-        while position < part.end:  # block by block: a prompt has many tokens
+        while position < part.end:  # block by block, because a prompt has many tokens
             block, offset = divmod(position, block_size)
             num_in_block = min(block_size - offset, part.end - position)
             slot = blocks[block] * block_size + offset
             slots += range(slot, slot + num_in_block)
             position += num_in_block
         logit_rows += range(len(tokens) - part.num_logits, len(tokens))
-    # One array and views of it: making an array from a list costs more than anything else here.
+    # One array and views of it: making an array from a list costs more than everything else here.
     num_tokens = len(tokens)
     numbers = np.array(tokens + positions + slots + logit_rows, dtype=np.int64)
     return StepBatch(

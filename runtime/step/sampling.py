@@ -1,17 +1,18 @@
-"""From logits to the next token, sequence by sequence.
+"""Sampling: from logits to the next token, sequence by sequence.
 
-Order, as in transformers: logit bias; repetition penalty (prompt and output), presence and frequency penalty
-(output); the grammar and the request's limits, which leave only the tokens that may come next; temperature; top-k
-(values equal to the k-th are kept); top-p of what is left, renormalised (the smallest set of best tokens that reaches
-p, at least one); min-p (against the best token's probability).
-Log-probabilities are taken before the grammar, the limits and the temperature.
+Order, as in transformers: logit bias; repetition penalty (prompt and output), presence and
+frequency penalty (output); the grammar and the request's limits, which mask all other tokens;
+temperature; top-k (values equal to the k-th are kept); top-p of the rest, renormalised (the
+smallest set of best tokens that reaches p, at least one); min-p (relative to the best token's
+probability). Log probabilities are taken before the grammar, the limits and the temperature.
 
-A draw is a race: each token's probability is divided by an exponential number of its own, and the largest quotient
-wins, which is that token with exactly its probability. The numbers are made from the sequence's seed and the index of
-the token to be drawn. So there is no generator whose state could be lost or shared: what a sequence draws depends
-neither on its company in the batch, nor on having been preempted. And two models that nearly agree nearly always draw
-the same, which is what lets a draft be confirmed (docs/decisions/0015). On a CUDA device `cuda/sampling.py` says the
-same, with other numbers (0019). Rows are never mixed; nothing is known here of text or scheduling.
+A draw is a race: each token's probability is divided by an exponential number of its own, and the
+largest quotient wins, so each token wins with exactly its probability. The numbers are derived from
+the sequence's seed and the index of the token to be drawn. There is no generator whose state could
+be lost or shared: a sequence's draws depend neither on the other sequences of its batch nor on
+preemption. And two models that nearly agree nearly always draw the same, which lets a draft be
+confirmed (docs/decisions/0015). `backends/cuda/sampling.py` does the same on a CUDA device, with
+other numbers (0019). Rows are never mixed; this module knows nothing of text or scheduling.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ if TYPE_CHECKING:
     from ..grammar.matcher import MaskWords
 
 NUM_BUCKETS = 1_024
-MAX_BUCKET_DEPTH = 30.0  # of scores below the best; all tokens beyond together have next to no probability
-TINY = 1e-30  # so that equal scores, all of depth 0, can be divided by the largest depth
+# Of scores below the best; all tokens beyond together have next to no probability.
+MAX_BUCKET_DEPTH = 30.0
+# Avoids a division by 0 if all scores are equal, with depth 0.
+TINY = 1e-30
 
 Floats = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 
 def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Chosen]:
-    """The next token for each row of `logits` (R, vocab), which is left as it is. Changes no state. Among equal scores
-    the lowest id wins.
+    """Choose the next token for each row of `logits` (R, vocab), which is not changed.
 
-    A row without any finite maximum (a broken model, an overflow) gives an error in place of a choice, and so does one
-    whose grammar has gone over its limits.
+    Changes no state. Ties go to the lowest id. A row without a finite maximum (a broken model, an
+    overflow) gives an error instead of a choice, and so does one whose grammar has exceeded its
+    limits.
     """
     if all(state.is_plain_greedy for state in states):
         return [Choice(token) if math.isfinite(score) else not_finite() for score, token in _best(logits)]
@@ -51,8 +54,10 @@ def choose_tokens(logits: Floats, states: Sequence[SamplingState]) -> list[Chose
 
 
 def exponentials(seed: int, index: int, num: int) -> npt.NDArray[np.float64]:
-    """(num,) float64 from the exponential distribution, the same for the same `seed`, which fits 64 bits, signed, and
-    `index`. In 64 bits because in 32 some of so many would be 0, and win any race.
+    """Draw (num,) float64 from the exponential distribution, determined by `seed` (signed, 64 bits)
+    and `index`.
+
+    64 bits, because among this many 32-bit numbers some would be 0, and win any race.
     """
     return np.random.Generator(np.random.SFC64([seed % (1 << 64), index])).standard_exponential(num)
 
@@ -80,7 +85,7 @@ def _best(scores: Floats) -> list[tuple[float, int]]:
 
 
 def _adjust(logits: Floats, state: SamplingState) -> Floats:
-    """Bias and penalties. A new array, unless there is nothing to do."""
+    """The scores with bias and penalties: a new array, unless there are none."""
     params = state.params
     scores = logits.copy() if params.logit_bias or state.output_counts or state.seen else logits
     if params.logit_bias:
@@ -101,15 +106,15 @@ def _adjust(logits: Floats, state: SamplingState) -> Floats:
 
 
 def _masked(scores: Floats, words: MaskWords) -> Floats:
-    """(vocab,) scores, minus infinity for tokens that may not come next."""
+    """(vocab,) scores with minus infinity for tokens that may not come next."""
     bits = np.unpackbits(words.view(np.uint8), count=scores.size, bitorder="little")
     return np.where(bits.view(np.bool_), scores, np.float32(-math.inf))
 
 
 def _draw(relative_scores: Floats, state: SamplingState) -> int:
-    """Draws from (vocab,) scores whose maximum is 0, so that no temperature can overflow them."""
+    """Draw from (vocab,) scores whose maximum is 0, so that no temperature can overflow them."""
     params = state.params
-    with np.errstate(over="ignore"):  # to -inf, whose probability is 0
+    with np.errstate(over="ignore"):  # overflows to -inf, which is probability 0
         scores: Floats = relative_scores / np.float32(params.temperature)
     kept: Int64s | None = None  # (K,), ascending; None: all tokens
     if 0 < params.top_k < scores.size:
@@ -129,10 +134,10 @@ def _draw(relative_scores: Floats, state: SamplingState) -> int:
 
 
 def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Which are the fewest best tokens that together have `top_p` of the probability, at least one; (N,).
+    """The mask (N,) of the fewest best tokens whose probability reaches `top_p`, at least one.
 
-    `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in which `top_p`
-    is reached is sorted: sorting a whole vocabulary costs ten times as much.
+    `scores` (N,) have the maximum 0. They are put into buckets by score, and only the bucket in
+    which `top_p` is reached is sorted: sorting a whole vocabulary costs ten times as much.
     """
     depth = np.minimum(-scores, np.float32(MAX_BUCKET_DEPTH))
     buckets = (depth * (NUM_BUCKETS / (float(depth.max()) + TINY))).astype(np.int64)
@@ -144,14 +149,15 @@ def _reaches_mass(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     order = np.argsort(-scores[inside], kind="stable")
     ordered = np.exp(scores[inside][order]).astype(np.float64)
     reached = mass_before + ordered.cumsum() >= wanted
-    num_inside = int(np.count_nonzero(~reached)) + 1  # all before the one that reaches it, and that one
+    # All before the one that reaches it, and that one.
+    num_inside = int(np.count_nonzero(~reached)) + 1
     keep: npt.NDArray[np.bool_] = buckets < last
     keep[inside[order[:num_inside]]] = True
     return keep
 
 
 def not_finite() -> ModelError:
-    """In place of a choice."""
+    """The error in place of a choice."""
     return ModelError(
         "the model's logits are not finite numbers",
         hint="The weights may be damaged, or overflow in their dtype: `teneral verify` checks the artifact.",

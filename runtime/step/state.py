@@ -1,4 +1,4 @@
-"""The state on which the choice of a sequence's next token depends, and the choice."""
+"""The sampling state of a sequence, and the result of a choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SamplingState:
-    """All that the choice of a sequence's next token depends on but its logits."""
+    """The inputs of the choice of a sequence's next token, except its logits."""
 
     __slots__ = (
         "_is_all_computed",
@@ -36,22 +36,23 @@ class SamplingState:
     )
 
     def __init__(self, request: GenerationRequest, end_tokens: frozenset[int] = frozenset()) -> None:
-        """`end_tokens` are those with which the sequence ends."""
+        """`end_tokens` are the tokens that end the sequence."""
         params = request.sampling
         self._limits = TokenLimits.of(request, end_tokens)
-        # Log-probabilities are of what is computed, so that no token comes without that.
+        # Log probabilities come from computed logits, so every token must be computed.
         self._is_all_computed = (
             request.num_top_logprobs is not None or request.num_prompt_logprobs is not None
         )
-        self._tail: list[int] = []  # the last outputs, as many as the limits look at
+        self._tail: list[int] = []  # the last outputs, as many as the limits need
         self.params: SamplingParams = params
-        # Its place in the request's grammar, which follows the tokens that are added.
+        # The position in the request's grammar, which follows the added tokens.
         self.grammar: Matcher | None = None if request.grammar is None else request.grammar.start()
         self.num_top_logprobs = request.num_top_logprobs
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.num_outputs = 0
         self.output_counts: dict[int, int] = {}  # of the tokens generated so far
-        # Tokens of prompt and output; only the repetition penalty asks for them, and a prompt may be long.
+        # Tokens of prompt and output; only the repetition penalty needs them, and a prompt may be
+        # long.
         self.seen: dict[int, None] = (
             dict.fromkeys(request.prompt_tokens) if params.repetition_penalty != 1.0 else {}
         )
@@ -66,7 +67,7 @@ class SamplingState:
         )
 
     def for_draft(self) -> SamplingState:
-        """The same choices from the same logits, so far; nobody asks for the draft's logprobs."""
+        """An independent copy for the draft, without log probabilities."""
         other = copy.copy(self)
         other.num_top_logprobs, other._is_all_computed = None, False
         other.output_counts, other.seen = dict(self.output_counts), dict(self.seen)
@@ -75,7 +76,9 @@ class SamplingState:
         return other
 
     def add(self, token: int) -> None:
-        """Raises `GrammarError` for a token that the request's grammar does not allow."""
+        """Append a chosen token. Raises `GrammarError` for one that the request's grammar does not
+        allow.
+        """
         self.num_outputs += 1
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -87,8 +90,10 @@ class SamplingState:
             del self._tail[: -self._limits.tail_length]
 
     def mask(self, vocab_size: int) -> MaskWords | None:
-        """The tokens that may come next, (ceil(vocab_size / 32),) uint32; None: all of them. Tokens that only the
-        model knows are not in a grammar's mask. Raises `GrammarError`.
+        """The mask of tokens that may come next, (ceil(vocab_size / 32),) uint32; None: all of
+        them.
+
+        Tokens that only the model knows are not in a grammar's mask. Raises `GrammarError`.
         """
         words: MaskWords | None = None
         if self.grammar is not None:
@@ -101,8 +106,10 @@ class SamplingState:
         return self._limits.mask(words, vocab_size, self._tail, self.num_outputs)
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar leaves no choice of: they need not be computed. None where logprobs are asked
-        for, which only computing gives, and where other limits may exclude them.
+        """The tokens that the grammar determines, which need not be computed.
+
+        Empty with log probabilities, which only computing gives, and with other limits, which may
+        exclude them.
         """
         if (
             self.grammar is None
@@ -116,11 +123,11 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token that was chosen for a sequence."""
+    """A token chosen for a sequence."""
 
     token: int
     logprob: TokenLogprob | None = None
 
 
 Chosen = Choice | ModelError | GrammarError
-"""What a sequence gets of a step: a token, or why there is none."""
+"""A sequence's result of a step: a token, or an error."""

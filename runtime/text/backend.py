@@ -1,4 +1,6 @@
-"""What turns texts into tokens and back: in this process (`LocalBackend`), or in one beside it (`remote.py`)."""
+"""The tokenizer protocol, and the one in this process (`LocalBackend`); `remote.py` has one in a
+child process.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,32 @@ if TYPE_CHECKING:
     import tokenizers
 
 MAX_TOKEN = 1 << 32
-MAX_SMALL_FILE_BYTES = 256 << 10  # of a tokenizer.json that is read twice without anybody waiting for it
+# Of a tokenizer.json that is fast enough to be read twice.
+MAX_SMALL_FILE_BYTES = 256 << 10
 
 
 class Backend(Protocol):
-    """Thread-safe. Arguments were checked by `TextTokenizer`."""
+    """A tokenizer. Thread-safe. `TextTokenizer` has checked the arguments."""
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def max_token_bytes(self) -> int | None:
-        """The most bytes of a text that one token can stand for; None: not known."""
+        """The maximum number of a text's bytes for one token; None: unknown."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
-        """Each pair, or single text, as the tokenizer's template for it has it."""
+        """Encode each pair, or single text, with the tokenizer's template for it."""
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Which characters each token of `encode(text, add_special_tokens=False)` stands for, half-open."""
+        """The half-open range of characters of each token of `encode(text,
+        add_special_tokens=False)`.
+        """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Raises `RequestError` for numbers that no vocabulary could have."""
+        """Decode tokens. Raises `RequestError` for numbers that no vocabulary could contain."""
 
     def id_to_piece(self, token: int) -> str | None: ...
 
@@ -49,7 +54,7 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """The `tokenizers` library's tokenizer."""
+    """A tokenizer of the `tokenizers` library."""
 
     def __init__(
         self,
@@ -58,11 +63,13 @@ class LocalBackend:
         *,
         max_token_bytes: int | None = None,
     ) -> None:
-        """Takes `tokenizer` over, and changes its settings: every named special token that its vocabulary knows is
-        recognised in texts, and skipped when decoding.
+        """Take ownership of `tokenizer`, and change its settings.
+
+        All named special tokens in its vocabulary are recognised in texts, and skipped when
+        decoding.
         """
-        # Files of embedding models ask for both; here each text has its own length, and the engine refuses
-        # what is too long.
+        # Files of embedding models enable both; here each text has its own length, and the engine
+        # refuses texts that are too long.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         known = [text for text in special_tokens.values() if tokenizer.token_to_id(text) is not None]
@@ -73,13 +80,16 @@ class LocalBackend:
 
     @classmethod
     def from_file(cls, data: bytes, special_tokens: Mapping[str, str]) -> LocalBackend:
-        """From the content of tokenizer.json. Holds the GIL for as long as 0.4 s. Raises `ModelError`."""
-        import tokenizers  # 17 ms that whoever only names this module need not pay
+        """Read the content of tokenizer.json. Holds the GIL for as long as 0.4 s. Raises
+        `ModelError`.
+        """
+        # 17 ms that modules that only name this class need not pay.
+        import tokenizers
 
         try:
             tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except BaseException as error:
-            # A bug in the library's Rust comes as a PanicException, which is no Exception.
+            # A bug in the library's Rust raises PanicException, which is not an Exception.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise ModelError(f"tokenizer.json cannot be read: {error}") from error
             raise
@@ -87,12 +97,12 @@ class LocalBackend:
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """All pieces, and the added tokens; made anew, which holds the GIL for 0.1 s."""
+        """All pieces and the added tokens, as a new dict, which holds the GIL for 0.1 s."""
         vocabulary: dict[str, int] = self.tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Unlike `encode`, it lets other threads run meanwhile.
+        # Unlike `encode`, it releases the GIL.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         tokens: list[int] = encoding.ids
         return tokens
@@ -109,7 +119,7 @@ class LocalBackend:
         ]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        # Not the fast one, which tells no places.
+        # Not the fast one, which gives no offsets.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         offsets: list[tuple[int, int]] = encoding.offsets
         return offsets
@@ -118,7 +128,7 @@ class LocalBackend:
         try:
             text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise RequestError(f"these are no tokens: {error}", param="tokens") from error
+            raise RequestError(f"invalid tokens: {error}", param="tokens") from error
         return text
 
     def id_to_piece(self, token: int) -> str | None:
@@ -134,11 +144,13 @@ class LocalBackend:
         return text.encode()
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""
 
 
 def _max_token_bytes(data: bytes) -> int | None:
-    """Of a small vocabulary, from tokenizer.json; large ones that have a bound are read by `SubsetTokenizer`."""
+    """The bound of a small vocabulary, from tokenizer.json; `SubsetTokenizer` reads large ones that
+    have a bound.
+    """
     if len(data) >= MAX_SMALL_FILE_BYTES:
         return None
     try:

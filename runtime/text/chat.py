@@ -1,9 +1,9 @@
-"""Chat messages → the text of a prompt, by the model's own template, rendered within bounds.
+"""Chat templates: from messages to the text of a prompt, rendered within bounds.
 
-Templates are Jinja programs that come with a model, so they are not trusted: another process renders them
-(`chat_worker.py`), with a limit on its memory, its output and its time; one that goes over is ended by the
-kernel and started anew. Nothing of it can hold up a thread of this process for longer than the limit. This
-module knows no tokens.
+Templates are Jinja programs that come with a model, so they are not trusted: a child process
+renders them (`chat_worker.py`), with limits on its memory, output and time; if it exceeds one, the
+kernel ends it and it is restarted. It never blocks a thread of this process for longer than the
+limit. This module knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ MAX_MESSAGES = 10_000
 MAX_MESSAGES_BYTES = 8 << 20  # as JSON
 MAX_PROMPT_CHARS = 1 << 20
 MAX_RENDER_S = 5.0  # a template takes about a millisecond
-MAX_START_S = 30.0  # starting takes 0.1 s of CPU, which a container that loads a model may not have at once
-MEMORY_BYTES = 256 << 20  # address space of the process that renders; 25 MiB of it are taken at the start
+# Starting takes 0.1 s of CPU, which a container that is loading a model may not have at once.
+MAX_START_S = 30.0
+# Address space of the renderer process; it uses 25 MiB of it at the start.
+MEMORY_BYTES = 256 << 20
 
-MAX_ANSWER_BYTES = 16 << 20  # the longest prompt, every character escaped as two halves of six bytes
+# The longest prompt, with every character escaped as two surrogates of six bytes each.
+MAX_ANSWER_BYTES = 16 << 20
 
 Message = Mapping[str, Any]
 
-_HINT = "A sound template takes a millisecond and little memory: is this the model's own?"
+_HINT = "A correct template takes a millisecond and little memory: check that this is the model's own."
 
 
 class ChatTemplate:
-    """One model's templates. Thread-safe; renders one prompt at a time. Its process ends with it, or by
-    `close`.
+    """The templates of one model. Thread-safe; renders one prompt at a time.
+
+    Its process ends with it, or by `close`.
     """
 
     def __init__(
@@ -53,9 +57,10 @@ class ChatTemplate:
         memory_bytes: int = MEMORY_BYTES,
         worker: ChatWorker | None = None,
     ) -> None:
-        """`templates` has "default", and may have "tool_use" for requests with tools. `special_tokens`
-        (bos_token and so on) are variables of the templates. A `worker` that waits is taken over when one is needed.
-        Raises `ModelError` for a template that is too long; one with a wrong syntax is found out at the first `render`.
+        """`templates` has "default", and may have "tool_use" for requests with tools.
+        `special_tokens` (bos_token and so on) are variables of the templates. An idle `worker` is
+        adopted when one is needed. Raises `ModelError` for a template that is too long; a syntax
+        error is only found by the first `render`.
         """
         for name, text in templates.items():
             if len(text) > MAX_TEMPLATE_CHARS:
@@ -67,17 +72,18 @@ class ChatTemplate:
         self._memory_bytes = memory_bytes
         self._waiting = worker
         self._worker: ChatWorker | None = None
-        self._broken = ""  # why no template can be rendered
+        self._broken = ""  # the reason why no template can be rendered
         self._lock = threading.Lock()
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """The templates by name; none where the model has none."""
+        """The templates by name; empty if the model has none."""
         return self._templates
 
     def start(self) -> None:
-        """Start the process now, so that the first prompt need not wait for it. Returns at once, and raises
-        nothing: when it cannot be started, `render` says so to those who need it.
+        """Start the process now, so that the first prompt need not wait for it.
+
+        Returns at once, and raises nothing: if it cannot be started, `render` raises the error.
         """
         with self._lock, contextlib.suppress(ModelError, OSError):
             if self._worker is None:
@@ -93,7 +99,7 @@ class ChatTemplate:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that renders; None while there is none."""
+        """The id of the renderer process; None while there is none."""
         worker = self._worker
         return None if worker is None else worker.process.pid
 
@@ -106,12 +112,14 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         source: str | None = None,
     ) -> str:
-        """The prompt, special tokens included as text. `variables` are passed to the template as well. `source` is a
-        template in place of the model's.
+        """Render the prompt, special tokens included as text.
 
-        Raises `RequestError` when there is no template, when it refuses these messages or they make it fail, or when
-        `source` is at fault, `ModelError` when the model's template
-        the template is at fault (also when it takes too long), `CapacityError` when too many wait for it.
+        `variables` are passed to the template as well. `source` is a template that replaces the
+        model's.
+
+        Raises `RequestError` if there is no template, if it rejects these messages or fails on
+        them, or if `source` is at fault; `ModelError` if the model's template is at fault
+        (including its time limit); `CapacityError` if too many prompts are waiting.
         """
         if source is None and not self._templates:
             raise RequestError(
@@ -133,7 +141,7 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         request = _encode({"template": name, "source": source, "variables": given})
         if not self._lock.acquire(timeout=MAX_START_S):
-            raise CapacityError("too many prompts wait for the chat template")
+            raise CapacityError("too many prompts are waiting for the chat template")
         try:
             answer = self._ask(request)
             if "error" in answer:
@@ -141,9 +149,7 @@ class ChatTemplate:
         except ModelError as error:
             if source is None:
                 raise
-            raise RequestError(
-                f"chat_template cannot be used: {error.message}", param="chat_template"
-            ) from error
+            raise RequestError(f"chat_template is invalid: {error.message}", param="chat_template") from error
         finally:
             self._lock.release()
         return str(answer["text"])
@@ -155,14 +161,14 @@ class ChatTemplate:
             if self._worker is not None and not self._worker.is_ready:
                 self._await_ready(self._worker)
             if self._broken or self._worker is None:
-                raise ModelError(f"the model's chat template cannot be used: {self._broken}")
+                raise ModelError(f"the model's chat template is invalid: {self._broken}")
             return self._worker.exchange(request, self._max_render_s)
         except TimeoutError:
             self._drop_worker()
             raise ModelError(
-                f"the chat template took longer than {self._max_render_s:g} s and was given up", hint=_HINT
+                f"the chat template exceeded its time limit of {self._max_render_s:g} s", hint=_HINT
             ) from None
-        except (OSError, ValueError) as error:  # it has died, or what it sent is no answer
+        except (OSError, ValueError) as error:  # the process ended, or its answer is invalid
             self._drop_worker()
             raise ModelError(
                 "the process that renders the chat template ended: it may have used too much memory or time",
@@ -187,7 +193,7 @@ class ChatTemplate:
         if waiting is not None:
             try:
                 waiting.send(_encode(task), time.monotonic() + MAX_START_S)
-            except OSError:  # it has died meanwhile
+            except OSError:  # it has ended meanwhile
                 waiting.end()
             else:
                 return waiting
@@ -202,14 +208,19 @@ class ChatTemplate:
 
 
 class ChatWorker:
-    """The process, and the socket to it. Used by one thread at a time. `end` it; it ends with its owner, too."""
+    """The renderer process, and the socket to it. Not thread-safe. End it with `end`; it also ends
+    with its owner.
+    """
 
     def __init__(self) -> None:
-        """Start it: it imports what it needs, and waits for templates. Raises `ModelError` when none can be started."""
+        """Start the process: it imports its modules, and waits for templates. Raises `ModelError`
+        if it cannot be started.
+        """
         self._socket, theirs = socket.socketpair()
         program = Path(__file__).with_name("chat_worker.py")
         paths = json.dumps([path for path in sys.path if path])
-        passed_on = ("LD_LIBRARY_PATH",)  # where Python's own libraries may lie
+        # Python's own libraries may be there.
+        passed_on = ("LD_LIBRARY_PATH",)
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(program), paths],
@@ -218,7 +229,8 @@ class ChatWorker:
                 stderr=subprocess.DEVNULL,
                 env={name: os.environ[name] for name in passed_on if name in os.environ},  # no secrets
                 cwd="/",
-                start_new_session=True,  # Ctrl-C ends the server, and the server ends this
+                # Ctrl-C ends the server, which ends this process.
+                start_new_session=True,
             )
         except OSError as error:
             self._socket.close()
@@ -231,8 +243,10 @@ class ChatWorker:
         self.end = weakref.finalize(self, _end_process, self.process, self._socket)
 
     def exchange(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Raises `TimeoutError`, `OSError` when the process has died, `ValueError` when its answer makes no
-        sense.
+        """Send a request and return its answer.
+
+        Raises `TimeoutError`, `OSError` if the process has ended, `ValueError` for an invalid
+        answer.
         """
         deadline_s = time.monotonic() + timeout_s
         self.send(request, deadline_s)
@@ -248,7 +262,7 @@ class ChatWorker:
             raise ValueError(f"an answer of {size_bytes} bytes")
         answer = json.loads(self._read(size_bytes, deadline_s))
         if not isinstance(answer, dict):
-            raise ValueError("an answer that is no object")
+            raise ValueError("an answer that is not an object")
         return answer
 
     def _read(self, size_bytes: int, deadline_s: float) -> bytes:
@@ -263,11 +277,11 @@ class ChatWorker:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: keys without a value are left out, and text in parts becomes one
-    text.
+    """Messages in the form that templates expect: without keys that have no value, and with parts
+    of text joined.
 
-    Raises `RequestError` naming the message that is not a mapping with a role, or that holds something else
-    than text.
+    Raises `RequestError`, naming the message that is not a mapping with a role, or that has content
+    other than text.
     """
     if not isinstance(messages, list | tuple) or not 0 < len(messages) <= MAX_MESSAGES:
         raise RequestError(f"messages must be a list of 1 to {MAX_MESSAGES} messages", param="messages")
@@ -311,14 +325,14 @@ def _encode(message: Mapping[str, Any]) -> bytes:
 
 def _error(kind: str, message: str) -> RequestError | ModelError:
     if kind == "refused":
-        return RequestError(f"the model's chat template refuses these messages: {message}", param="messages")
+        return RequestError(f"the model's chat template rejects these messages: {message}", param="messages")
     if kind == "failed":
         return RequestError(f"the model's chat template fails on these messages: {message}", param="messages")
     if kind == "too long":
         return RequestError(message, param="messages", hint="Send fewer or shorter messages.")
     if kind == "unsafe":
-        return ModelError(f"the model's chat template tries what it may not: {message}", hint=_HINT)
-    return ModelError(f"the model's chat template asks for too much: {message}", hint=_HINT)
+        return ModelError(f"the model's chat template attempts a forbidden operation: {message}", hint=_HINT)
+    return ModelError(f"the model's chat template exceeds its limits: {message}", hint=_HINT)
 
 
 def _until(deadline_s: float) -> float:

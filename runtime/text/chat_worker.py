@@ -1,16 +1,18 @@
-"""The program that renders chat templates, in a process of its own: `python chat_worker.py SYS_PATH`.
+"""The renderer of chat templates, a program in a process of its own: `python chat_worker.py
+SYS_PATH`.
 
-A model's template is a stranger's program. Jinja's sandbox keeps it from Python, but not from using up time
-and memory, and much of that happens inside single C calls that no thread can interrupt. A process can be
-limited by the kernel and ended by its parent. It has no environment, writes no files, and talks only over the
-socket that is its standard input.
+A model's template is an untrusted program. Jinja's sandbox isolates it from Python, but does not
+limit its time and memory, and much of that is spent inside single C calls that no thread can
+interrupt. A process can be limited by the kernel and ended by its parent. It has no environment,
+writes no files, and communicates only over the socket that is its standard input.
 
-Each message is a length (4 bytes, big end first) and so many bytes of JSON. The first one says what to
-compile and what the limits are; each later one says what to render. The answer is {"text": …}, or {"error":
-kind, "message": …}.
+Each message is a length (4 bytes, big-endian) followed by that number of bytes of JSON. The first
+one has the templates and the limits; each later one is a prompt to render. The answer is {"text":
+…}, or {"error": kind, "message": …}.
 
-It renders as transformers does, so that models see the prompts they were trained on: the same environment,
-filters and functions. It runs by its path, without the package, so it imports nothing of it.
+Rendering is that of transformers, so that models see the prompts of their training: the same
+environment, filters and functions. The program is run by its path, without the package, so it
+imports none of it.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ MAX_ERROR_CHARS = 1_000
 
 def main() -> None:
     """Serve until standard input ends."""
-    with suppress(ImportError):  # whoever asks is told
-        make_environment()  # what it imports takes 0.1 s, in which the first message may be on its way
+    with suppress(ImportError):  # reported by the first request
+        # Its imports take 0.1 s, during which the first message may arrive.
+        make_environment()
     templates: dict[str, jinja2.Template] = {}
     limits: dict[str, int] = {}
     while (message := _receive()) is not None:
@@ -49,20 +52,20 @@ def main() -> None:
                 source = message.get("source")
                 template = templates[message["template"]] if source is None else compiled(source)
                 answer = {"text": _render(template, message["variables"], limits["output_chars"])}
-        except Exception as error:  # noqa: BLE001 - whatever the template did is an answer
+        except Exception as error:  # noqa: BLE001 - any error of the template is an answer
             answer = {"error": _kind(error), "message": str(error)[:MAX_ERROR_CHARS] or type(error).__name__}
         _send(answer)
 
 
 def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """The environment that transformers gives chat templates."""
-    import jinja2  # here and below: only this process pays for it
+    import jinja2  # here and below: only this process imports it
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}…{% endgeneration %}` marks an assistant's words for training; here it is its
-        content.
+        """`{% generation %}…{% endgeneration %}` marks an assistant's words for training; here it
+        renders its content.
         """
 
         tags = frozenset({"generation"})  # type: ignore[assignment]
@@ -73,7 +76,7 @@ def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
             return jinja2.nodes.Scope(body, lineno=line)
 
     class Namespace(jinja2.utils.Namespace):
-        """Jinja's own, but for names that mean something to Python."""
+        """Jinja's own namespace, without names that have a meaning in Python."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:  # so that a variable may be called `self`
             self, *rest = args
@@ -107,7 +110,7 @@ def _refuse(message: Any) -> NoReturn:
 
 
 def _now(format: str) -> str:
-    return datetime.now().strftime(format)  # noqa: DTZ005 - templates tell the model the date where it runs
+    return datetime.now().strftime(format)  # noqa: DTZ005 - templates show the model the local date
 
 
 def _to_json(
@@ -117,7 +120,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which prompts are not."""
+    """The JSON of a value. Jinja's own filter escapes for HTML, which is wrong in prompts."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -138,7 +141,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_chars: int
 
 
 def _kind(error: Exception) -> str:
-    """What the parent must know of an error: whose it is."""
+    """The kind of an error for the parent: its cause."""
     import jinja2
 
     if isinstance(error, Refused):
@@ -161,7 +164,8 @@ def _set_time_zone(name: str | None) -> None:
 
 
 def _limit_process(limits: dict[str, int]) -> None:
-    import resource  # not on every platform that may import this module
+    # Not available on every platform that may import this module.
+    import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], limits["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -170,7 +174,7 @@ def _limit_process(limits: dict[str, int]) -> None:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Have the kernel end this process when it computes for longer than that from now on: its parent may be
+    """Have the kernel end this process after `seconds` of CPU time from now on: its parent may be
     gone by then.
     """
     import resource
@@ -196,7 +200,7 @@ def _send(answer: dict[str, Any]) -> None:
 
 
 def _read_exactly(size_bytes: int) -> bytes | None:
-    """None when the parent has gone."""
+    """Read exactly that many bytes; None if the parent has ended."""
     data = bytearray()
     while len(data) < size_bytes:
         piece = os.read(0, size_bytes - len(data))

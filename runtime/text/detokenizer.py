@@ -1,13 +1,14 @@
-"""Tokens of one sequence → text, as they come, never half a character.
+"""Incremental detokenisation of one sequence, in whole characters.
 
-A token has no text of its own: a character may be spread over several byte tokens, a leading space may depend
-on what stands before, and pieces may join. So a short window of tokens is decoded and compared with the text
-that was given out for it before. While the text of the window ends in U+FFFD its last character is taken to
-be incomplete and is held back, within a bound. The decoder itself decides what special tokens look like
-(nothing, as a rule).
+A token has no text of its own: a character may span several byte tokens, a leading space may depend
+on the previous token, and pieces may join. So a short window of tokens is decoded and compared with
+the text returned for it before. While the window's text ends in U+FFFD its last character counts as
+incomplete and is held back, within a bound. The decoder determines the text of special tokens
+(usually none).
 
-Works for byte-level BPE, byte-fallback (SentencePiece-like) and WordPiece decoders; each costs two decodes of
-about two tokens a token. What a sequence ends with of an incomplete character is not given out.
+Works for byte-level BPE, byte-fallback (SentencePiece-like) and WordPiece decoders; each token
+costs two decodes of about two tokens. An incomplete character at the end of a sequence is not
+returned.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from functools import partial
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-CONTEXT_TOKENS = 8  # of the prompt: some are special and have no text, one with text is enough
-MAX_BYTES_PER_CHARACTER = 4  # so that many tokens without progress were not one character
-MAX_OPEN_TOKENS = 32  # each may end one character and begin the next; the window must not grow for ever
+# Of the prompt: some are special and have no text, one with text is enough.
+CONTEXT_TOKENS = 8
+# A longer run of tokens without progress was not one character.
+MAX_BYTES_PER_CHARACTER = 4
+# Each may end one character and begin the next; the window must not grow without bound.
+MAX_OPEN_TOKENS = 32
 
 
 class DetokenizerSource(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of these tokens together; bytes that are no UTF-8 come as U+FFFD. Special tokens have none unless asked
-        for.
+        """The text of these tokens together; invalid UTF-8 becomes U+FFFD. Special tokens are
+        skipped by default.
         """
 
 
 class Detokenizer:
-    """Continues the text of `prompt_tokens`, whose own text is not given out."""
+    """Continues the text of `prompt_tokens`, whose own text is not returned."""
 
     def __init__(
         self, source: DetokenizerSource, prompt_tokens: Sequence[int], *, skips_special_tokens: bool = True
@@ -41,14 +45,16 @@ class Detokenizer:
             source.decode if skips_special_tokens else partial(source.decode, skip_special_tokens=False)
         )
         self._window: list[int] = []
-        self._num_settled = 0  # tokens of the window before which no character was open
+        # Leading tokens of the window after which no character was open.
+        self._num_settled = 0
         self._given = ""  # of the window's text
-        self._num_settled_chars = 0  # of `_given`, those of the settled tokens
+        # Characters of `_given` from the settled tokens.
+        self._num_settled_chars = 0
         self._num_without_progress = 0
         self._settle(list(prompt_tokens[-CONTEXT_TOKENS:]))
 
     def push(self, token: int) -> str:
-        """The characters that this token completes; '' while there are none."""
+        """The characters that this token completes; '' if none."""
         self._window.append(token)
         text = self._decode(self._window)
         is_open = text.endswith(REPLACEMENT)
@@ -57,7 +63,8 @@ class Detokenizer:
         elif self._num_without_progress < MAX_BYTES_PER_CHARACTER - 1:
             certain = text.rstrip(REPLACEMENT)
         else:
-            certain = text[:-1]  # so many tokens are not one character: at most the last one is still open
+            # A run of tokens this long is not one character: at most the last one is still open.
+            certain = text[:-1]
         delta = self._new_part(certain, is_open=is_open)
         if is_open:
             self._given += delta
@@ -74,13 +81,15 @@ class Detokenizer:
         if certain.startswith(self._given):
             return certain[len(self._given) :]
         if is_open:
-            return ""  # byte fallback shows a run of byte tokens as U+FFFD until all of it is sound
-        # The decoder now shows otherwise what was given out already. That stays; the new tokens stand alone.
+            # Byte fallback shows a run of byte tokens as U+FFFD until all of it is valid.
+            return ""
+        # The decoder has changed text that was returned before. That stays; the new tokens are
+        # decoded alone.
         alone = self._decode(self._window[self._num_settled :])
         return alone.removeprefix(self._given[self._num_settled_chars :])
 
     def _settle(self, window: list[int]) -> None:
-        """Goes on with these tokens as the context, all of whose text has been given out."""
+        """Continue with these tokens as the context, after all of their text was returned."""
         self._window = window
         self._num_settled = len(window)
         self._given = self._decode(window) if window else ""
@@ -88,7 +97,7 @@ class Detokenizer:
         self._num_without_progress = 0
 
     def _shorten_open_window(self, num_open_chars: int) -> None:
-        """Forgets old tokens although a character has been open ever since (byte-level BPE only)."""
+        """Drop old tokens although a character has been open since (byte-level BPE only)."""
         self._window = self._window[-CONTEXT_TOKENS:]
         self._given = self._decode(self._window)[:-num_open_chars]
         self._num_settled = self._num_settled_chars = 0

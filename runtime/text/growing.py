@@ -1,4 +1,4 @@
-"""A tokenizer that answers before its vocabulary is parsed, and parses it later, or when an answer needs it."""
+"""A tokenizer that encodes before its vocabulary is parsed, and parses it later, or on demand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from .subset import SubsetTokenizer
 
 
 class GrowingBackend:
-    """A `Backend`: of subsets of its vocabulary, if they do, until `complete` was called. Thread-safe."""
+    """A `Backend` that uses subsets of its vocabulary, where they suffice, until `complete` is
+    called. Thread-safe.
+    """
 
     def __init__(self, data: bytes, special_tokens: Mapping[str, str]) -> None:
         """`data` is the content of tokenizer.json. Raises `ModelError`."""
-        self.has_decoded = threading.Event()  # somebody has generated something
+        self.has_decoded = threading.Event()  # set by the first decode
         self._data = data
         self._special_tokens = special_tokens
         self._whole: LocalBackend | None = None
@@ -32,18 +34,20 @@ class GrowingBackend:
 
     @property
     def current(self) -> LocalBackend | SubsetTokenizer:
-        """What answers now. Raises as `complete` does."""
+        """The tokenizer in use. Raises the errors of `complete`."""
         return self._subset or self.complete()
 
     def complete(self) -> LocalBackend:
-        """Parse the vocabulary, once; holds the GIL for as long as 0.4 s. Raises `ModelError` if it cannot be parsed,
-        as everything does from then on.
+        """Parse the vocabulary, once; holds the GIL for as long as 0.4 s.
+
+        Raises `ModelError` if it cannot be parsed, as all other methods do from then on.
         """
         with self._completing:
             if self._error is not None:
                 raise self._error
             if self._whole is None:
-                self._subset = None  # first: there need not be memory for both
+                # First, so that memory is not needed for both.
+                self._subset = None
                 try:
                     self._whole = LocalBackend.from_file(self._data, self._special_tokens)
                 except ModelError as error:
@@ -77,7 +81,7 @@ class GrowingBackend:
         return self.current.piece_to_id(piece)
 
     def tokenizer_json(self) -> bytes:
-        return self._data or self.complete().tokenizer_json()  # it is there until the vocabulary was parsed
+        return self._data or self.complete().tokenizer_json()  # set until the vocabulary is parsed
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no process to end."""

@@ -1,4 +1,4 @@
-"""Starting the process that tokenises; imports nothing else. `remote.py` takes it over."""
+"""The launch of the tokenizer process; imports nothing else. `remote.py` adopts it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from ...loader.load.options import LoadOptions
 from ...loader.process.helper import HelperProcess, ProcessContext
 from ...loader.sources.base import SourceOptions
 
-NUM_LINES = 3  # requests that it works on at the same time: a long text must not hold up all others
+# Concurrent requests: a long text must not block all others.
+NUM_LINES = 3
 
 
 class TokenizerTask(NamedTuple):
-    """What the child is told, once."""
+    """The task of the child, sent once."""
 
     url: str
     source_options: SourceOptions
     load_options: LoadOptions
-    started_at: float  # the timeline's origin, on the clock that all processes of a machine share
-    context: ProcessContext | None = None  # the child takes these; None: it has them
+    # The timeline's origin, on the clock that all processes of a machine share.
+    started_at: float
+    # The context that the child takes; None: it has it already.
+    context: ProcessContext | None = None
 
 
 class LaunchedTokenizer(NamedTuple):
-    """A process that waits for the manifest, to be handed to a `TokenizerProcess`, which ends it."""
+    """A process that waits for the manifest, to be passed to a `TokenizerProcess`, which ends it."""
 
     task: TokenizerTask
     process: HelperProcess
@@ -32,16 +35,17 @@ class LaunchedTokenizer(NamedTuple):
 
 
 class PreparedTokenizer:
-    """A process that waits for its task. `launch` or `discard` it."""
+    """A process that waits for its task. End with `launch` or `discard`."""
 
     def __init__(self, *, files: socket.socket | None = None, fork: bool = False) -> None:
-        """Start it; return at once. `fork` is as `HelperProcess` has it. Raises `OSError` when the system refuses.
+        """Start the process; return at once. `fork` is that of `HelperProcess`. Raises `OSError` if
+        the system refuses.
 
-        At `files`, which is closed here, it may learn of the manifest sooner than from this process.
+        From `files`, which is closed here, it may get the manifest sooner than from this process.
         """
         if files is None:
-            files, nobody = socket.socketpair()
-            nobody.close()
+            files, unused = socket.socketpair()
+            unused.close()
         pairs = [socket.socketpair() for _ in range(NUM_LINES)]
         self._lines = tuple(ours for ours, _ in pairs)
         try:
@@ -57,12 +61,12 @@ class PreparedTokenizer:
                 theirs.close()
 
     def launch(self, task: TokenizerTask) -> LaunchedTokenizer:
-        """Have it begin; return at once."""
+        """Send the task; return at once."""
         self._process.socket.sendall(pickle.dumps(task))
         return LaunchedTokenizer(task, self._process, self._lines)
 
     def discard(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
         for sock in (self._process.socket, *self._lines):

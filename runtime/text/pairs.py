@@ -1,6 +1,7 @@
-"""Texts and pairs of texts as encoders take them: with their special tokens, and each token's segment.
+"""Encoded texts and pairs of texts for encoders, with their special tokens and segments.
 
-A text that is too long loses its last tokens, and keeps its special ones; of a pair the second text is shortened first.
+A text that is too long is truncated at its end, and keeps its special tokens; in a pair the second
+text is shortened first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 from ..errors import ContextLengthError
 
-SPECIAL = -1  # the part of a token that belongs to neither text
+# The part of a token that belongs to neither text.
+SPECIAL = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +20,21 @@ class EncodedPair:
     """N tokens. A single text is a pair without its second part."""
 
     tokens: tuple[int, ...]
-    types: tuple[int, ...]  # a token's row of the model's table of types
-    parts: tuple[int, ...]  # 0 or 1: the text that a token is of; SPECIAL
+    types: tuple[int, ...]  # row of each token in the model's table of types
+    # 0 or 1: the text of each token; or SPECIAL.
+    parts: tuple[int, ...]
 
     def within(self, max_tokens: int) -> EncodedPair:
-        """No more than `max_tokens` of it. Raises `ContextLengthError` where the special tokens alone are more."""
+        """The pair truncated to `max_tokens`. Raises `ContextLengthError` if the special tokens
+        alone are more.
+        """
         excess = len(self.tokens) - max_tokens
         if excess <= 0:
             return self
         kept = [place for place, part in enumerate(self.parts) if part == SPECIAL]
         if len(kept) > max_tokens:
             raise ContextLengthError(
-                f"{max_tokens} tokens have no room for the {len(kept)} special ones",
+                f"max_tokens {max_tokens} is less than the {len(kept)} special tokens",
                 param="truncate_prompt_tokens",
             )
         for part in (0, 1):
@@ -38,7 +43,7 @@ class EncodedPair:
         return self._at(sorted(kept))
 
     def with_part(self, part: int, max_tokens: int) -> EncodedPair:
-        """With no more than `max_tokens` of one of the texts."""
+        """The pair with at most `max_tokens` of one of the texts."""
         gone = {place for place, other in enumerate(self.parts) if other == part}
         gone -= set(sorted(gone)[:max_tokens])
         return self._at([place for place in range(len(self.tokens)) if place not in gone]) if gone else self

@@ -1,8 +1,9 @@
-"""Tokens → text by a table: what each token stands for as bytes, where the model's decoder allows that.
+"""Decoding of tokens by a table of their bytes, for the decoders that allow it.
 
-Two kinds of decoders do nothing that depends on more than the bytes before and behind: byte-level BPE's (Llama 3,
-Qwen, GPT-2), and SentencePiece's as Hugging Face writes it (Llama 2, Mistral, Gemma). For these a table decodes exactly
-as the `tokenizers` library does, in a process that never loads it. For all others there is no table.
+The output of two kinds of decoders depends on nothing but the neighbouring bytes: byte-level BPE's
+(Llama 3, Qwen, GPT-2), and SentencePiece's as Hugging Face writes it (Llama 2, Mistral, Gemma). For
+these a table decodes exactly like the `tokenizers` library, in a process that never loads it. For
+all others there is no table.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class PieceTable:
-    """`pieces[token]` are the token's bytes; `byte_tokens` are single bytes of characters that have no piece."""
+    """A decoding table. `pieces[token]` are the token's bytes; `byte_tokens` are single bytes of
+    characters that have no piece.
+    """
 
     pieces: list[bytes]
     special: frozenset[int]
     byte_tokens: frozenset[int]
-    strip_spaces: int  # so many at the start are the tokenizer's own
+    # The tokenizer adds that number of spaces at the start.
+    strip_spaces: int
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """As `Backend.decode`."""
+        """Decode like `Backend.decode`."""
         pieces, special = self.pieces, self.special
         known = [token for token in tokens if 0 <= token < len(pieces)]
         if skip_special_tokens:
@@ -41,7 +45,7 @@ class PieceTable:
         return text
 
     def _runs(self, tokens: list[int]) -> Iterator[str]:
-        """A run of byte tokens is a text as a whole, or a replacement character for each."""
+        """Decode runs of byte tokens: each is one text, or a replacement character for each byte."""
         for is_bytes, run in groupby(tokens, self.byte_tokens.__contains__):
             data = b"".join([self.pieces[token] for token in run])
             if not is_bytes:
@@ -56,7 +60,9 @@ class PieceTable:
 def make_piece_table(
     decoder: Any, vocabulary: Mapping[str, int], special: frozenset[int]
 ) -> PieceTable | None:
-    """From tokenizer.json's decoder and the vocabulary with its added tokens; None for other kinds of decoders."""
+    """Make the table from tokenizer.json's decoder and the vocabulary with its added tokens; None
+    for other kinds of decoders.
+    """
     if not vocabulary or not isinstance(decoder, dict):
         return None
     pieces = [b""] * (max(vocabulary.values()) + 1)
@@ -79,8 +85,10 @@ def make_piece_table(
 
 
 def byte_alphabet() -> dict[int, int]:
-    """The characters that byte-level vocabularies write bytes with: Latin-1's visible ones stand for
-    themselves, the others for the characters from U+0100 on, in order.
+    """The characters that byte-level vocabularies use for bytes.
+
+    Visible characters of Latin-1 stand for themselves, the characters from U+0100 on for the other
+    bytes, in order.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -88,12 +96,16 @@ def byte_alphabet() -> dict[int, int]:
 
 
 def _byte_translation() -> dict[int, int]:
-    """For `str.translate`: a byte's character → the byte; of the first 256, all others → one that is no byte."""
+    """The table for `str.translate`: a byte's character → the byte; others of the first 256 → a
+    number that is not a byte.
+    """
     return dict.fromkeys(range(256), 0xFFFF) | byte_alphabet()
 
 
 def _byte_level(piece: str, translation: dict[int, int]) -> bytes:
-    """Added tokens stand as their own text, unless all of their characters could be bytes."""
+    """The bytes of a piece. An added token is its own text, unless all of its characters could be
+    bytes.
+    """
     try:
         return piece.translate(translation).encode("latin-1")
     except UnicodeEncodeError:
@@ -101,7 +113,9 @@ def _byte_level(piece: str, translation: dict[int, int]) -> bytes:
 
 
 def _sentencepiece_strip(decoder: Mapping[str, Any]) -> int | None:
-    """How many spaces a SentencePiece-like decoder takes from the start; None when it is none."""
+    """The number of leading spaces that a SentencePiece-like decoder strips; None for other
+    decoders.
+    """
     if decoder.get("type") != "Sequence" or not isinstance(decoder.get("decoders"), list):
         return None
     steps = [step if isinstance(step, dict) else {} for step in decoder["decoders"]]

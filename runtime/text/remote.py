@@ -1,11 +1,12 @@
-"""A tokenizer in a process of its own, as it looks from here.
+"""The client of a tokenizer in a child process.
 
-Parsing a large vocabulary takes 0.4 s and holds the GIL, which a cold start needs for importing torch. So a child
-(`tokenizer_child.py`), started before that, reads the tokenizer's files and parses them. It goes on to encode, beside
-the engine's own work; texts are decoded here, by a table that it sends, where the decoder allows one (`pieces.py`).
+Parsing a large vocabulary takes 0.4 s and holds the GIL, which a cold start needs for importing
+torch. So a child (`tokenizer_child.py`), started before that, reads and parses the tokenizer's
+files. It also encodes, in parallel to the engine's work; texts are decoded here, by a table that it
+sends, if the decoder allows one (`pieces.py`).
 
-The child is ours alone and knows nothing that cannot be had again: should it be killed, the next one who needs it
-starts another.
+The child belongs to this process and has no state that cannot be rebuilt: if it is killed, the next
+caller starts another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
     from .settings import TextSettings
 
 
-LONG_CHARS = 32 << 10  # of a text that holds up its line for 10 ms and more
+# Of a text that occupies its line for 10 ms or more.
+LONG_CHARS = 32 << 10
 
 
 class TokenizerProcess:
@@ -42,13 +44,15 @@ class TokenizerProcess:
     def __init__(
         self, launched: LaunchedTokenizer, *, timeline: Timeline, chat_worker: ChatWorker | None = None
     ) -> None:
-        """Takes over a process that was launched; its spans go to `timeline`. And one that waits for chat templates."""
+        """Adopt a launched process, whose spans go to `timeline`, and optionally an idle renderer
+        of chat templates.
+        """
         self._timeline = timeline
         self._child = _Child(launched)
         self._chat_worker = chat_worker
         self._manifest: Manifest | None = None
         self._table: PieceTable | None = None
-        self._lock = threading.Lock()  # over starting another child, and over the end
+        self._lock = threading.Lock()  # held while starting another child, and at the end
         self._closed = False
         self._special_ids: dict[str, int | None] = {}
         self.vocab_size = 0
@@ -56,7 +60,7 @@ class TokenizerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child that there is now."""
+        """The id of the current child process."""
         return self._child.pid
 
     def load(
@@ -65,9 +69,10 @@ class TokenizerProcess:
         *,
         adjust: Callable[[TextSettings], TextSettings] = lambda settings: settings,
     ) -> TextTokenizer:
-        """Blocks until the child has parsed the tokenizer. The result closes this. `adjust` is given the model's
-        settings as soon as they are there, before the vocabulary, and gives those to use. Raises what reading it
-        raises, and `ModelError`; the child has ended then.
+        """Block until the child has parsed the tokenizer. The result closes this backend.
+
+        `adjust` maps the model's settings, as soon as they arrive and before the vocabulary, to
+        those to use. Raises the errors of reading, and `ModelError`; the child has then ended.
         """
         self._manifest = manifest.without_weights()
         try:
@@ -121,7 +126,7 @@ class TokenizerProcess:
         return data
 
     def close(self) -> None:
-        """End the child; whoever waits for it gets a `ModelError`. Idempotent."""
+        """End the child; waiting callers get a `ModelError`. Idempotent."""
         with self._lock:
             self._closed = True
             self._child.end()
@@ -141,7 +146,9 @@ class TokenizerProcess:
         )
 
     def _another(self, dead: _Child) -> _Child:
-        """A child in place of one that has ended; the one that is there if somebody has seen to it already."""
+        """Start a child in place of one that has ended, or return the one that another thread has
+        started.
+        """
         with self._lock:
             if self._closed:
                 raise ModelError("the tokenizer was closed")
@@ -156,21 +163,21 @@ class TokenizerProcess:
 
     def _expect_table(self, child: _Child) -> None:
         def take() -> None:
-            with suppress(TeneralError):  # the child has ended: texts are decoded by the next one
+            with suppress(TeneralError):  # the child has ended: the next one decodes
                 self._table = child.receive()
 
         threading.Thread(target=take, name="teneral-pieces", daemon=True).start()
 
 
 class _Child:
-    """One process, from this side."""
+    """The client side of one process."""
 
     def __init__(self, launched: LaunchedTokenizer) -> None:
         self.task = launched.task
         self._process = launched.process
         self._control = launched.process.socket.makefile("rwb")
         self._lines: queue.SimpleQueue[BufferedRWPair] = queue.SimpleQueue()
-        # Long texts leave one line for all that is short.
+        # Long texts leave one line for short ones.
         self._long = threading.BoundedSemaphore(len(launched.lines) - 1)
         self._sockets = (launched.process.socket, *launched.lines)
         self._files = (self._control, *(line.makefile("rwb") for line in launched.lines))
@@ -182,29 +189,34 @@ class _Child:
         return self._process.pid
 
     def settings(self, manifest: Manifest) -> TextSettings:
-        with suppress(OSError):  # it has ended: `receive` says so
+        # If it has ended, `receive` reports it.
+        with suppress(OSError):
             pickle.dump(manifest, self._control)
             self._control.flush()
         settings: TextSettings = self.receive()
         return settings
 
     def receive(self) -> Any:
-        """What it says next. Raises the error that it says, and `ModelError` when it has ended."""
+        """Receive its next message. Raises the error that it sends, and `ModelError` if it has
+        ended.
+        """
         try:
-            message = pickle.load(self._control)  # noqa: S301 - written by our own child, nobody else has it
+            message = pickle.load(self._control)  # noqa: S301 - written by our own child, over a private socket
         except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
             status = self._process.wait()
             raise ModelError(
                 f"the process that tokenises texts ended early, with status {status}",
-                hint="What it said stands above. Status -9 usually means that the container is out of memory.",
+                hint="Its output is above. Status -9 usually means that the container is out of memory.",
             ) from error
         if isinstance(message, TeneralError):
             raise message
         return message
 
     def ask(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Blocks while all lines are in use, of which long texts may use all but one. Raises the method's error;
-        `EOFError` or `OSError` when it has ended.
+        """Call a method in the child.
+
+        Blocks while all lines are in use; long texts may use all but one. Raises the method's
+        error, or `EOFError` or `OSError` if the child has ended.
         """
         with self._long if _is_long(arguments) else nullcontext():
             return self._ask(method, arguments, options)
@@ -218,7 +230,8 @@ class _Child:
         except ValueError as error:  # the file was closed
             raise EOFError from error
         finally:
-            self._lines.put(line)  # a broken one too: whoever waits for it must learn of it
+            # A broken one too: its next user must notice the failure.
+            self._lines.put(line)
         if not succeeded:
             raise value
         return value
@@ -230,10 +243,11 @@ class _Child:
             with suppress(OSError):
                 sock.shutdown(
                     socket.SHUT_RDWR
-                )  # readers give up: closing alone waits for the files made of it
+                    # Unblocks readers: closing alone waits for the files made of it.
+                )
             sock.close()
         for file in self._files:
-            with suppress(OSError, ValueError):  # what was to be written, or is being read, is of no use
+            with suppress(OSError, ValueError):  # pending writes and reads are obsolete
                 file.close()
 
 

@@ -1,4 +1,6 @@
-"""What a model's files say about its text beside the vocabulary: special tokens, chat templates, where texts end."""
+"""The text settings in a model's files, except the vocabulary: special tokens, chat templates and
+end tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,29 @@ from typing import Any
 from ...loader.errors import UsageError
 from ..errors import ModelError
 
-MAX_TEMPLATE_BYTES = 256 << 10  # of a file in place of the model's own
+MAX_TEMPLATE_BYTES = 256 << 10  # of a file that replaces the model's own
 
-Files = Callable[[str], bytes | None]  # a file of the model directory by its name; None when there is none
+# Returns a file of the model directory by its name; None if there is none.
+Files = Callable[[str], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
     special_tokens: dict[str, str]  # "bos_token" and so on → its text
-    templates: dict[str, str]  # chat templates by name; none where the model has none
-    eos_token_ids: frozenset[int]  # those that the model's own files name; the tokenizer's comes to them
+    templates: dict[str, str]  # chat templates by name; empty if the model has none
+    # The ones that the model's own files name; the tokenizer's is added to them.
+    eos_token_ids: frozenset[int]
 
     def with_template(self, text: str) -> TextSettings:
-        """The same with this chat template, for requests with tools and without."""
+        """The settings with this chat template, for requests with tools and without."""
         return replace(self, templates={"default": text})
 
     @classmethod
     def read(cls, files: Files) -> TextSettings:
-        """From tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json and
-        chat_template.jinja. Raises `ModelError` for what is damaged.
+        """Read tokenizer_config.json, special_tokens_map.json, generation_config.json, config.json
+        and chat_template.jinja.
+
+        Raises `ModelError` for damaged files.
         """
         settings = _json_object(files, "tokenizer_config.json")
         return cls(
@@ -39,8 +45,8 @@ class TextSettings:
 
 
 def read_template(path: str) -> str:
-    """A chat template from a file of this machine. Raises `UsageError`."""
-    hint = "--chat-template takes a file with a Jinja template, such as a model's chat_template.jinja."
+    """Read a chat template from a file of this machine. Raises `UsageError`."""
+    hint = "--chat-template must name a file with a Jinja template, such as a model's chat_template.jinja."
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_TEMPLATE_BYTES + 1)
@@ -63,7 +69,7 @@ def read_template(path: str) -> str:
 
 
 def read_tokenizer_file(files: Files) -> bytes:
-    """The content of tokenizer.json. Raises `ModelError` when there is none."""
+    """Read the content of tokenizer.json. Raises `ModelError` if there is none."""
     data = files("tokenizer.json")
     if data is None:
         raise ModelError(
@@ -74,7 +80,7 @@ def read_tokenizer_file(files: Files) -> bytes:
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """The file's content; {} when there is no such file."""
+    """The file's content; {} if there is no such file."""
     data = files(name)
     if data is None:
         return {}
@@ -88,7 +94,7 @@ def _json_object(files: Files, name: str) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Names and texts of special tokens; a text stands as it is, or in an object with its properties."""
+    """Names and texts of special tokens; a text is a string, or in an object with its properties."""
     tokens = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -98,7 +104,9 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(in_settings: Any, file: bytes | None) -> dict[str, str]:
-    """Templates by name: one text, a list of {"name", "template"}, or the file, which goes before both."""
+    """Templates by name: one text, a list of {"name", "template"}, or the file, which takes
+    precedence.
+    """
     if file is not None:
         try:
             return {"default": file.decode("utf-8")}
@@ -111,17 +119,17 @@ def _chat_templates(in_settings: Any, file: bytes | None) -> dict[str, str]:
         if isinstance(entry, dict) and isinstance(entry.get("template"), str):
             templates[str(entry.get("name"))] = entry["template"]
     if templates and "default" not in templates:
-        raise ModelError(f"no chat template is the default one; there are {', '.join(sorted(templates))}")
+        raise ModelError(f"there is no default chat template, only {', '.join(sorted(templates))}")
     return templates
 
 
 def _eos_token_ids(files: Files) -> frozenset[int]:
-    """Every token that ends a text: those of generation_config.json, else config.json."""
+    """The tokens that end a text: those of generation_config.json, else config.json."""
     named = _json_object(files, "generation_config.json").get("eos_token_id")
     if named is None:
         named = _json_object(files, "config.json").get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
-            raise ModelError(f"eos_token_id is {token!r}, which is no token")
+            raise ModelError(f"eos_token_id is {token!r}, which is not a token id")
     return frozenset(ids)

@@ -1,8 +1,8 @@
-"""Stop strings in a stream of text: unless included, neither they nor any part of them is given out, the text before
-them is.
+"""Stop strings in a stream of text. The text before one is returned; the stop string only if
+included.
 
-What could be the beginning of a stop string is held back until the next text decides. The result does not
-depend on how the text is cut into pieces. Nothing is known here of tokens.
+A possible beginning of a stop string is held back until the next text decides. The result does not
+depend on how the text is split. This module knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one sequence's text. Holds back less than the longest stop string."""
+    """The stop strings of one sequence. Holds back less than the longest one."""
 
     def __init__(self, stop: Sequence[str], *, included: bool = False) -> None:
-        """`included`: the stop string that ends the text is given out with it."""
+        """`included`: the stop string that ends the text is part of it."""
         self._stop = tuple(stop)
         self._included = included
         self._held = ""
-        self.found: str | None = None  # the one that is complete
+        self.found: str | None = None  # the completed one
 
     def push(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """The text that can be given out now, and whether a stop string is complete (then nothing more may
-        come).
+        """Add text. Returns the text that can be returned now, and whether a stop string is
+        complete, which ends the text.
 
-        Of several stop strings the one that is complete first counts, as if the text came character by
-        character; of those that end together, the longest. Unless `counts`, none is complete with this text.
+        Of several stop strings the first complete one counts, as if the text came character by
+        character; of those that end together, the longest. Without `counts`, this text completes
+        none.
         """
         if not self._stop or not text:
             return text, False
@@ -48,7 +49,7 @@ class StopStrings:
         return text[:cut], False
 
     def flush(self) -> str:
-        """What was held back, for a sequence that ends without a stop string."""
+        """The text held back, for a sequence that ends without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,13 +1,15 @@
-"""A tokenizer that need not wait for its vocabulary: each text is tokenised with what of it that text can come to.
+"""A tokenizer that need not parse its vocabulary: each text is encoded with the pieces that it
+could contain.
 
-For a vocabulary of 150,000 pieces the `tokenizers` library takes 0.3 s, and the first prompt of a cold start would wait
-for it. But BPE does nothing except to join symbols that stand side by side in a word. So all that it can make of a word
-are runs of that word's symbols; every other piece, and every merge of others, might as well not be there. Here the
-library gets, for each text, a tokenizer with just those pieces and merges, in the order in which they were: what it
-says is what the whole one would say. They are found in the file as it lies there (`vocabulary.py`), in a tenth of the
-time.
+The `tokenizers` library takes 0.3 s for a vocabulary of 150,000 pieces, and the first prompt of a
+cold start would wait for it. But BPE only joins adjacent symbols of a word. All possible pieces of
+a word are therefore runs of its symbols; all other pieces and merges are irrelevant. For each text,
+the library gets a tokenizer with just those pieces and merges, in their original order: its result
+is that of the whole vocabulary. They are found in the file's bytes (`vocabulary.py`), in a tenth of
+the time.
 
-That is worth it for the first few texts. It costs more for each, and for long ones too much: then there is no answer.
+This is worthwhile for the first few texts. Each text costs more, and long ones too much: they
+return None.
 """
 
 from __future__ import annotations
@@ -22,45 +24,49 @@ from .backend import MAX_SMALL_FILE_BYTES, LocalBackend
 from .token_bytes import max_token_bytes
 from .vocabulary import Vocabulary
 
-MIN_FILE_BYTES = MAX_SMALL_FILE_BYTES  # the library has read a smaller one in 20 ms
+# The library reads a smaller one in 20 ms.
+MIN_FILE_BYTES = MAX_SMALL_FILE_BYTES
 MAX_CHARS = 20_000
-MAX_RUNS = 100_000  # of symbols of one text; a text of 25,000 takes 0.09 s
+# Of symbols of one text; a text of 25,000 takes 0.09 s.
+MAX_RUNS = 100_000
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _RENAMING = (
     "dropout",
     "continuing_subword_prefix",
     "end_of_word_suffix",
-)  # with these a run is not its symbols
+    # With these, a run's text is not that of its symbols.
+)
 
 
 class SubsetTokenizer:
-    """Of a BPE vocabulary. Thread-safe. Where it has no answer, `None` says so."""
+    """The tokenizer of a BPE vocabulary. Thread-safe. Returns None where it cannot answer."""
 
     def __init__(self, vocabulary: Vocabulary, special_tokens: Mapping[str, str]) -> None:
-        """Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` when the file is not of a kind that this
-        could do, and `ModelError` when the library refuses it.
+        """Raises `ValueError`, `TypeError`, `KeyError` or `AttributeError` for a kind of file that
+        is not supported here, and `ModelError` if the library rejects it.
         """
         file: dict[str, Any] = vocabulary.rest
         model = file["model"]
         if model["type"] != "BPE" or any(map(model.get, _RENAMING)):
-            raise ValueError("these pieces are no runs of symbols")
+            raise ValueError("these pieces are not runs of symbols")
         self._vocabulary = vocabulary
         self._file = file
         self._special_tokens = special_tokens
         self._added = _numbered(file.get("added_tokens") or [], vocabulary)
         if any(_might_be_a_symbol(text, model) for text in self._added):
-            raise ValueError("an added token would be taken for a symbol")
+            raise ValueError("an added token could be confused with a symbol")
         self.vocab_size = len(vocabulary) + len(self._added)
         self.max_token_bytes = max_token_bytes(file, vocabulary.longest, self._has_pieces)
         self._always = self._tokens_of_any_text()
-        # Not to take whole words that are spelt as added tokens.
+        # So that whole words spelt like added tokens are not recognised.
         symbols = vocabulary.single_characters()
         self.tokenizer = self._tokenizer_of(symbols, ignore_merges=False).tokenizer  # with all other settings
 
     @classmethod
     def from_file(cls, data: bytes, special_tokens: Mapping[str, str]) -> SubsetTokenizer | None:
-        """From the content of tokenizer.json; None where the library had better read all of it, and say what is wrong
-        with it, if anything. Raises `ModelError`.
+        """Read the content of tokenizer.json. Raises `ModelError`.
+
+        None: the library should read the whole file instead, and report its errors, if any.
         """
         if len(data) < MIN_FILE_BYTES:
             return None
@@ -70,17 +76,17 @@ class SubsetTokenizer:
             return None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int] | None:
-        """As `Backend.encode`."""
+        """Encode like `Backend.encode`, or return None."""
         tokenizer = self._tokenizer_for(text)
         return None if tokenizer is None else tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def offsets(self, text: str) -> list[tuple[int, int]] | None:
-        """As `Backend.offsets`."""
+        """Offsets like `Backend.offsets`, or None."""
         tokenizer = self._tokenizer_for(text)
         return None if tokenizer is None else tokenizer.offsets(text)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """As `Backend.decode`."""
+        """Decode like `Backend.decode`."""
         pieces = {piece: token for token in set(tokens) if (piece := self.id_to_piece(token)) is not None}
         return self._tokenizer_of(pieces).decode(tokens, skip_special_tokens=skip_special_tokens)
 
@@ -95,7 +101,7 @@ class SubsetTokenizer:
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
-        """All pieces, and the added tokens; made anew, which holds the GIL for 0.09 s."""
+        """All pieces and the added tokens, as a new dict, which holds the GIL for 0.09 s."""
         return self._vocabulary.as_dict() | self._added
 
     def _has_pieces(self, pieces: Collection[str]) -> bool:
@@ -105,14 +111,15 @@ class SubsetTokenizer:
         runs = self._runs_of(text)
         if runs is None or not runs.isdisjoint(
             self._added
-        ):  # which no model makes, but would with the subset
+            # No model makes them, but the subset would.
+        ):
             return None
         pieces = self._vocabulary.tokens_of(runs)
         ranks = self._vocabulary.ranks_of(_possible_merges(pieces))
         return self._tokenizer_of(pieces, sorted(ranks, key=ranks.__getitem__))
 
     def _runs_of(self, text: str) -> set[str] | None:
-        """All that could be made of the text's words; None when it is too much."""
+        """All possible pieces of the text's words; None if there are too many."""
         if len(text) > MAX_CHARS:
             return None
         words = set(self._words_of(text))
@@ -127,7 +134,7 @@ class SubsetTokenizer:
         }
 
     def _words_of(self, text: str) -> Iterator[tuple[str, ...]]:
-        """The symbols of each word: what BPE begins with."""
+        """The symbols of each word, BPE's initial state."""
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=False)
         symbols = zip(encoding.word_ids, encoding.tokens, strict=True)
         for _, word in groupby(symbols, lambda symbol: symbol[0]):
@@ -143,7 +150,7 @@ class SubsetTokenizer:
     def _tokenizer_of(
         self, pieces: Mapping[str, int], merges: Sequence[tuple[str, str]] = (), **settings: Any
     ) -> LocalBackend:
-        """With these pieces and merges, and the pieces that any text might need."""
+        """A tokenizer with these pieces and merges, and the pieces that any text might need."""
         vocab = {**pieces, **self._always}
         model = {**self._file["model"], **settings, "vocab": vocab, "merges": merges}
         return LocalBackend.from_file(
@@ -152,7 +159,7 @@ class SubsetTokenizer:
 
 
 def _possible_merges(pieces: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece."""
+    """The pairs of pieces that join to a piece."""
     return [
         (piece[:cut], piece[cut:])
         for piece in pieces
@@ -162,8 +169,10 @@ def _possible_merges(pieces: Mapping[str, int]) -> list[tuple[str, str]]:
 
 
 def _numbered(added: Sequence[Mapping[str, Any]], vocabulary: Vocabulary) -> dict[str, int]:
-    """The added tokens that the model does not have, with their numbers. Raises `ValueError` when these are not those
-    that the library gives, which goes by the vocabulary's size.
+    """The added tokens that the model does not have, with their numbers.
+
+    Raises `ValueError` if these differ from the library's numbers, which continue from the
+    vocabulary's size.
     """
     known = vocabulary.tokens_of([entry["content"] for entry in added])
     numbered = {entry["content"]: entry["id"] for entry in added if entry["content"] not in known}

@@ -1,9 +1,10 @@
-"""The most bytes of a text that one token can stand for: a bound by which a text that cannot fit a context is refused
-before it is tokenised.
+"""The maximum number of bytes of a text for one token: a bound for refusing a text that cannot fit
+a context before it is tokenised.
 
-There is one only where nothing of a text is ever dropped, joined or shortened on its way to the vocabulary: for BPE
-over bytes (Llama 3, Qwen, GPT-2), and over characters with a token for each byte (Llama 2, Mistral). WordPiece makes
-one unknown token of a word of any length, and some tokenizers strip or join spaces: for these there is none.
+It exists only if no text is dropped, joined or shortened on its way to the vocabulary: for BPE over
+bytes (Llama 3, Qwen, GPT-2), and over characters with a token for each byte (Llama 2, Mistral).
+WordPiece makes one unknown token of a word of any length, and some tokenizers strip or join spaces:
+for these there is no bound.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from .pieces import byte_alphabet
 
-# NFC makes a text shorter by a factor of 3.5 at most (a decomposed U+0390 from its longest spellings), of all Unicode.
+# In all of Unicode, NFC shortens a text at most by a factor of 3.5 (a decomposed U+0390 in its
+# longest spellings).
 NFC_FACTOR = 4
 MAX_BYTES_PER_CHAR = 4  # in UTF-8
 BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
@@ -24,13 +26,16 @@ _KEEPING_SPLITS = frozenset(("ByteLevel", "Split", "Digits", "Metaspace"))
 def max_token_bytes(
     file: Mapping[str, Any], longest_chars: int, has_pieces: Callable[[tuple[str, ...]], bool]
 ) -> int | None:
-    """Of tokenizer.json, whose pieces may be left out of `file`: `longest_chars` is the longest one's length, and
-    `has_pieces` says whether the vocabulary has them all. None where there is no bound.
+    """The bound for a tokenizer.json, whose pieces may be left out of `file`; None: there is no
+    bound.
+
+    `longest_chars` is the length of the longest piece, and `has_pieces` tells whether the
+    vocabulary has them all.
     """
     try:
         return _bound(file, longest_chars, has_pieces)
     except (KeyError, TypeError, AttributeError, ValueError):
-        return None  # of another shape than is known here
+        return None  # a structure that is not known here
 
 
 def _bound(
@@ -58,7 +63,7 @@ def _bound(
 
 
 def _flat(step: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any]]:
-    """The single steps of a sequence of steps."""
+    """The single steps of a possibly nested sequence."""
     if step is None:
         return
     if step["type"] != "Sequence":
@@ -69,7 +74,7 @@ def _flat(step: Mapping[str, Any] | None, key: str) -> Iterator[Mapping[str, Any
 
 
 def _keeps_text(normalizer: Mapping[str, Any]) -> bool:
-    """Whether no text gets shorter by it, but for NFC."""
+    """Whether it never shortens a text, NFC aside."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String")
         return isinstance(pattern, str) and len(pattern.encode()) <= len(normalizer["content"].encode())

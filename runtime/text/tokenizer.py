@@ -1,8 +1,8 @@
-"""Text ↔ tokens, by the model's own files.
+"""The tokenizer of a model: text ↔ tokens, by the model's own files.
 
-`tokenizer.json` says how; the other files name the special tokens, where a generation ends, and the chat template.
-Nothing is known here of the model, of its context length or of sampling, nor whether the tokens are made in this
-process or in another.
+`tokenizer.json` defines it; the other files name the special tokens, the end tokens and the chat
+template. This module knows nothing of the model, its context length or sampling, nor whether tokens
+are made in this process or another.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from .chat import ChatTemplate, ChatWorker, Message
 from .pairs import EncodedPair
 from .settings import Files, TextSettings, read_tokenizer_file
 
-MAX_TEXT_CHARS = 1 << 20  # tokenising takes up to 0.7 s for so many, and more than in proportion beyond
+# Tokenising this many takes up to 0.7 s, and superlinear time beyond.
+MAX_TEXT_CHARS = 1 << 20
 
 
 class TextTokenizer:
-    """One model's text. Thread-safe, and other threads run while a long text is tokenised."""
+    """The tokenizer of one model. Thread-safe; other threads run while a long text is tokenised."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class TextTokenizer:
         *,
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        """Closes `backend` and `chat_template` when it is closed."""
+        """Owns `backend` and `chat_template`, and closes them."""
         self._backend = backend
         self.special_tokens = settings.special_tokens
         self.chat_template = chat_template or make_chat_template(settings)
@@ -45,10 +46,11 @@ class TextTokenizer:
     def from_files(
         cls, files: Files, *, adjust: Callable[[TextSettings], TextSettings] = lambda settings: settings
     ) -> TextTokenizer:
-        """In this process. `files` gives a file of the model directory by its name, None when there is none. `adjust`
-        is given the model's settings before the vocabulary is read, and gives those to use.
+        """Make a tokenizer in this process.
 
-        Raises `ModelError` for what is missing or damaged.
+        `files` returns a file of the model directory by its name, None if there is none. `adjust`
+        maps the model's settings, before the vocabulary is read, to those to use. Raises
+        `ModelError` for missing or damaged files.
         """
         settings = adjust(TextSettings.read(files))
         chat_template = make_chat_template(settings)
@@ -58,12 +60,12 @@ class TextTokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The text's tokens, with those that the model wants around a text unless told otherwise.
+        """Encode the text, by default with the special tokens that the model adds around a text.
 
-        For what `chat` returned, tell otherwise: the template wrote them. Special tokens that stand in the
-        text as text become themselves. Raises `RequestError` for a text that is too long or is not Unicode, and
-        `ContextLengthError` for one that cannot come to `max_tokens` or fewer, before any work where the vocabulary
-        shows it.
+        Disable that for a result of `chat`: the template wrote them. Special tokens in the text are
+        recognised. Raises `RequestError` for a text that is too long or is not Unicode, and
+        `ContextLengthError` for one that cannot be encoded in `max_tokens`, before any work if the
+        vocabulary has a bound.
         """
         num_bytes = _check_text(text)
         if max_tokens is not None:
@@ -71,7 +73,8 @@ class TextTokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]]) -> list[EncodedPair]:
-        """Each pair of texts, or each text by itself, as the model's own template has it, special tokens included.
+        """Encode each pair of texts, or each single text, with the model's own template, special
+        tokens included.
 
         Raises `RequestError` for a text that is too long or is not Unicode.
         """
@@ -82,21 +85,23 @@ class TextTokenizer:
         return self._backend.encode_pairs(pairs)
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """Which of the text's characters each of its tokens stands for, from and up to, without special tokens.
+        """The half-open range of the text's characters for each of its tokens, without special
+        tokens.
 
-        Tokens that share a character's bytes all stand for all of it. Raises as `encode` does.
+        Tokens that share a character's bytes all have the range of the whole character. Raises the
+        errors of `encode`.
         """
         _check_text(text)
         return self._backend.offsets(text)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of these tokens together; bytes that are no UTF-8 come as U+FFFD, tokens unknown here as
+        """Decode these tokens together; invalid UTF-8 becomes U+FFFD, unknown tokens become
         nothing.
         """
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def id_to_piece(self, token: int) -> str | None:
-        """The token as the vocabulary spells it ("Ġhello", "<0x0A>"); None when there is none."""
+        """The token in the vocabulary's spelling ("Ġhello", "<0x0A>"); None if there is none."""
         return self._backend.id_to_piece(token) if 0 <= token < MAX_TOKEN else None
 
     def piece_to_id(self, piece: str) -> int | None:
@@ -110,10 +115,11 @@ class TextTokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt that the model's chat template makes of the messages, special tokens included as text.
+        """The prompt that the model's chat template renders from the messages, special tokens
+        included as text.
 
-        `variables` are handed to the template, as `enable_thinking` is. Blocks for about a millisecond; errors are
-        those of `ChatTemplate.render`.
+        `variables` are passed to the template, such as `enable_thinking`. Blocks for about a
+        millisecond; raises the errors of `ChatTemplate.render`.
         """
         return self.chat_template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
@@ -121,7 +127,7 @@ class TextTokenizer:
 
     @property
     def templates(self) -> Mapping[str, str]:
-        """The chat templates by name; none where the model has none."""
+        """The chat templates by name; empty if the model has none."""
         return self.chat_template.templates
 
     def _check_length(self, num_bytes: int, max_tokens: int) -> None:
@@ -135,8 +141,10 @@ class TextTokenizer:
             )
 
     def compile_grammar(self, spec: GrammarSpec) -> Grammar:
-        """The grammar over this vocabulary. The first one takes up to a second, in which other threads run. Raises
-        `GrammarError`, and `RequestError` where the tokenizer is of a kind that takes none.
+        """Compile the grammar over this vocabulary. The first call takes up to a second and
+        releases the GIL.
+
+        Raises `GrammarError`, and `RequestError` if the tokenizer does not support grammars.
         """
         return self._grammars.compile(spec)
 
@@ -147,25 +155,26 @@ class TextTokenizer:
 
 
 def _check_text(text: str) -> int:
-    """Its length in UTF-8. Raises `RequestError`."""
+    """The length of the text in UTF-8. Raises `RequestError`."""
     if len(text) > MAX_TEXT_CHARS:
-        raise RequestError(
-            f"the text has {len(text)} characters, but {MAX_TEXT_CHARS} is the most", param="prompt"
-        )
+        raise RequestError(f"the text has {len(text)} characters, more than {MAX_TEXT_CHARS}", param="prompt")
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise RequestError("the text has half of a surrogate pair in it", param="prompt") from None
+        raise RequestError("the text contains a lone surrogate", param="prompt") from None
 
 
 def make_chat_template(settings: TextSettings, worker: ChatWorker | None = None) -> ChatTemplate:
-    """The model's template, its process started; or one that says that there is none. Takes over a `worker` that waits,
-    or ends it.
+    """The model's template, with its process started; without a template, a `ChatTemplate` that
+    raises an error.
+
+    Adopts an idle `worker`, or ends it.
     """
     if not settings.templates:
         if worker is not None:
             worker.end()
         return ChatTemplate({}, settings.special_tokens)
     template = ChatTemplate(settings.templates, settings.special_tokens, worker=worker)
-    template.start()  # beside the parsing of tokenizer.json, which takes as long
+    # In parallel to the parsing of tokenizer.json, which takes as long.
+    template.start()
     return template

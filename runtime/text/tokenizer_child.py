@@ -1,14 +1,14 @@
-"""The program behind `TokenizerProcess`: reads a model's tokenizer, parses it, and serves it.
+"""The program of the tokenizer process: reads a model's tokenizer, parses it, and serves it.
 
     python -m teneral.runtime.text.tokenizer_child CONTROL_FD FILES_FD LINE_FD …
 
-Over the control socket it is told where the model is, and then the manifest, which the loader may tell it sooner at
-FILES_FD; it answers with the settings, with word that it is ready, and with the table of pieces. Each line is served by
-a thread of its own: a request is the name of a `Backend`'s method with its arguments, the answer what the method
-returned or raised. It ends with its parent.
+Over the control socket it receives the model's address, and then the manifest, which the loader may
+send sooner over FILES_FD; it answers with the settings, a ready message, and the table of pieces. A
+thread for each line serves requests: a request is the name of a `Backend` method with its
+arguments, the answer its result or error. The process ends with its parent.
 
-It imports nothing before it has the manifest, and parses no large vocabulary before somebody has had a first text:
-until then others have better use for the cores.
+It imports nothing before it has the manifest, and parses no large vocabulary before the first text
+was decoded: until then the cores have more urgent work.
 """
 
 from __future__ import annotations
@@ -38,22 +38,25 @@ if TYPE_CHECKING:
     from .pieces import PieceTable
     from .subset import SubsetTokenizer
 
-# Taking the vocabulary out of the tokenizer holds the GIL for 0.1 s, and parsing it the core for 0.3 s: not while the
-# first text is computed or comes. Who never has texts made, but embeddings, say, waits for it no longer than this.
+# Taking the vocabulary out of the tokenizer holds the GIL for 0.1 s, and parsing it uses the core
+# for 0.3 s: not while the first text is computed or arrives. A server that generates no texts, only
+# embeddings for instance, waits no longer than this.
 TABLE_DELAY_S = 1.0
 MAX_GROWING_S = 10.0
-SWITCH_INTERVAL_S = 0.5e-3  # who encodes must not wait for the table of pieces
+# Encoding must not wait for the table of pieces.
+SWITCH_INTERVAL_S = 0.5e-3
 METHODS = frozenset(
     ("encode", "encode_pairs", "offsets", "decode", "id_to_piece", "piece_to_id", "tokenizer_json")
 )
 
 
 def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    # Ctrl-C reaches the whole process group: the parent decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     control = socket.socket(fileno=control_fd)
     stream = control.makefile("rwb")
-    task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, as all else that is read here
+    task: TokenizerTask = pickle.load(stream)  # noqa: S301 - written by our own parent, like all other messages here
     if task.context is not None:
         task.context.apply()
     manifest = _first_manifest(control, stream, files_fd)
@@ -67,7 +70,7 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
         _send(stream, error)
         os._exit(0)
     gc.freeze()
-    gc.enable()  # it may have been off when this was forked
+    gc.enable()  # it may be off in a forked process
     for fd in line_fds:
         threading.Thread(target=_serve, args=(fd, backend), daemon=True).start()
     special_ids = {text: backend.piece_to_id(text) for text in special_tokens.values()}
@@ -75,29 +78,33 @@ def main(control_fd: int, files_fd: int, *line_fds: int) -> None:
     if not backend.is_whole:
         backend.has_decoded.wait(MAX_GROWING_S)
     time.sleep(TABLE_DELAY_S)
-    with suppress(TeneralError):  # of the vocabulary: whoever asks for something is told
+    with suppress(TeneralError):  # errors of the vocabulary: later requests report them
         _send(stream, _table(backend.current))
         backend.complete()
     while control.recv(1 << 16):
-        pass  # the manifest, which was known already: then the parent says nothing, and this ends when it is gone
+        # The manifest, which was known already: the parent then sends nothing, and this process
+        # ends with it.
+        pass
     os._exit(0)
 
 
 def _first_manifest(control: socket.socket, stream: BufferedRWPair, files_fd: int) -> Manifest:
-    """From the loader or the parent, whoever is first."""
+    """Receive the manifest from the loader or the parent, whichever is first."""
     manifest: Manifest | None = None
-    with socket.socket(fileno=files_fd) as files, files.makefile("rb") as told:
+    with socket.socket(fileno=files_fd) as files, files.makefile("rb") as loader:
         ready, _, _ = select.select([files, control], [], [])
         if files in ready:
             with suppress(EOFError):  # the loader has ended
-                manifest = pickle.load(told)  # noqa: S301
+                manifest = pickle.load(loader)  # noqa: S301
     return manifest or pickle.load(stream)  # noqa: S301
 
 
 def _load(
     task: TokenizerTask, manifest: Manifest, timeline: Timeline, stream: BufferedRWPair
 ) -> tuple[GrowingBackend, dict[str, str]]:
-    """The tokenizer, and the special tokens by their names; the settings are told on the way."""
+    """Load the tokenizer. Returns it and the special tokens by name, and sends the settings on the
+    way.
+    """
     with timeline.span("tokenizer", "import"):
         import tokenizers  # noqa: F401
 
@@ -115,9 +122,9 @@ def _load(
             _send(stream, settings)
             data = read_tokenizer_file(files)
         special_tokens = settings.special_tokens
-        with timeline.span("tokenizer", "load") as said:
+        with timeline.span("tokenizer", "load") as details:
             backend = GrowingBackend(data, special_tokens)
-            said["vocabulary"] = "whole" if backend.is_whole else "as texts need it"
+            details["vocabulary"] = "whole" if backend.is_whole else "as texts need it"
         return backend, special_tokens
     finally:
         source.close()
@@ -152,11 +159,11 @@ def _serve(fd: int, backend: GrowingBackend) -> None:
             answer: object
             try:
                 if name not in METHODS:
-                    raise ModelError(f"there is no {name} to be asked for")
+                    raise ModelError(f"unknown method {name}")
                 answer = True, getattr(backend, name)(*arguments, **options)
             except TeneralError as error:
                 answer = False, error
-            except Exception as error:  # noqa: BLE001 - whoever asked must get an answer
+            except Exception as error:  # noqa: BLE001 - every request must get an answer
                 answer = False, ModelError(f"the tokenizer failed: {type(error).__name__}: {error}")
             _send(stream, answer)
 

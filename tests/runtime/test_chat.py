@@ -419,7 +419,7 @@ def test_a_prompt_that_grows_too_long_is_refused(template):
 def test_after_giving_up_the_next_prompt_is_rendered(template):
     mixed = template("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}fine", max_render_s=0.4)
     for _ in range(2):
-        with pytest.raises(ModelError, match="given up"):
+        with pytest.raises(ModelError, match="exceeded its time limit"):
             mixed.render(USER * 2)
         assert mixed.render(USER) == "fine"
 
@@ -428,7 +428,7 @@ def test_after_giving_up_the_next_prompt_is_rendered(template):
 def test_a_template_with_a_wrong_syntax_is_refused_every_time(template, text):
     broken = template(text)
     for _ in range(2):
-        with pytest.raises(ModelError, match="cannot be used"):
+        with pytest.raises(ModelError, match="is invalid"):
             broken.render(USER)
 
 

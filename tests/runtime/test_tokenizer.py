@@ -104,7 +104,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer):
 
 @pytest.mark.parametrize("tokens", [[-1], [1 << 40], ["a"], [None]])
 def test_what_is_no_token_cannot_be_decoded(tokenizer, tokens):
-    with pytest.raises(RequestError, match="no tokens"):
+    with pytest.raises(RequestError, match="invalid tokens"):
         tokenizer.decode(tokens)
 
 

@@ -198,7 +198,7 @@ def test_an_eos_token_id_that_is_no_token_is_refused(backend, eos):
         ({"special_tokens_map_json": []}, "special_tokens_map.json is not a JSON object"),
         ({"generation_config_json": b"\xff"}, "generation_config.json is not JSON"),
         ({"chat_template_jinja": b"\xff"}, "chat_template.jinja is not UTF-8"),
-        ({"tokenizer_config_json": {"chat_template": [{"name": "rag", "template": "x"}]}}, "there are rag"),
+        ({"tokenizer_config_json": {"chat_template": [{"name": "rag", "template": "x"}]}}, "only rag"),
     ],
 )
 def test_a_damaged_file_is_named(backend, files, message):

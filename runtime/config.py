@@ -104,6 +104,16 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
     return parse
 
 
+def _names(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        names = [name.strip().lower() for name in value.split(",")] if isinstance(value, str) else []
+        if not names or len(set(names)) != len(names) or not set(names) <= set(allowed):
+            raise ValueError(f"must be some of {', '.join(allowed)}, with commas between them")
+        return ",".join(names)
+
+    return parse
+
+
 def _template(*allowed: str, required: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         from .address_template import AddressTemplate  # few have such a setting
@@ -367,6 +377,19 @@ class ServeConfig:
         False,
         _flag,
         "leave out of torch what only tracing needs (torch.compile, meta tensors): starts 0.2 s sooner",
+    )
+    # ONNX models
+    ort_providers: str | None = _setting(
+        None,
+        _names("cpu", "openvino", "cuda", "tensorrt"),
+        "what computes an ONNX model once it is loaded, in order of preference, with commas: cpu, openvino, cuda, "
+        "tensorrt (default: cpu)",
+        metavar="NAMES",
+    )
+    ort_batch: int = _setting(
+        8,
+        _integer(1, 4096),
+        "most rows of an ONNX model's batch dimension that calls share a run with; 1: calls run alone",
     )
     # Standby processes
     standby: int = _setting(

@@ -15,6 +15,25 @@ if TYPE_CHECKING:
     from ..loader.sources.base import Source
 
 
+ONNX_NAME = "onnx.json"  # of packed ONNX models: docs/onnx.md
+MAX_LOOK_BYTES = 1 << 20  # of a manifest, whose files stand before its groups
+
+
+def is_onnx(manifest: Manifest) -> bool:
+    """Whether the artifact holds a packed ONNX model."""
+    return any(file.name == ONNX_NAME for file in manifest.files)
+
+
+def seems_onnx(address: str) -> bool:
+    """Whether a local folder looks like such an artifact. Only a hint, for what is imported first."""
+    path = address.partition("@b3:")[0].removeprefix("file://")
+    try:
+        with open(f"{path}/manifest.json", "rb") as file:
+            return f'"{ONNX_NAME}"'.encode() in file.read(MAX_LOOK_BYTES)
+    except (OSError, ValueError):
+        return False
+
+
 class ModelFiles:
     """Reads them, verified, from the node's cache where there is one, else from the store. Thread-safe."""
 

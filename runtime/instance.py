@@ -28,7 +28,7 @@ from ..loader.sources.http.outage import show_outages
 from ..loader.timeline import Timeline
 from .config import ServeConfig
 from .errors import DrainingError, ModelError
-from .files import ModelFiles
+from .files import ModelFiles, is_onnx, seems_onnx
 from .loading import (
     load_here,
     placement_statistics,
@@ -50,11 +50,14 @@ if TYPE_CHECKING:
     from .kv.snapshots.service import SnapshotService
     from .models.decoder import Decoder
     from .models.encoder import Encoder
+    from .onnx.runner import OnnxRunner
     from .text.settings import TextSettings
     from .text.tokenizer import TextTokenizer
     from .weights import AnyLoad, Weights
 
 T = TypeVar("T")
+
+TOKENIZER_NAME = "tokenizer.json"
 
 
 class Forecast(NamedTuple):
@@ -86,6 +89,7 @@ class Instance:
         self.tokenizer: Future[TextTokenizer] = Future()
         self.engine: Future[Engine] = Future()
         self.embedder: Future[Embedder] = Future()
+        self.onnx: Future[OnnxRunner] = Future()
         self.kind: Future[str] = Future()
         self.ended: Future[TeneralError | None] = Future()  # resolves when the instance fails or is closed
         self._opened: Future[tuple[Source, Manifest]] = Future()
@@ -188,7 +192,7 @@ class Instance:
         if self._helpers is not None and self._helpers.load is not None:
             self._helpers.load.release()  # the process that launched them may hold them still
         self.text_settings, self.tokenizer, self._opened = Future(), Future(), Future()
-        self.engine, self.embedder = Future(), Future()
+        self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
         self._load = self._helpers = self._source = self._snapshots = self.adapters = None
 
@@ -332,6 +336,13 @@ class Instance:
 
     def _load_tokenizer(self) -> None:
         source, manifest = self._opened.result()
+        if is_onnx(manifest) and not any(file.name == TOKENIZER_NAME for file in manifest.files):
+            refuse = ModelError(f"{self.model_name} takes tensors, and has no tokenizer")
+            self.text_settings.set_exception(refuse)
+            self.tokenizer.set_exception(refuse)
+            if self._helpers is not None:
+                self._helpers.tokenizer.close()
+            return
         if self._helpers is not None:
             _resolve(self.tokenizer, self._helpers.tokenizer.load(manifest, adjust=self._adjust_settings))
             return
@@ -352,6 +363,9 @@ class Instance:
         return settings
 
     def _build(self) -> None:
+        if seems_onnx(self.config.model) and is_onnx(self._opened.result()[1]):
+            self._start_onnx()  # without what other models are made of
+            return
         from ..loader.device.detect import choose_device
         from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 
@@ -377,6 +391,9 @@ class Instance:
         source, manifest = self._opened.result()
         load = self._load
         assert load is not None
+        if is_onnx(manifest):
+            self._start_onnx()
+            return
         with self.timeline.span("model", "build") as said:
             files = ModelFiles(source, manifest, config.load_options)
             model_config = files.json("config.json", required=True)
@@ -422,6 +439,7 @@ class Instance:
             hint="Serve an encoder (a BERT-type model) for /v1/embeddings.",
         )
         self.embedder.set_exception(refuse)
+        self.onnx.set_exception(_takes_texts(self.model_name))
         _resolve(self.kind, "decoder")
         assert self._load is not None
         with self.timeline.span("model", "KV pool"):
@@ -493,6 +511,7 @@ class Instance:
             hint="Ask /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
         )
         self.engine.set_exception(refuse)
+        self.onnx.set_exception(_takes_texts(self.model_name))
         if self.config.adapters is not None:
             raise UsageError(
                 "adapters are for models that generate text, and this one makes embeddings",
@@ -512,6 +531,29 @@ class Instance:
         embedder.start()
         _resolve(self.embedder, embedder)
         self.timeline.mark("process", "can answer")
+
+    def _start_onnx(self) -> None:
+        from .onnx.start import open_runner
+
+        source, manifest = self._opened.result()
+        assert self._load is not None
+        with self.timeline.span("model", "build") as said:
+            files = ModelFiles(source, manifest, self.config.load_options)
+            runner, exchange = open_runner(files, self._load, self.config, self.timeline)
+            said.update(backend="onnxruntime", segments=len(runner.spec.segments))
+        refuse = ModelError(
+            f"{self.model_name} is an ONNX model, which takes tensors and gives tensors",
+            hint="Ask /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",
+        )
+        self.engine.set_exception(refuse)
+        self.embedder.set_exception(refuse)
+        _resolve(self.kind, "onnx")
+        runner.start()
+        _resolve(self.onnx, runner)
+        self.timeline.mark("process", "can answer")
+        if self.wait_exact() and exchange() and self._load.place == "host":
+            self._load.discard()
+            self.timeline.mark("process", "whole session")
 
     # failing
 
@@ -547,6 +589,7 @@ class Instance:
             self.tokenizer,
             self.engine,
             self.embedder,
+            self.onnx,
             self.kind,
         )
         for future in futures:
@@ -554,9 +597,9 @@ class Instance:
                 if not future.done():
                     future.set_exception(error)
 
-    def _workers(self) -> list[Engine | Embedder]:
-        """What computes, once it is there: an engine or an embedder."""
-        found = (_result_or_none(self.engine), _result_or_none(self.embedder))
+    def _workers(self) -> list[Engine | Embedder | OnnxRunner]:
+        """What computes, once it is there: an engine, an embedder, or an ONNX model's runner."""
+        found = (_result_or_none(self.engine), _result_or_none(self.embedder), _result_or_none(self.onnx))
         return [worker for worker in found if worker is not None]
 
     def _all_exact(self) -> bool:
@@ -573,6 +616,12 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
     if manifest.digest is None:
         return None
     return seed_hash(manifest.digest, f"{model.dtype.label} {model.numerics}".encode())
+
+
+def _takes_texts(model_name: str) -> ModelError:
+    return ModelError(
+        f"{model_name} takes texts, and no tensors", hint="context.model.run is for ONNX models."
+    )
 
 
 def _weights_of(load: AnyLoad) -> Weights:

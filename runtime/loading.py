@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..loader.device.detect import CPU, choose_device
 from ..loader.errors import IntegrityError, UnavailableError, UsageError
 from ..loader.sources.base import Mappable, Remote
+from .files import is_onnx
 from .start import opener
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def load_here(
     prefetcher = _Prefetcher(source, options, timeline, device, 0 if reserve is None else reserve.taken_bytes)
     with timeline.span("manifest", "open"):
         manifest = open_artifact(source, digest=digest, look=prefetcher.look, in_place=in_place)
+    if is_onnx(manifest):  # ONNX Runtime's own providers copy to devices
+        device = CPU
     if in_place and isinstance(source, Mappable) and (mapped := _map(source, manifest, options, timeline)):
         if reserve is not None:
             reserve.release()

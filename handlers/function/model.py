@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ...runtime.config import ServeConfig
     from ...runtime.engine.embedder import Embedder
     from ...runtime.engine.engine import Engine
+    from ...runtime.onnx.runner import OnnxRunner
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_EMBEDDED_TEXTS = 2_048
@@ -47,6 +48,10 @@ class ModelHost(Protocol):
     def engine(self) -> Future[Engine]: ...
     @property
     def embedder(self) -> Future[Embedder]: ...
+    @property
+    def onnx(self) -> Future[OnnxRunner]: ...
+    @property
+    def kind(self) -> Future[str]: ...
 
 
 class Model:
@@ -125,13 +130,41 @@ class Model:
 
     def labels(self) -> tuple[str, ...]:
         """A classifier's labels, in the order of its scores; () of a model that embeds. Blocks until the model is
-        there.
+        there. An ONNX model's are those of its config.json.
         """
+        if self._lifetime.wait(self._host.kind) == "onnx":
+            return self._lifetime.wait(self._host.onnx).labels
         return self._lifetime.wait(self._host.embedder).labels
 
     async def alabels(self) -> tuple[str, ...]:
         """As `labels`, for async handlers."""
+        if await self._lifetime.wait_async(self._host.kind) == "onnx":
+            return (await self._lifetime.wait_async(self._host.onnx)).labels
         return (await self._lifetime.wait_async(self._host.embedder)).labels
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """An ONNX model's outputs by name, the caller's own arrays. `inputs` are arrays of the model's types, or what
+        numpy makes arrays of. Blocks while the weights that it needs arrive. Raises `RequestError` naming the input
+        that does not fit.
+        """
+        refuse_to_block_a_loop()
+        runner = self._lifetime.wait(self._host.onnx)
+        outputs = runner.submit(inputs)
+        try:
+            return self._lifetime.wait(outputs)
+        finally:
+            runner.give_up(outputs)  # does nothing once it is done
+
+    async def arun(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+        """As `run`, for async handlers."""
+        runner = await self._lifetime.wait_async(self._host.onnx)
+        outputs = runner.submit(inputs)
+        try:
+            return await self._lifetime.wait_async(outputs)
+        finally:
+            runner.give_up(outputs)
 
     # -- tokens ----------------------------------------------------------------------------------------------
 

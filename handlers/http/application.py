@@ -73,7 +73,7 @@ def make_application(
 
 def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
     if handler is None:
-        return _no_function
+        return _without_function(service)
     from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
 
     return InvokeRoute(service, handler).post
@@ -86,7 +86,23 @@ def _another(config: ServeConfig) -> Instance:
     return Instance(config, timeline=timeline)
 
 
-async def _no_function(request: web.Request) -> web.StreamResponse:
-    raise ApiError(
-        404, "no function is served here: start the server with --handler module:function", code="no_handler"
-    )
+def _without_function(service: Service) -> RouteHandler:
+    """An ONNX model answers /invoke itself; other models need a function."""
+    made: list[RouteHandler] = []
+
+    async def post(request: web.Request) -> web.StreamResponse:
+        if await service.ready(service.instance.kind) != "onnx":
+            raise ApiError(
+                404,
+                "no function is served here: start the server with --handler module:function",
+                code="no_handler",
+            )
+        if not made:
+            from ..function.handler import Handler  # with all that runs functions, which few servers do
+            from ..plain import handler as plain
+            from .invoke import InvokeRoute
+
+            made.append(InvokeRoute(service, Handler(plain)).post)
+        return await made[0](request)
+
+    return post

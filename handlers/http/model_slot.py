@@ -168,6 +168,9 @@ class ModelSlot:
 async def _can_answer(instance: Instance) -> None:
     """Wait until it does. Raises what its load failed with."""
     kind = await _done(instance.kind)
+    if kind == "onnx":
+        await _done(instance.onnx)
+        return
     await _done(instance.tokenizer)
     await _done(instance.engine if kind == "decoder" else instance.embedder)
 
@@ -220,6 +223,7 @@ def count_start(metrics: Metrics, instance: Instance, is_first: bool) -> None:
 
     instance.engine.add_done_callback(can_answer)
     instance.embedder.add_done_callback(can_answer)
+    instance.onnx.add_done_callback(can_answer)
     instance.ended.add_done_callback(lambda future: ended("failed") if future.result() is not None else None)
 
 

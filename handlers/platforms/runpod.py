@@ -109,6 +109,8 @@ def _work(instance: Instance, handler: Handler, drain_timeout_s: float) -> None:
     kind = instance.kind.result()
     if kind == "decoder":
         instance.engine.result()
+    elif kind == "onnx":
+        instance.onnx.result()
     else:
         instance.embedder.result()
     jobs = JobsProgress()

@@ -99,6 +99,7 @@ _CONVERT_HINT = (
     "Only safetensors are read, which cannot run code. Convert the model once, with transformers: "
     "AutoModel.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True)."
 )
+_PACK_ONNX_HINT = "Pack it, and serve what that makes: teneral pack FOLDER/model.onnx ARTIFACT"
 _CONNECTIONS = 8
 
 
@@ -119,6 +120,8 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, StoredTensor]
     files: tuple[ObjectInfo, ...]
     metadata: dict[str, str]  # of all shards; where two disagree the first in name order counts
+    # Groups and their tensors in forward order, where something knows better than the tensors' names.
+    groups: tuple[tuple[str, tuple[str, ...]], ...] | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -446,7 +449,7 @@ def _no_weights(source: Source, found: Mapping[str, ObjectInfo]) -> CheckpointEr
             return CheckpointError(
                 f"{source.url} holds {_OTHER_FORMATS[suffix]} ({name}) and no safetensors",
                 where=source.url,
-                hint=_CONVERT_HINT,
+                hint=_PACK_ONNX_HINT if suffix == ".onnx" else _CONVERT_HINT,
             )
     return CheckpointError(
         f"{source.url} holds neither manifest.json nor safetensors files",

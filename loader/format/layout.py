@@ -263,17 +263,22 @@ class Stretch(NamedTuple):
 
 
 def arrange_tensors(
-    tensors: Mapping[str, DtypeAndShape], encoding_of: Callable[[str, str, tuple[int, ...]], Encoding]
+    tensors: Mapping[str, DtypeAndShape],
+    encoding_of: Callable[[str, str, tuple[int, ...]], Encoding],
+    given: Iterable[tuple[str, Iterable[str]]] | None = None,
 ) -> tuple[tuple[Group, ...], tuple[Tensor, ...]]:
     """Groups in forward order, and all tensors, numbered group by group in slab order.
 
-    `encoding_of` takes a tensor's name, dtype and shape.
+    `encoding_of` takes a tensor's name, dtype and shape. Groups that are `given` take the place of those that follow
+    from the names; what they name beside the tensors is left out.
     """
+    if given is None:
+        found = group_tensors({name: shape for name, (_, shape) in tensors.items()})
+    else:
+        found = [(group, [name for name in names if name in tensors]) for group, names in given]
     groups: list[Group] = []
     placed: list[Tensor] = []
-    for group_index, (group_name, names) in enumerate(
-        group_tensors({name: shape for name, (_, shape) in tensors.items()})
-    ):
+    for group_index, (group_name, names) in enumerate((group, names) for group, names in found if names):
         offsets, slab_bytes = place_tensors([tensor_bytes(*tensors[name]) for name in names])
         first = len(placed)
         for name, offset in zip(names, offsets, strict=True):

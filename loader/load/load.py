@@ -148,6 +148,12 @@ class WeightLoad(ThreadedLoad):
         """The group's memory: (slab_bytes,), writable, never moved. Undefined content until `wait`."""
         return as_array(self._arena.slabs[group])
 
+    def discard(self) -> None:
+        """Return the weights' memory to the system, where all are exact and nothing reads them any more: the slabs stay
+        valid, and read as zeros.
+        """
+        self._arena.discard()
+
     def array(self, name: str) -> npt.NDArray[np.generic]:
         """A tensor in its shape, as a view of its slab. Raises `KeyError` for an unknown name.
 

@@ -106,6 +106,9 @@ class MappedLoad(ThreadedLoad):
                 self._todo.remove(step)
                 self._todo.appendleft(step)
 
+    def discard(self) -> None:
+        """As `WeightLoad.discard`: files that are mapped are the page cache's."""
+
     def slab(self, group: int) -> npt.NDArray[np.uint8]:
         """The group's stretch of its file: (slab_bytes,), never moved. Writing changes this
         process's copy alone.

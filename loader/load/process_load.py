@@ -158,6 +158,11 @@ class ProcessLoad:
         assert self._arena is not None
         return as_array(self._arena.slabs[group])
 
+    def discard(self) -> None:
+        """As `WeightLoad.discard`."""
+        if self._arena is not None:
+            self._arena.discard()
+
     def progress(self) -> LoadProgress:
         """The child's last report: at every gate, and a few times a second between them."""
         return self._progress or LoadProgress(LoadState.IDLE, 0, 0, 0, 0, 0, 0, 0, order=self._order)

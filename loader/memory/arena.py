@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..format.manifest import align
@@ -54,6 +55,7 @@ class Arena:
         """
         self.size_bytes = sum(align(size_bytes) for size_bytes in slab_sizes_bytes)
         self._tries_huge_pages = False
+        self._is_shared = shared_fd is not None
         self._ahead_bytes = 0  # from the beginning: pages that this process has mapped already
         if shared_fd is not None:
             memory = map_shared(shared_fd, self.size_bytes, what="the model's weights")
@@ -116,6 +118,14 @@ class Arena:
             slow_steps += time.thread_time() - begun_s > slow_step_s
             advise(offset, PREFAULT_STEP_BYTES, mmap.MADV_NOHUGEPAGE)
         return slow_steps < 2  # one may have been held up by something else
+
+    def discard(self) -> None:
+        """Return the memory to the system; its content is lost, and reads as zeros. The views stay valid."""
+        mapping = self._memory.obj
+        if isinstance(mapping, mmap.mmap):
+            with suppress(OSError):  # of a kernel that cannot: it goes with the last view
+                # A memory file keeps what was written to it until it is cut out of the file.
+                mapping.madvise(mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED)
 
     def map_ahead(self) -> None:
         """Enter the pages that another process has taken into this one's tables, changing no

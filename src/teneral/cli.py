@@ -56,6 +56,7 @@ EXIT_CODES_BY_NAME = {  # classes of the runtime, by name so that `teneral pack`
     "RequestError": 15,
     "ContextLengthError": 15,
 }
+UNPACKED_SUFFIXES = (".onnx", ".pt", ".pth", ".torchscript", ".pt2", ".pb", ".tflite")
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
@@ -154,7 +155,11 @@ def _pack(options: argparse.Namespace) -> int:
     from .loader.tools.pack.plan import TierOptions
     from .loader.tools.pack.prune import PruneOptions
     from .loader.tools.progress_bar import ProgressBar
+    from .runtime.onnx.pack import is_onnx_model, refuse_other_formats
 
+    refuse_other_formats(options.model)
+    if is_onnx_model(options.model, _source_options(options)):
+        return _pack_onnx(options)
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     quantize = _quantize_options(options)
     keep_integers = quantize is None and not options.dequantize
@@ -170,6 +175,32 @@ def _pack(options: argparse.Namespace) -> int:
             moments_of=moments_of,
             prune=PruneOptions.from_flags(options.prune, options.prune_all),
             sparse=not options.dense,
+            force=options.force,
+            threads=options.threads,
+            progress=bar.update,
+        )
+    print(result.render())
+    return 0
+
+
+def _pack_onnx(options: argparse.Namespace) -> int:
+    from .loader.sources.open import open_store
+    from .loader.tools.progress_bar import ProgressBar
+    from .runtime.onnx.pack import pack_onnx
+
+    flags = ("draft_bits", "embed_bits", "head_bits", "sketch_bits", "quantize", "group_size", "calibrate")
+    given = [name for name in flags if getattr(options, name) is not None]
+    if given or options.asymmetric or options.dequantize:
+        raise loading.UsageError(
+            "an ONNX model is packed as it is: it has no tiers, and its own tools quantise it",
+            key=given[0] if given else "quantize",
+            hint="Leave these flags out.",
+        )
+    with ProgressBar("packing", quiet=options.quiet) as bar:
+        result = pack_onnx(
+            options.model,
+            open_store(options.artifact, _source_options(options)),
+            options=_source_options(options),
             force=options.force,
             threads=options.threads,
             progress=bar.update,
@@ -334,7 +365,14 @@ def _serve(options: argparse.Namespace) -> int:
     from .handlers.platforms.settings import resolve
     from .handlers.serve import run_server
 
-    return run_server(resolve(_settings(options), os.environ, options.config))
+    config = resolve(_settings(options), os.environ, options.config)
+    if config.model.lower().endswith(UNPACKED_SUFFIXES):
+        from .runtime.onnx.pack import refuse_other_formats, temporary_artifact  # few are served so
+
+        refuse_other_formats(config.model)
+        with temporary_artifact(config.model) as folder:
+            return run_server(config.replace(model=str(folder), name=config.served_name))
+    return run_server(config)
 
 
 def _standby(options: argparse.Namespace) -> int:

@@ -10,7 +10,9 @@ from functools import partial
 
 from .cli_source import add_source_flags
 
-SOURCE_HELP = "directory with config.json and *.safetensors; path, s3://, gs://, az://, http(s)://"
+SOURCE_HELP = (
+    "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"
+)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

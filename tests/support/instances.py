@@ -115,11 +115,13 @@ class StagedInstance(Instance):
         self.tokenizer.set_result(self._parts.tokenizer)
         if hasattr(self._parts.model, "embed"):
             self.engine.set_exception(ModelError(f"{self.model_name} generates no text"))
+            self.kind.set_result("encoder")
             embedder = Embedder(self._parts.model)
             embedder.start()
             self.embedder.set_result(embedder)
         else:
             self.embedder.set_exception(ModelError(f"{self.model_name} makes no embeddings"))
+            self.kind.set_result("decoder")
             engine = self._make_engine()
             engine.start()
             self.engine.set_result(engine)

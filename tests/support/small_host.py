@@ -18,6 +18,7 @@ from teneral.runtime.backends.host import host_backend
 from teneral.runtime.config import ServeConfig
 from teneral.runtime.engine.embedder import Embedder
 from teneral.runtime.engine.engine import Engine, EngineOptions
+from teneral.runtime.errors import ModelError
 from teneral.runtime.text.backend import LocalBackend
 from teneral.runtime.text.chat import ChatTemplate
 from teneral.runtime.text.settings import TextSettings
@@ -127,11 +128,15 @@ class SmallHost:
         self.tokenizer: Future[TextTokenizer] = Future()
         self.engine: Future[Engine] = Future()
         self.embedder: Future[Embedder] = Future()
+        self.kind: Future[str] = Future()
+        self.onnx: Future[Any] = Future()
 
     def arrive(self) -> None:
         self.tokenizer.set_result(self.text_tokenizer)
         self.engine.set_result(self.real_engine)
         self.embedder.set_result(self.real_embedder)
+        self.kind.set_result("encoder")
+        self.onnx.set_exception(ModelError("small takes texts, and no tensors"))
 
 
 @contextmanager

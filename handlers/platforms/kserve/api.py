@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -19,6 +19,9 @@ from .options import generation_body, split_parameters, timeout_s
 from .repository import Repository
 from .schemas import Live, ModelReady, Ready
 from .texts import FRAMING, GenerateFormat, options_of, read_generate, takes_prompt_back, wants_stream
+
+if TYPE_CHECKING:
+    from ....runtime.onnx.spec import OnnxSpec
 
 
 class KServeRoutes:
@@ -52,11 +55,12 @@ class KServeRoutes:
         return self._readiness(ModelReady(name, ready), ready)
 
     async def model_metadata(self, request: web.Request) -> web.Response:
-        return _json(model_metadata(self._model_of(request), self._kind()))
+        return _json(model_metadata(self._model_of(request), self._kind(), self._spec()))
 
     async def config(self, request: web.Request) -> web.Response:
         name = self._model_of(request)
-        return _json(model_config(name, self._kind(), max_in_flight=self._service.limits.max_in_flight))
+        most = self._service.limits.max_in_flight
+        return _json(model_config(name, self._kind(), self._spec(), max_in_flight=most))
 
     async def stats(self, request: web.Request) -> web.Response:
         name = self._model_of(request) if "name" in request.match_info else self._service.instance.model_name
@@ -152,6 +156,10 @@ class KServeRoutes:
         if not kind.done() or kind.exception() is not None:
             raise UnloadedError(f"the model {self._service.instance.model_name!r} is not loaded yet")
         return kind.result()
+
+    def _spec(self) -> OnnxSpec | None:
+        """The tensors of an ONNX model, once that is what `_kind` says."""
+        return self._service.instance.onnx.result().spec if self._kind() == "onnx" else None
 
 
 def _json(value: Any) -> web.Response:

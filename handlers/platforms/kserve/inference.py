@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 from aiohttp import web
 from msgspec import UNSET
 
@@ -24,6 +25,7 @@ from ...http.json_bodies import Decoder, encode
 from ...http.service import CALL, Call, Service
 from ...openai.generation import generate
 from ...openai.parameters import tokens_of
+from .metadata import datatype_of
 from .options import flag, generation_body, split_parameters, timeout_s
 from .schemas import InferenceRequest, InferenceResponse, RequestOutput, ResponseOutput
 from .tensors import BYTES, MAX_TENSORS, Tensor, binary_data, json_data, read_tensors
@@ -80,8 +82,11 @@ class Inference:
             session = request.headers.get(SESSION_HEADER) or None
             result = await self._run(self._handler, asked, call, session)
             return await asyncio.to_thread(tensors_of, result)  # nobody knows how large it is
-        if await service.ready(service.instance.kind) == "encoder":
+        kind = await service.ready(service.instance.kind)
+        if kind == "encoder":
             return await self._embed(asked, call, body_bytes)
+        if kind == "onnx":
+            return await self._compute(asked, call)
         return await self._generate(asked, call, body_bytes)
 
     async def _generate(self, asked: Asked, call: Call, body_bytes: int) -> list[Tensor]:
@@ -124,6 +129,25 @@ class Inference:
         vectors = await asyncio.wrap_future(embedder.embed(token_lists))  # (N, dim) float32
         return [Tensor("embedding", "FP32", vectors.shape, vectors.reshape(-1))]
 
+    async def _compute(self, asked: Asked, call: Call) -> list[Tensor]:
+        """What an ONNX model makes of the tensors."""
+        if asked.parameters:
+            raise RequestError(
+                f"an ONNX model takes no parameter {next(iter(asked.parameters))[:100]!r}", param="parameters"
+            )
+        runner = await self._service.ready(self._service.instance.onnx)
+        call.limit(self._service.limits.request_timeout_s)
+        types = {value.name: datatype_of(value.type) for value in runner.spec.inputs}
+        outputs = runner.submit(
+            {name: _as_array(tensor, types.get(name)) for name, tensor in asked.tensors.items()}
+        )
+        try:
+            made = await asyncio.shield(asyncio.wrap_future(outputs))
+        finally:
+            runner.give_up(outputs)  # does nothing once it is done
+        kinds = {value.name: datatype_of(value.type) for value in runner.spec.outputs}
+        return [_as_tensor(name, kinds[name], array) for name, array in made.items()]
+
     async def _run(self, handler: Handler, asked: Asked, call: Call, session: str | None) -> Any:
         """What the function gives; of several values a list. Raises `RequestError` for more than `MAX_RESULTS`."""
         num_bytes = sum(len(tensor.elements) * 8 for tensor in asked.tensors.values())
@@ -148,6 +172,25 @@ class Inference:
                     raise
                 raise call.overdue(error) from error
         return results[0] if len(results) == 1 else results
+
+
+def _as_array(tensor: Tensor, wanted: str | None) -> np.ndarray[Any, Any]:
+    """An input as a model takes it. Raises `RequestError` for another datatype than the model has."""
+    if wanted is not None and tensor.datatype != wanted:
+        raise RequestError(
+            f"the input {tensor.name!r} is {tensor.datatype}, but the model takes {wanted}", param=tensor.name
+        )
+    if not isinstance(tensor.elements, list):
+        return tensor.elements.reshape(tensor.shape)
+    texts = np.empty(len(tensor.elements), dtype=object)
+    texts[:] = tensor.texts()
+    return texts.reshape(tensor.shape)
+
+
+def _as_tensor(name: str, datatype: str, array: np.ndarray[Any, Any]) -> Tensor:
+    if datatype == BYTES:
+        return Tensor(name, BYTES, array.shape, [str(text).encode() for text in array.flat])
+    return Tensor(name, datatype, array.shape, np.ascontiguousarray(array).reshape(-1))
 
 
 def _split(data: bytearray, header: str | None) -> tuple[bytes, memoryview]:

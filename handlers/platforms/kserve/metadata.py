@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .... import __version__
 from .schemas import ModelMetadata, ServerMetadata, TensorMetadata
 from .tensors import BYTES
+
+if TYPE_CHECKING:
+    from ....runtime.onnx.spec import OnnxSpec, Value
 
 VERSION = "1"  # artifacts do not count theirs
 PLATFORM = "teneral"
@@ -46,15 +50,15 @@ def server_metadata() -> ServerMetadata:
     return ServerMetadata("teneral", __version__, EXTENSIONS)
 
 
-def model_metadata(name: str, kind: str) -> ModelMetadata:
-    """`kind`: decoder, encoder, or function."""
-    inputs, outputs = _TENSORS[kind]
+def model_metadata(name: str, kind: str, spec: OnnxSpec | None = None) -> ModelMetadata:
+    """`kind`: decoder, encoder, function, or onnx, which has a `spec`."""
+    inputs, outputs = _tensors(kind, spec)
     return ModelMetadata(name, [VERSION], PLATFORM, inputs, outputs)
 
 
-def model_config(name: str, kind: str, *, max_in_flight: int) -> dict[str, Any]:
+def model_config(name: str, kind: str, spec: OnnxSpec | None = None, *, max_in_flight: int) -> dict[str, Any]:
     """What Triton's model configuration says of such a model, as its JSON."""
-    inputs, outputs = _TENSORS[kind]
+    inputs, outputs = _tensors(kind, spec)
     return {
         "name": name,
         "platform": PLATFORM,
@@ -89,6 +93,30 @@ def model_statistics(name: str, counts: Counts) -> dict[str, Any]:
             }
         ]
     }
+
+
+def datatype_of(type_name: str) -> str:
+    """The protocol's name of one of ONNX Runtime's types: "tensor(float16)" is FP16."""
+    word = type_name.removeprefix("tensor(").removesuffix(")")
+    floats = {"float": "FP32", "float16": "FP16", "double": "FP64", "string": BYTES}
+    return floats.get(word, word.upper())
+
+
+def _tensors(kind: str, spec: OnnxSpec | None) -> tuple[list[TensorMetadata], list[TensorMetadata]]:
+    if spec is None:
+        return _TENSORS[kind]
+
+    def described(values: Sequence[Value]) -> list[TensorMetadata]:
+        return [
+            TensorMetadata(
+                value.name,
+                datatype_of(value.type),
+                [size if isinstance(size, int) else -1 for size in value.shape or ()],
+            )
+            for value in values
+        ]
+
+    return described(spec.inputs), described(spec.outputs)
 
 
 def _config_tensor(tensor: TensorMetadata) -> dict[str, Any]:

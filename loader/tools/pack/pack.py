@@ -91,9 +91,10 @@ def pack(
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> PackResult:
     """Pack the checkpoint in `source` into the folder `store`. Blocks; `progress` is called from
-    this thread.
+    this thread. `checkpoint` is given where the folder's files do not say it themselves.
 
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
     integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
@@ -126,7 +127,7 @@ def pack(
             hint="Leave one of the two out.",
         )
     replaced = find_replaced(store, force=force)
-    checkpoint = open_checkpoint(source)
+    checkpoint = checkpoint or open_checkpoint(source)
     quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
     aliases = find_aliases(source, checkpoint, forward_order(checkpoint))
     plan = plan_pack(checkpoint, aliases, tiers, quantized)

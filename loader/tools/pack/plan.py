@@ -204,7 +204,10 @@ def plan_pack(
     options = options or TierOptions()
     groups, tensors = arrange_tensors(
         _stored_tensors(checkpoint, aliases, quantize),
-        _encodings(checkpoint, aliases, options) if quantize is None else _exact_encodings(options),
+        _encodings(checkpoint, aliases, options)
+        if quantize is None and checkpoint.groups is None
+        else _exact_encodings(options),
+        checkpoint.groups,
     )
     jobs = tuple(
         job
@@ -270,6 +273,8 @@ def forward_order(checkpoint: Checkpoint) -> list[str]:
 
 def _groups(checkpoint: Checkpoint) -> list[tuple[str, list[str]]]:
     """Of all names, those that are aliases too."""
+    if checkpoint.groups is not None:
+        return [(group, list(names)) for group, names in checkpoint.groups]
     return group_tensors({name: stored.entry.shape for name, stored in checkpoint.tensors.items()})
 
 

@@ -1,0 +1,168 @@
+"""Packed ONNX models compute what ONNX Runtime computes of the original file, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.onnx_artifacts import Packed, pack_model, pack_named
+from tests.support.onnx_models import MODELS, Array, Made, Net, expected
+from tests.support.paced import WAIT_S, PacedSource, reads_of
+
+from teneral.loader.errors import TeneralError, UnavailableError
+from teneral.loader.load.load import WeightLoad
+from teneral.loader.timeline import Timeline
+from teneral.runtime.errors import CancelledError, ModelError
+from teneral.runtime.onnx.sessions import (
+    CPU_PROVIDER,
+    Placeholder,
+    Run,
+    SegmentedModel,
+    WholeModel,
+    check_providers,
+)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return pack_named(request.param, tmp_path_factory.mktemp("onnx"))
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+    return pack_named("bert", tmp_path_factory.mktemp("onnx"))
+
+
+def same_bits(got: dict[str, Array], wanted: dict[str, Array]) -> bool:
+    return list(got) == list(wanted) and all(
+        got[name].dtype == wanted[name].dtype
+        and got[name].shape == wanted[name].shape
+        and got[name].tobytes() == wanted[name].tobytes()
+        for name in wanted
+    )
+
+
+def segmented(packed: Packed, load: WeightLoad, source: Any) -> SegmentedModel:
+    return SegmentedModel(packed.spec, packed.files(source), load, threads=1, timeline=Timeline())
+
+
+def test_segments_and_the_whole_session_compute_what_onnxruntime_does(packed: Packed) -> None:
+    source, inputs = packed.source, packed.made.inputs
+    with WeightLoad(source, packed.manifest) as load:
+        model = segmented(packed, load, source)
+        model.prepare()  # over memory that is empty
+        load.start()
+        assert same_bits(model.run(inputs, Run()), expected(packed.path, inputs, while_loading=True))
+        whole = WholeModel(packed.spec, packed.files(source), load, threads=1, providers=[CPU_PROVIDER])
+        model.close()
+        load.discard()
+        assert not load.slab(0).any()
+    assert same_bits(whole.run(inputs, Run()), expected(packed.path, inputs))
+
+
+def test_weights_are_stored_once_in_the_order_of_their_use(packed: Packed) -> None:
+    manifest, spec = packed.manifest, packed.spec
+    assert [tensor.name for tensor in manifest.tensors] == list(spec.weights)
+    by_name = manifest.by_name
+    for number, segment in enumerate(spec.segments):
+        assert all(by_name[name].group <= number for name in segment.weights)
+    assert all(tensor.size_bytes >= 1024 for tensor in manifest.tensors)
+
+
+def test_a_run_follows_the_weights(bert: Packed) -> None:
+    source = PacedSource(bert.source)
+    manifest, inputs = bert.manifest, bert.made.inputs
+    held = [source.hold(reads_of(manifest, part)) for part in manifest.parts]
+    timeline, outcome = Timeline(), []
+    with WeightLoad(source, manifest) as load:
+        model = SegmentedModel(bert.spec, bert.files(source), load, threads=1, timeline=timeline)
+        load.start()
+        thread = threading.Thread(target=lambda: outcome.append(model.run(inputs, Run())))
+        thread.start()
+        for number, hold in enumerate(held):
+            if number:
+                wait_for_span(timeline, f"segment {number - 1}")
+            assert timeline.first("execute", f"segment {number}") is None
+            hold.release()
+        thread.join(WAIT_S)
+    model.close()
+    assert same_bits(outcome[0], expected(bert.path, inputs, while_loading=True))
+
+
+def wait_for_span(timeline: Timeline, name: str) -> None:
+    event = threading.Event()
+    for _ in range(int(WAIT_S / 0.005)):
+        if timeline.first("execute", name) is not None:
+            return
+        event.wait(0.005)
+    raise TimeoutError(name)
+
+
+def test_a_cancelled_run_stops_waiting_for_weights(bert: Packed) -> None:
+    source = PacedSource(bert.source)
+    source.hold(reads_of(bert.manifest, bert.manifest.parts[-1]))
+    run, outcome = Run(), []
+
+    def work() -> None:
+        try:
+            model.run(bert.made.inputs, run)
+        except TeneralError as error:
+            outcome.append(error)
+
+    load = WeightLoad(source, bert.manifest)
+    model = segmented(bert, load, source)
+    load.start()
+    thread = threading.Thread(target=work)
+    thread.start()
+    load.wait(0, timeout_s=WAIT_S)
+    run.cancel()
+    thread.join(WAIT_S)
+    assert isinstance(outcome[0], CancelledError)
+    load.close()
+    model.close()
+
+
+def test_a_load_that_fails_is_what_a_run_raises(bert: Packed) -> None:
+    source = PacedSource(bert.source)
+    source.fail(
+        lambda: UnavailableError("the store is gone"), reads_of(bert.manifest, bert.manifest.parts[-1])
+    )
+    with WeightLoad(source, bert.manifest) as load:
+        model = segmented(bert, load, source)
+        load.start()
+        with pytest.raises(UnavailableError, match="the store is gone"):
+            model.run(bert.made.inputs, Run())
+    model.close()
+
+
+def test_constants_without_weights_make_one_segment(tmp_path: Path) -> None:
+    net = Net()
+    net.op("Add", net.input("x", ["n", 2]), net.constant(np.array([1, 2], "f4")), name="y")
+    net.output("y", ["n", 2])
+    packed = pack_model(Made(net.model(), {"x": np.ones((1, 2), "f4")}), tmp_path)
+    source = packed.source
+    with WeightLoad(source, packed.manifest) as load:
+        model = segmented(packed, load, source)
+        load.start()
+        assert model.run(packed.made.inputs, Run())["y"].tolist() == [[2, 3]]
+        model.close()
+        whole = WholeModel(packed.spec, packed.files(source), load, threads=1, providers=[CPU_PROVIDER])
+    assert whole.run(packed.made.inputs, Run())["y"].tolist() == [[2, 3]]
+
+
+def test_a_provider_that_is_not_installed_is_named() -> None:
+    assert check_providers(["cpu"]) == [CPU_PROVIDER]
+    with pytest.raises(ModelError, match="no provider for 'tensorrt'"):
+        check_providers(["tensorrt", "cpu"])
+
+
+def test_a_placeholder_takes_no_room_and_goes() -> None:
+    placeholder = Placeholder(1 << 40)
+    file = Path(placeholder.path) / "weights"
+    assert (file.stat().st_size, file.stat().st_blocks) == (1 << 40, 0)
+    placeholder.remove()
+    placeholder.remove()
+    assert not file.parent.exists()

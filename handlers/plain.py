@@ -15,8 +15,8 @@ MAX_JSON_ELEMENTS = 1 << 20
 
 
 def handler(event: Any, context: Context) -> Any:
-    """Of `{"prompt": …}`, `{"messages": …}`, `{"input": …}` or `{"inputs": {NAME: …}}`; the first two with options
-    beside it. Raises `RequestError` for anything else.
+    """Of `{"prompt": …}`, `{"messages": …}`, `{"input": …}` or `{"inputs": {NAME: …}}`; the first two with options.
+    Raises `RequestError` for anything else.
     """
     kind = context.host.kind
     if (isinstance(event, dict) and "inputs" in event) or (

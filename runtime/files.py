@@ -20,12 +20,12 @@ MAX_LOOK_BYTES = 1 << 20  # of a manifest, whose files stand before its groups
 
 
 def is_onnx(manifest: Manifest) -> bool:
-    """Whether the artifact holds a packed ONNX model."""
+    """True where the artifact holds a packed ONNX model."""
     return any(file.name == ONNX_NAME for file in manifest.files)
 
 
 def seems_onnx(address: str) -> bool:
-    """Whether a local folder looks like such an artifact. Only a hint, for what is imported first."""
+    """A look at a local folder: true where it seems to be such an artifact. Only a hint, for what is imported first."""
     path = address.partition("@b3:")[0].removeprefix("file://")
     try:
         with open(f"{path}/manifest.json", "rb") as file:

@@ -537,10 +537,10 @@ class Instance:
 
         source, manifest = self._opened.result()
         assert self._load is not None
-        with self.timeline.span("model", "build") as said:
+        with self.timeline.span("model", "build") as attributes:
             files = ModelFiles(source, manifest, self.config.load_options)
             runner, exchange = open_runner(files, self._load, self.config, self.timeline)
-            said.update(backend="onnxruntime", segments=len(runner.spec.segments))
+            attributes.update(backend="onnxruntime", segments=len(runner.spec.segments))
         refuse = ModelError(
             f"{self.model_name} is an ONNX model, which takes tensors and gives tensors",
             hint="Ask /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",

@@ -270,7 +270,7 @@ def arrange_tensors(
     """Groups in forward order, and all tensors, numbered group by group in slab order.
 
     `encoding_of` takes a tensor's name, dtype and shape. Groups that are `given` take the place of those that follow
-    from the names; what they name beside the tensors is left out.
+    from the names; names without a tensor are left out.
     """
     if given is None:
         found = group_tensors({name: shape for name, (_, shape) in tensors.items()})

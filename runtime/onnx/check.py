@@ -67,7 +67,7 @@ def read_model(path: Path) -> onnx.ModelProto:
 
 
 def check_model(model: onnx.ModelProto, folder: Path) -> int:
-    """Whether the model's own statements can be true, before anything acts on them. Returns the bytes of its weights.
+    """A check that the model's own statements can be true, before anything acts on them. Returns its weights' bytes.
 
     Raises `CheckpointError` for external data outside of the folder, sizes that do not agree, huge shapes, too many
     nodes, and other opsets than 13 to 23.

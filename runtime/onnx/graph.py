@@ -84,8 +84,8 @@ def _optimised(path: Path, stem: Path, entries: dict[str, str]) -> Path:
     try:
         ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's own classes have no base but this one
-        said = str(error).replace("\n", " ")[:400]
-        raise refuse(f"ONNX Runtime {ort.__version__} refuses it: {said}") from error
+        detail = str(error).replace("\n", " ")[:400]
+        raise refuse(f"ONNX Runtime {ort.__version__} refuses it: {detail}") from error
     return stem.with_suffix(".onnx")
 
 
@@ -167,7 +167,7 @@ class _Cutter:
         return {name: (made[name], number) for name, number in last.items()}
 
     def _crossings(self, spans: dict[str, tuple[int, int]], types: dict[str, str]) -> list[int]:
-        """How many values cross a cut before each node; -1 where one of them is no tensor, or has a type that cannot
+        """The number of values that cross a cut before each node; -1 where one is no tensor, or has a type that cannot
         be handed on.
         """
         change = [0] * (len(self._nodes) + 2)

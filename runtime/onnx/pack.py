@@ -34,7 +34,7 @@ MODEL_NAME = "model.onnx"
 MAX_FILE_BYTES = 64 << 30  # of a model that is copied here from a store
 MAX_PACK_S = 3600.0
 SEGMENT_BYTES = 4 << 20  # fewer weights are not worth a segment of their own
-SPARE_BYTES = 4 << 30  # of the process that reads the graph, beside several times the model
+SPARE_BYTES = 4 << 30  # of the process that reads the graph, more than several times the model's own
 _COPY_BYTES = 8 << 20
 
 _EXPORT = 'torch.onnx.export(model, (example,), "model.onnx", dynamo=True, external_data=True)'
@@ -64,12 +64,14 @@ def refuse_other_formats(address: str) -> None:
     if suffix not in _OTHERS and "://" not in path and (Path(path) / "saved_model.pb").is_file():
         suffix = ".pb"
     if suffix in _OTHERS:
-        said, hint = _OTHERS[suffix]
-        raise UsageError(f"{address} is {said}, which is not loaded: it can run code", key="model", hint=hint)
+        detail, hint = _OTHERS[suffix]
+        raise UsageError(
+            f"{address} is {detail}, which is not loaded: it can run code", key="model", hint=hint
+        )
 
 
 def is_onnx_model(address: str, options: SourceOptions | None = None) -> bool:
-    """Whether the address is that of an ONNX file, or of a folder with a `model.onnx` and no safetensors."""
+    """True for the address of an ONNX file, or of a folder with a `model.onnx` and no safetensors."""
     if address.lower().endswith(SUFFIX):
         return True
     source = open_source(address, options)
@@ -213,7 +215,7 @@ def _run_child(model: Path, out: Path, segment_bytes: int) -> None:
 
 
 def _child(arguments: list[str]) -> str:
-    """What the process that reads the graph prints. Raises the error that it says, or that it ended otherwise."""
+    """The output of the process that reads the graph. Raises its error, or one with the status of its end."""
     command = [sys.executable, "-m", "teneral.runtime.onnx.graph", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=MAX_PACK_S, check=False)
@@ -224,8 +226,8 @@ def _child(arguments: list[str]) -> str:
     if result.returncode == 0:
         return result.stdout
     if result.returncode == 3:
-        said = json.loads(result.stdout)
-        raise CheckpointError(said["message"], where=MODEL_NAME, hint=said["hint"])
+        detail = json.loads(result.stdout)
+        raise CheckpointError(detail["message"], where=MODEL_NAME, hint=detail["hint"])
     problem = "needs more memory than such a model should" if _is_memory(result) else "made its reader end"
     raise CheckpointError(
         f"the ONNX model cannot be packed: it {problem} (status {result.returncode})",

@@ -3,7 +3,8 @@
 A call's inputs are checked against the model's before it is queued. Calls that wait share a run where the model has a
 batch dimension and their other sizes agree; a call that is alone never waits for others. Once all weights are exact, a
 thread makes the whole, prepacked session and exchanges it between two runs; then the segments' sessions and the load's
-memory are given back. Invariant: a call is resolved by whoever takes it out of the queue, and never with a lock held.
+memory are given back. Invariant: a call is resolved by the thread that takes it out of the queue,
+and never with a lock held.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class OnnxRunner:
         max_queued: int = 256,
         max_batch: int = 8,
     ) -> None:
-        """`max_queued` calls may wait beside those that run; a run has up to `max_batch` rows, or one call."""
+        """`max_queued` calls may wait while others run; a run has up to `max_batch` rows, or one call."""
         self.spec = spec
         self.labels = labels
         self._model = model
@@ -348,9 +349,9 @@ def _as_input(value: Value, inputs: Mapping[str, Any]) -> Array:
             not isinstance(size, int) or size == have for size, have in zip(shape, array.shape, strict=True)
         )
         if not fits:
-            told = ", ".join("?" if size is None else str(size) for size in shape)
+            shown = ", ".join("?" if size is None else str(size) for size in shape)
             raise RequestError(
-                f"the input {name!r} has the shape {list(array.shape)}, but the model takes [{told}]",
+                f"the input {name!r} has the shape {list(array.shape)}, but the model takes [{shown}]",
                 param=name,
             )
     return np.ascontiguousarray(array)
@@ -358,21 +359,21 @@ def _as_input(value: Value, inputs: Mapping[str, Any]) -> Array:
 
 def _converted(name: str, array: Array, wanted: np.dtype[Any], *, exact: bool) -> Array:
     """Python's numbers as the model's type, where it holds them; of arrays only what loses nothing."""
-    said = f"the input {name!r} is {array.dtype}, but the model takes {wanted}"
+    detail = f"the input {name!r} is {array.dtype}, but the model takes {wanted}"
     if wanted.kind == "O":
         if array.dtype.kind not in "UO" or not all(isinstance(item, str) for item in array.flat):
-            raise RequestError(said, param=name)
+            raise RequestError(detail, param=name)
         return array.astype(object)
     if array.size == 0 and not exact:
         return array.astype(wanted)
     if array.dtype.kind not in "biuf" or (wanted.kind == "b") != (array.dtype.kind == "b"):
-        raise RequestError(said, param=name)
+        raise RequestError(detail, param=name)
     if exact and not np.can_cast(array.dtype, wanted, "safe"):
-        raise RequestError(said, param=name, hint=f"Convert it: array.astype({wanted.name!r}).")
+        raise RequestError(detail, param=name, hint=f"Convert it: array.astype({wanted.name!r}).")
     if wanted.kind in "iu":
         limits = np.iinfo(wanted)
         if array.dtype.kind == "f" or array.min() < limits.min or array.max() > limits.max:
-            raise RequestError(f"{said}, from {limits.min} to {limits.max}", param=name)
+            raise RequestError(f"{detail}, from {limits.min} to {limits.max}", param=name)
     with np.errstate(over="ignore"):
         made = array.astype(wanted)
     if wanted.kind == "f" and not np.isfinite(made).all() and np.isfinite(array).all():
@@ -381,7 +382,7 @@ def _converted(name: str, array: Array, wanted: np.dtype[Any], *, exact: bool) -
 
 
 def _claim(call: _Call) -> bool:
-    """Whether the call is to be resolved, which its owner can then prevent no more. Call it under the lock."""
+    """True where the call is to be resolved, which its owner can then prevent no more. Call it under the lock."""
     if call.claimed is None:
         call.claimed = call.future.set_running_or_notify_cancel()
     return call.claimed

@@ -271,7 +271,7 @@ def _make_session(
         return ort.InferenceSession(skeleton, options, providers=list(providers))
     except Exception as error:  # ONNX Runtime's own classes have no base but this one
         raise ModelError(
-            f"ONNX Runtime {ort.__version__} refuses {name}: {_said(error)}",
+            f"ONNX Runtime {ort.__version__} refuses {name}: {_text_of(error)}",
             hint="Pack the model again, with the version of onnxruntime that serves it.",
         ) from error
 
@@ -286,13 +286,13 @@ def _run(
         raise
     except Exception as error:
         run.check()
-        said = _said(error)
+        detail = _text_of(error)
         if type(error).__name__ == "InvalidArgument":
-            raise RequestError(f"the model refuses these inputs: {said}", param="inputs") from error
-        raise ModelError(f"the model failed: {said}") from error
+            raise RequestError(f"the model refuses these inputs: {detail}", param="inputs") from error
+        raise ModelError(f"the model failed: {detail}") from error
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error).replace("\n", " ")[:500]
 
 

@@ -3,7 +3,7 @@
 A *segment* is a stretch of the graph's nodes. It has a skeleton, a small ONNX file whose large initialisers are
 external, and these are tensors of the artifact, under their own names. Segment n needs the weights of the groups up to
 its own. `whole.onnx` has all nodes. What is read here is distrusted: sizes and names are bounded, and a segment can
-use only what stands before it. Imports neither onnx nor ONNX Runtime.
+use only what comes before it. Imports neither onnx nor ONNX Runtime.
 """
 
 from __future__ import annotations

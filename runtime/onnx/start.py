@@ -60,11 +60,11 @@ def open_runner(
     )
 
     def exchange() -> bool:
-        with timeline.span("model", "whole session") as said:
+        with timeline.span("model", "whole session") as detail:
 
             def make() -> WholeModel:
                 whole = WholeModel(spec, files, load, threads=threads, providers=providers)
-                said["providers"] = ", ".join(whole.providers)
+                detail["providers"] = ", ".join(whole.providers)
                 return whole
 
             return runner.exchange(make, load.manifest.weight_bytes)

@@ -158,7 +158,7 @@ def _pack(options: argparse.Namespace) -> int:
     from .runtime.onnx.pack import is_onnx_model, refuse_other_formats
 
     refuse_other_formats(options.model)
-    if is_onnx_model(options.model, _source_options(options)):
+    if is_onnx_model(options.model, source_options(options)):
         return _pack_onnx(options)
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     quantize = _quantize_options(options)
@@ -199,8 +199,8 @@ def _pack_onnx(options: argparse.Namespace) -> int:
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack_onnx(
             options.model,
-            open_store(options.artifact, _source_options(options)),
-            options=_source_options(options),
+            open_store(options.artifact, source_options(options)),
+            options=source_options(options),
             force=options.force,
             threads=options.threads,
             progress=bar.update,

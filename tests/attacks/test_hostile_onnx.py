@@ -153,7 +153,7 @@ def test_a_constant_that_would_take_all_memory_is_not_made_here(
         pack_onnx(str(path), FileStore(tmp_path / "artifact"))
     except CheckpointError:
         assert not (tmp_path / "artifact" / "manifest.json").exists()
-    # Or ONNX Runtime has left the constant to whoever runs the model.
+    # Or ONNX Runtime has left the constant for a run of the model.
     files = [file for file in (tmp_path / "artifact").rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 1 << 20
 
@@ -168,7 +168,7 @@ def test_a_constant_that_would_take_all_memory_is_not_made_here(
         ("saved", "tf2onnx.convert --saved-model"),
     ],
 )
-def test_models_of_other_frameworks_are_told_how_to_export(
+def test_models_of_other_frameworks_get_the_export_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, command: str
 ) -> None:
     path = tmp_path / name

@@ -130,7 +130,7 @@ class Inference:
         return [Tensor("embedding", "FP32", vectors.shape, vectors.reshape(-1))]
 
     async def _compute(self, asked: Asked, call: Call) -> list[Tensor]:
-        """What an ONNX model makes of the tensors."""
+        """An ONNX model's outputs for the tensors."""
         if asked.parameters:
             raise RequestError(
                 f"an ONNX model takes no parameter {next(iter(asked.parameters))[:100]!r}", param="parameters"

@@ -75,7 +75,7 @@ async def test_invoke_takes_nested_lists_and_gives_them(bert: Packed) -> None:
         ({"prompt": "Once"}, "an event for an ONNX model is"),
     ],
 )
-async def test_what_does_not_fit_is_said(bert: Packed, body: Any, message: str) -> None:
+async def test_inputs_that_do_not_fit_are_refused(bert: Packed, body: Any, message: str) -> None:
     async with serving(bert) as server:
         answer = await server.post("/invoke", body)
     assert answer.status == 400, answer.body

@@ -115,17 +115,21 @@ class StagedInstance(Instance):
         self.tokenizer.set_result(self._parts.tokenizer)
         if hasattr(self._parts.model, "embed"):
             self.engine.set_exception(ModelError(f"{self.model_name} generates no text"))
-            self.kind.set_result("encoder")
+            self._say_kind("encoder")
             embedder = Embedder(self._parts.model)
             embedder.start()
             self.embedder.set_result(embedder)
         else:
             self.embedder.set_exception(ModelError(f"{self.model_name} makes no embeddings"))
-            self.kind.set_result("decoder")
+            self._say_kind("decoder")
             engine = self._make_engine()
             engine.start()
             self.engine.set_result(engine)
         return self
+
+    def _say_kind(self, kind: str) -> None:
+        if not self.kind.done():  # a test may have done so before
+            self.kind.set_result(kind)
 
     def _make_engine(self) -> Engine:
         return Engine(

@@ -53,6 +53,10 @@ class Program:
         self.stop()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 

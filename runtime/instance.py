@@ -545,6 +545,12 @@ class Instance:
             f"{self.model_name} is an ONNX model, which takes tensors and gives tensors",
             hint="Ask /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",
         )
+        if self.config.adapters is not None:
+            raise UsageError(
+                "adapters are for models that generate text, and this is an ONNX model",
+                key="adapters",
+                hint="Leave it out.",
+            )
         self.engine.set_exception(refuse)
         self.embedder.set_exception(refuse)
         _resolve(self.kind, "onnx")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ...runtime.engine.embedder import Embedder
     from ...runtime.engine.engine import Engine
     from ...runtime.onnx.runner import OnnxRunner
+    from ...runtime.onnx.spec import Value
     from ...runtime.text.tokenizer import TextTokenizer
 
 MAX_EMBEDDED_TEXTS = 2_048
@@ -165,6 +166,14 @@ class Model:
             return await self._lifetime.wait_async(outputs)
         finally:
             runner.give_up(outputs)
+
+    def inputs(self) -> tuple[Value, ...]:
+        """An ONNX model's inputs: each has a `name`, a `type` and a `shape`. Blocks until they are known."""
+        return self._lifetime.wait(self._host.onnx).spec.inputs
+
+    async def ainputs(self) -> tuple[Value, ...]:
+        """As `inputs`, for async handlers."""
+        return (await self._lifetime.wait_async(self._host.onnx)).spec.inputs
 
     # -- tokens ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,12 +47,16 @@ class Packed(NamedTuple):
         return ModelFiles(source, self.manifest, LoadOptions())
 
 
-def pack_model(made: Made, folder: Path, *, external: bool = False) -> Packed:
-    """In this process, where `teneral pack` has one of its own for the graph."""
+def pack_model(
+    made: Made, folder: Path, *, external: bool = False, files: Mapping[str, bytes] | None = None
+) -> Packed:
+    """In this process, where `teneral pack` has one of its own for the graph. `files` are small ones, by name."""
     path = save(made, folder / "model" / "model.onnx", external=external)
     out = folder / "out"
     out.mkdir()
     prepare(path, out, SEGMENT_BYTES)
+    for name, data in (files or {}).items():
+        (out / name).write_bytes(data)
     pack(FileStore(out), FileStore(folder / "artifact"), checkpoint=checkpoint_of(out), threads=1)
     return Packed(made, path, folder / "artifact")
 

@@ -18,7 +18,8 @@ from ....runtime.errors import RequestError
 from ...function.s3_events import ObjectRef, created_objects
 
 __all__ = [
-    "DerivedObject", "ObjectRef", "created_objects", "current", "json_lines", "lines_of", "read_text", "s3_client",
+    "DerivedObject", "ObjectRef", "created_objects", "current", "json_lines", "lines_of", "read_bytes", "read_text",
+    "s3_client",
 ]  # fmt: skip
 
 MAX_LINE_CHARS = 1 << 20
@@ -26,27 +27,46 @@ PIECE_BYTES = 1 << 16
 _ORIGIN = "made-from"  # in the metadata of what was written: the version of its origin
 
 
+def read_bytes(client: Any, ref: ObjectRef, *, max_bytes: int) -> bytes:
+    """The object's bytes. Raises `RequestError` when it is larger, `ChangedError` when there is another version by now,
+    and `NotFoundError`.
+    """
+    with _translated(ref):
+        body = _body(client, ref, max_bytes)
+        try:
+            data: bytes = body.read()
+            return data
+        finally:
+            body.close()
+
+
 def read_text(client: Any, ref: ObjectRef, *, max_bytes: int) -> Iterator[str]:
     """The object's text (UTF-8) in pieces, none of it kept. Raises `RequestError` when it is larger or no text,
     `ChangedError` when there is another version by now, and `NotFoundError`.
     """
     with _translated(ref):
-        version = {"VersionId": ref.version_id} if ref.version_id else {}
-        condition = {"IfMatch": f'"{ref.etag}"'} if ref.etag else {}
-        answer = client.get_object(Bucket=ref.bucket, Key=ref.key, **version, **condition)
-        size_bytes = answer["ContentLength"]
-        if size_bytes > max_bytes:
-            answer["Body"].close()
-            raise RequestError(f"{ref.url} has {size_bytes} bytes, but {max_bytes} is the most")
+        body = _body(client, ref, max_bytes)
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         try:
-            for data in answer["Body"].iter_chunks(PIECE_BYTES):
+            for data in body.iter_chunks(PIECE_BYTES):
                 yield decoder.decode(data)
             yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
             raise RequestError(f"{ref.url} is no text in UTF-8") from error
         finally:
-            answer["Body"].close()
+            body.close()
+
+
+def _body(client: Any, ref: ObjectRef, max_bytes: int) -> Any:
+    """boto3's body of the version that the event names. Raises `RequestError` when it is larger."""
+    version = {"VersionId": ref.version_id} if ref.version_id else {}
+    condition = {"IfMatch": f'"{ref.etag}"'} if ref.etag else {}
+    answer = client.get_object(Bucket=ref.bucket, Key=ref.key, **version, **condition)
+    size_bytes = answer["ContentLength"]
+    if size_bytes > max_bytes:
+        answer["Body"].close()
+        raise RequestError(f"{ref.url} has {size_bytes} bytes, but {max_bytes} is the most")
+    return answer["Body"]
 
 
 def current(client: Any, ref: ObjectRef) -> ObjectRef:

@@ -1,0 +1,248 @@
+"""ONNX models: exec → first answer behind a link and from a local folder, warm calls, and the peak of memory.
+
+    python -m benchmarks.onnx [--rate-mb-s 200] [--rounds 3] [--only cold|local|warm|memory] [--save]
+
+Models are encoders with random weights: one of BERT base's shape (435 MB of fp32) in an S3 store, and one of MiniLM's (90
+MB) in a local folder. Compared are `teneral serve` on the packed artifact, over HTTP, and a process that imports
+onnxruntime, makes an InferenceSession and runs it once, after boto3 has downloaded the files where these are in the
+store. They take turns. "wire" is the time that a way's own bytes take at the link's rate. A warm call is measured in one
+process, without HTTP: the instance's runner beside a default InferenceSession of the original file.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from benchmarks.processes import MemoryWatch, RunError, environment
+from benchmarks.report import begin, finish, machine, new_parser, note, table, title
+from benchmarks.server import Server
+from benchmarks.store import StoreProcess
+
+TOKENS = 32
+WARM_CALLS = 30
+SHAPES = {"bert-base": (12, 768, 12, 30_522), "minilm": (6, 384, 12, 30_522)}
+
+BARE = (
+    """
+import sys, numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+ids = numpy.arange(1, %d + 1, dtype="i8")[None]
+session.run(None, {"input_ids": ids, "attention_mask": numpy.ones_like(ids)})
+"""
+    % TOKENS
+)
+
+DOWNLOAD = """
+import sys, tempfile, boto3
+folder = tempfile.mkdtemp()
+client = boto3.client("s3")
+for name in ("model.onnx", "model.data"):
+    client.download_file("models", sys.argv[1] + "/model/" + name, folder + "/" + name)
+sys.argv[1] = folder + "/model.onnx"
+"""
+
+
+def main() -> None:
+    parser = new_parser(__doc__, rounds=3)
+    parser.add_argument("--rate-mb-s", type=float, default=200.0)
+    options = parser.parse_args()
+    root = options.work / "onnx"
+    for name in SHAPES:
+        prepare(root / "models" / name, name)
+    report = begin("onnx", rate_mb_s=options.rate_mb_s, rounds=options.rounds)
+    lines: list[list[str]] = []
+    measures: dict[str, Callable[[], dict[str, float]]] = {
+        "cold": lambda: cold(root, options.rate_mb_s, options.rounds),
+        "local": lambda: local(root / "models" / "minilm", options.rounds),
+        "warm": lambda: warm(root / "models" / "minilm", options.rounds),
+        "memory": lambda: memory(root / "models" / "bert-base"),
+    }
+    for name, measure in measures.items():
+        if options.only is None or options.only == name:
+            report[name] = measure()
+            lines += [[f"{name}: {key}", f"{value:.3f}"] for key, value in report[name].items()]
+    finish(report, title(report, "ONNX models") + table(["", ""], lines), save=options.save)
+
+
+def prepare(folder: Path, name: str) -> None:
+    """The model's file and its artifact, made once."""
+    if (folder / "artifact" / "manifest.json").exists():
+        return
+    from tests.support.onnx_models import Made, Net, save
+
+    from teneral.loader.sources.file.store import FileStore
+    from teneral.runtime.onnx.pack import pack_onnx
+
+    layers, width, heads, vocab = SHAPES[name]
+    net = Net()
+    ids = net.input("input_ids", ["batch", "tokens"], 7)
+    mask = net.input("attention_mask", ["batch", "tokens"], 7)
+    x = net.norm(net.op("Gather", net.weight(vocab, width), ids), width)
+    for _ in range(layers):
+        x = net.block(x, width, heads)
+    weights = net.op("Unsqueeze", net.op("Cast", mask, to=1), net.constant(np.array([2])))
+    total = net.op("ReduceSum", net.op("Mul", x, weights), net.constant(np.array([1])), keepdims=0)
+    count = net.op("ReduceSum", weights, net.constant(np.array([1])), keepdims=0)
+    net.op("Div", total, count, name="embedding")
+    net.output("embedding", ["batch", width])
+    path = save(Made(net.model(), {}), folder / "model" / "model.onnx", external=True)
+    note(f"packing {name}")
+    pack_onnx(str(path), FileStore(folder / "artifact"))
+
+
+def cold(root: Path, rate_mb_s: float, rounds: int) -> dict[str, float]:
+    """Seconds, medians: behind a link of this rate."""
+    artifact, plain = root / "models" / "bert-base" / "artifact", root / "models" / "bert-base" / "model"
+    packed_bytes, plain_bytes = size_of(artifact), size_of(plain)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for number in range(rounds):
+        for path in (artifact, plain):
+            touch(path)
+        with StoreProcess(root, rate_mb_s=rate_mb_s, latency_ms=15.0) as store:
+            variables = store.environment()
+            ours.append(served("s3://models/bert-base/artifact", variables))
+        with StoreProcess(root, rate_mb_s=rate_mb_s, latency_ms=15.0) as store:
+            theirs.append(run_bare(DOWNLOAD + BARE, "bert-base", store.environment()))
+        note(f"round {number + 1}: {ours[-1]:.2f} s, boto3 and InferenceSession {theirs[-1]:.2f} s")
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    wire_s = packed_bytes / rate_mb_s / 1e6
+    return {
+        "packed MB": packed_bytes / 1e6,
+        "plain MB": plain_bytes / 1e6,
+        "wire s": wire_s,
+        "teneral s": mine,
+        "teneral / wire": mine / wire_s,
+        "boto3 and InferenceSession s": other,
+        "sooner by": other / mine,
+    }
+
+
+def local(folder: Path, rounds: int) -> dict[str, float]:
+    """Seconds, medians: from a local folder in the page cache."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for number in range(rounds):
+        for path in (folder / "artifact", folder / "model"):
+            touch(path)
+        ours.append(served(str(folder / "artifact"), {}))
+        theirs.append(run_bare(BARE, str(folder / "model" / "model.onnx"), {}))
+        note(f"round {number + 1}: {ours[-1]:.2f} s, bare {theirs[-1]:.2f} s")
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return {"teneral s": mine, "bare onnxruntime s": other, "teneral / bare": mine / other}
+
+
+def warm(folder: Path, rounds: int) -> dict[str, float]:
+    """Milliseconds of a call, medians over all rounds, which take turns."""
+    import onnxruntime
+
+    from teneral.runtime.config import ServeConfig
+    from teneral.runtime.instance import Instance
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = machine()["cores"]
+    session = onnxruntime.InferenceSession(str(folder / "model" / "model.onnx"), options)
+    ids = np.arange(1, TOKENS + 1, dtype="i8")[None]
+    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    ours: list[float] = []
+    theirs: list[float] = []
+    with Instance(ServeConfig(model=str(folder / "artifact"), threads=machine()["cores"])) as instance:
+        runner = instance.onnx.result(60)
+        while not runner.statistics().is_whole:
+            time.sleep(0.01)
+        for _ in range(rounds * WARM_CALLS):
+            begin_s = time.perf_counter()
+            runner.submit(inputs).result(60)
+            middle_s = time.perf_counter()
+            session.run(None, inputs)
+            ours.append(middle_s - begin_s)
+            theirs.append(time.perf_counter() - middle_s)
+    mine, other = 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
+    return {"teneral ms": mine, "InferenceSession ms": other, "teneral / InferenceSession": mine / other}
+
+
+def memory(folder: Path) -> dict[str, float]:
+    """MB: peaks of the server's processes until its first answer, and until the whole session is there."""
+    weights_mb = sum(path.stat().st_size for path in (folder / "model").iterdir()) / 1e6
+    touch(folder / "artifact")
+    with Server(str(folder / "artifact")) as server, MemoryWatch(server.pid) as watch:
+        ask(server)
+        first_mb = watch.peak_bytes / 1e6
+        server.wait_ready()
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s and b'"whole session"' not in get(server, "/timeline"):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        whole_mb = watch.peak_bytes / 1e6
+        watch.peak_bytes = 0
+        time.sleep(0.5)
+        after_mb = watch.peak_bytes / 1e6
+    return {
+        "weights MB": weights_mb,
+        "peak until the first answer MB": first_mb,
+        "peak with the exchange MB": whole_mb,
+        "after it MB": after_mb,
+    }
+
+
+def served(model: str, variables: dict[str, str]) -> float:
+    """Seconds from exec to the first answer over HTTP."""
+    with Server(model, variables=variables) as server:
+        return ask(server)
+
+
+def ask(server: Server) -> float:
+    """Seconds from the server's exec to its answer."""
+    ids = list(range(1, TOKENS + 1))
+    body = {"inputs": {"input_ids": [ids], "attention_mask": [[1] * TOKENS]}}
+    connection = server.connect()
+    try:
+        connection.request("POST", "/invoke", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        data = response.read()
+        if response.status != http.HTTPStatus.OK:
+            raise RunError(f"{response.status} {data[:300]!r}")
+        return time.monotonic() - server.started_s
+    finally:
+        connection.close()
+
+
+def get(server: Server, path: str) -> bytes:
+    connection = server.connect()
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def run_bare(program: str, argument: str, variables: dict[str, str]) -> float:
+    """Seconds from exec to the end of a Python program."""
+    begin_s = time.monotonic()
+    subprocess.run([sys.executable, "-c", program, argument], env=environment(variables), check=True)
+    return time.monotonic() - begin_s
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def touch(folder: Path) -> None:
+    """Read it into the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                while file.read(16 << 20):
+                    pass
+
+
+if __name__ == "__main__":
+    main()

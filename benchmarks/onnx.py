@@ -2,11 +2,11 @@
 
     python -m benchmarks.onnx [--rate-mb-s 200] [--rounds 3] [--only cold|local|warm|memory] [--save]
 
-Models are encoders with random weights: one of BERT base's shape (435 MB of fp32) in an S3 store, and one of MiniLM's (90
-MB) in a local folder. Compared are `teneral serve` on the packed artifact, over HTTP, and a process that imports
-onnxruntime, makes an InferenceSession and runs it once, after boto3 has downloaded the files where these are in the
-store. They take turns. "wire" is the time that a way's own bytes take at the link's rate. A warm call is measured in one
-process, without HTTP: the instance's runner beside a default InferenceSession of the original file.
+Models are encoders with random weights: one of BERT base's shape (435 MB of fp32) in an S3 store, and one of
+MiniLM's (90 MB) in a local folder. Compared are `teneral serve` on the packed artifact, over HTTP, and a process that
+imports onnxruntime, makes an InferenceSession and runs it once, after boto3 has downloaded the files where these are in
+the store. They take turns. "wire" is the time that a way's own bytes take at the link's rate. A warm call is measured
+in one process, without HTTP: the instance's runner and a default InferenceSession of the original file, in turns.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ TOKENS = 32
 WARM_CALLS = 30
 SHAPES = {"bert-base": (12, 768, 12, 30_522), "minilm": (6, 384, 12, 30_522)}
 
-BARE = (
-    """
+BARE = f"""
 import sys, numpy, onnxruntime
 session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
-ids = numpy.arange(1, %d + 1, dtype="i8")[None]
-session.run(None, {"input_ids": ids, "attention_mask": numpy.ones_like(ids)})
+ids = numpy.arange(1, {TOKENS} + 1, dtype="i8")[None]
+session.run(None, {{"input_ids": ids, "attention_mask": numpy.ones_like(ids)}})
 """
-    % TOKENS
-)
 
 DOWNLOAD = """
 import sys, tempfile, boto3

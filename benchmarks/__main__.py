@@ -38,7 +38,7 @@ BENCHMARKS = {
     "invocation": "an invocation of a function that does nothing: HTTP and AWS Lambda, beside AWS's own runtime",
     "batch": "10,000 prompts as a batch job, killed 20 times and undisturbed: equality and time",
     "structured": "a schema request's first text in a cold start, what grammars cost, 2,000 answers judged",
-    "onnx": "ONNX models: cold behind a link, local, warm, and memory, beside onnxruntime",
+    "onnx": "ONNX models: cold behind a link, local, warm, and memory; compared with onnxruntime",
     "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
 

@@ -10,6 +10,8 @@ from aiohttp import web
 
 from . import platforms
 from .anthropic.routes import PREFIX, anthropic_routes
+from .console.routes import PATHS as CONSOLE_PATHS
+from .console.routes import console_routes
 from .http.application import make_application
 from .http.edge import OPEN_PATHS, EdgeRules
 from .http.limits import Limits
@@ -43,6 +45,8 @@ def create_app(
     def routes(service: Service) -> Iterator[web.RouteDef]:
         yield from openai_routes(service)
         yield from anthropic_routes(service)
+        if not platform.run:  # a platform without a port has no browser in front of it
+            yield from console_routes(service, has_page=instance.config.console)
         for row in platforms.PLATFORMS:
             yield from _platform_routes(row, service, handler)
 
@@ -51,17 +55,18 @@ def create_app(
         routes,
         handler=handler,
         limits=limits,
-        rules=edge_rules(platform),
+        rules=edge_rules(platform, has_console=instance.config.console),
         ping_while_loading=platform.ping_while_loading,
         make_instance=make_instance,
     )
 
 
-def edge_rules(platform: Platform) -> EdgeRules:
+def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
     """The edge's rules for all platforms' routes, and for the platform that this server runs on."""
+    console_paths = CONSOLE_PATHS if has_console and not platform.run else frozenset()
     routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
     return EdgeRules(
-        open_paths=OPEN_PATHS | {_pattern(route) for route in routes if route.is_open},
+        open_paths=OPEN_PATHS | console_paths | {_pattern(route) for route in routes if route.is_open},
         control_paths=frozenset(_pattern(route) for route in routes if route.is_control),
         takes_any_media=platform.takes_any_media,
         error_response=_error_response,

@@ -30,6 +30,16 @@ class Span(NamedTuple):
     end_s: float
     attributes: dict[str, Any]
 
+    def as_json(self) -> dict[str, Any]:
+        """As `docs/timeline.md` has it, to the microsecond."""
+        return {
+            "lane": self.lane,
+            "name": self.name,
+            "start_s": round(self.start_s, 6),
+            "end_s": round(self.end_s, 6),
+            **({"attributes": self.attributes} if self.attributes else {}),
+        }
+
 
 class Timeline:
     """Collects spans. Thread-safe; never blocks, never raises for being full."""
@@ -73,28 +83,23 @@ class Timeline:
     def first(self, lane: str, name: str) -> Span | None:
         return next((span for span in self.spans() if span.lane == lane and span.name == name), None)
 
-    def spans(self) -> list[Span]:
+    def spans(self, first: int = 0) -> list[Span]:
+        """In the order in which they were added, from the one of index `first` on."""
         with self._lock:
-            return list(self._spans)
+            return self._spans[first:]
 
     def snapshot(self) -> dict[str, Any]:
         """A JSON-ready value; the schema is in `docs/timeline.md`."""
-        spans = self.spans()
+        ordered = sorted(self.spans(), key=lambda span: span.start_s)
+        return {**self.head(), "spans": [span.as_json() for span in ordered]}
+
+    def head(self) -> dict[str, Any]:
+        """A snapshot's keys without its spans."""
         return {
             "schema": 1,
             "started_unix_s": round(self.started_unix_s, 6),
             "now_s": round(self.now_s(), 6),
             "dropped_spans": self._dropped,
-            "spans": [
-                {
-                    "lane": span.lane,
-                    "name": span.name,
-                    "start_s": round(span.start_s, 6),
-                    "end_s": round(span.end_s, 6),
-                    **({"attributes": span.attributes} if span.attributes else {}),
-                }
-                for span in sorted(spans, key=lambda span: span.start_s)
-            ],
         }
 
 

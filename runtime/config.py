@@ -179,6 +179,7 @@ class ServeConfig:
         "origins of web pages that may call this server, with commas; * is any (default: none)",
         metavar="ORIGIN",
     )
+    console: bool = _setting(True, _flag, "a page at / that shows the start, the KV pool and the load")
     model_control: bool = _setting(
         False,
         _flag,

@@ -246,6 +246,10 @@ class Instance:
             "groups_exact": progress.groups_exact,
         }
 
+    def opened(self) -> tuple[Source, Manifest] | None:
+        """The model's source and manifest; None before the manifest was read, and after a failure to read it."""
+        return _result_or_none(self._opened)
+
     def forecast(self) -> Forecast | None:
         """The load's rate, and when a first token can come by it; None while that is unknown, and once all is there."""
         if self._load is None or not self._opened.done() or self._opened.exception() is not None:

@@ -25,6 +25,7 @@ from .service import CALL, SERVICE, Call, Service
 
 # Probes carry no key.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
+QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv", "/debug/artifact"})
 MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499  # nobody receives it: for the count only
 access_logger = logging.getLogger("teneral.http.access")
@@ -42,8 +43,8 @@ class EdgeRules:
 
     @property
     def quiet_paths(self) -> frozenset[str]:
-        """Paths that are called every second, and logged for debugging only."""
-        return self.open_paths | {"/metrics"}
+        """Paths that probes, scrapers and the console read every second: logged for debugging only."""
+        return self.open_paths | QUIET_PATHS
 
 
 def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRules) -> Middleware:
@@ -104,7 +105,8 @@ def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, 
     """One line a request. The path as it was sent, which has no line breaks, and without the query, which may
     hold a secret; probes come every second, so they are for debugging only.
     """
-    level = logging.DEBUG if _route_of(request) in rules.quiet_paths else logging.INFO
+    is_quiet = request.method in ("GET", "HEAD") and _route_of(request) in rules.quiet_paths
+    level = logging.DEBUG if is_quiet else logging.INFO
     if access_logger.isEnabledFor(level):
         path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
         access_logger.log(

@@ -81,6 +81,7 @@ class Overview:
         return _json(
             {
                 "file": supervisor.pool.file,
+                "may_control": self._may_control,
                 "state": "draining" if supervisor.draining else "ready" if supervisor.is_warm else "starting",
                 "memory": {
                     "budget_bytes": budget.limit_bytes,

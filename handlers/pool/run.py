@@ -23,6 +23,7 @@ from ...loader.errors import TeneralError, UsageError
 from ...loader.memory.limits import available_bytes
 from ...loader.sources.open import scheme_of
 from ...runtime.config import PREFIX, ServeConfig
+from ..console.routes import PageRoutes
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
@@ -58,6 +59,7 @@ class RunOptions:
     watch: bool = False
     watch_s: float = WATCH_S
     model_control: bool = False
+    console: bool = True
     state_folder: str | None = None
     log_level: str = "info"
 
@@ -116,7 +118,10 @@ class _Runner:
         front = Front(supervisor, connections, self._keys)
         overview = Overview(supervisor, self._keys, may_control=self._options.model_control)
         app = web.Application(middlewares=[_answering_errors])
-        app.add_routes([*overview.routes(), web.route("*", "/{path:.*}", front.work)])
+        routes = list(overview.routes())
+        if self._options.console:
+            routes += PageRoutes(None, mode="pool", needs_key=self._keys is not None).routes()
+        app.add_routes([*routes, web.route("*", "/{path:.*}", front.work)])
         runner = web.AppRunner(
             app,
             access_log=None,

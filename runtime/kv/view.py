@@ -9,7 +9,7 @@ access.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .blocks import BlockAllocator
@@ -36,6 +36,19 @@ class ChainView:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixView:
+    """A stretch of blocks that the shown chains run through without branching: a node of their tree."""
+
+    parent: int | None  # index of the node before it; None: a beginning
+    num_blocks: int
+    num_tokens: int
+    num_hits: int  # requests that have found its first block
+    unused_s: float  # since its last block was made, or found last
+    num_sequences: int  # that use its first block now
+    num_sessions: int  # that pin it
+
+
+@dataclass(frozen=True, slots=True)
 class PoolView:
     """A snapshot of the pool. Each block is free, idle, pinned or in use."""
 
@@ -52,6 +65,7 @@ class PoolView:
     num_chains: int
     # At most `MAX_CHAINS`, the most recently used ones first.
     chains: tuple[ChainView, ...]
+    prefixes: tuple[PrefixView, ...]  # the tree of these chains, parents before children
 
 
 def view_pool(
@@ -84,6 +98,7 @@ def view_pool(
         max_pinned_blocks=sessions.max_pinned_blocks,
         num_chains=len(last_ones),
         chains=tuple(_view_chain(each, prefixes, ledger, pins, block_size, now_s) for each in shown),
+        prefixes=tuple(_view_tree(shown, prefixes, ledger, pins, block_size, now_s)),
     )
 
 
@@ -96,15 +111,11 @@ def _view_chain(
     now_s: float,
 ) -> ChainView:
     cached = prefixes.by_hash()
-    blocks: list[int] = []
-    num_hits = 0
-    each: bytes | None = last
-    while each is not None and each in cached:
-        blocks.append(cached[each])
-        entry = ledger.entry(each)
-        num_hits = 0 if entry is None else entry.num_hits
-        each = None if entry is None else entry.parent
-    first = blocks[-1]
+    hashes = _chain_to(last, cached, ledger)
+    blocks = [cached[each] for each in hashes]
+    beginning = ledger.entry(hashes[0])
+    num_hits = 0 if beginning is None else beginning.num_hits
+    first = blocks[0]
     return ChainView(
         num_blocks=len(blocks),
         num_tokens=len(blocks) * block_size,
@@ -114,6 +125,54 @@ def _view_chain(
         num_sessions=pins.get(first, 0),
         num_pinned_blocks=sum(block in pins for block in blocks),
     )
+
+
+def _chain_to(last: bytes, cached: Mapping[bytes, int], ledger: PrefixLedger) -> list[bytes]:
+    """The blocks' hashes, from the first that can be found to `last`."""
+    hashes: list[bytes] = []
+    each: bytes | None = last
+    while each is not None and each in cached:
+        hashes.append(each)
+        entry = ledger.entry(each)
+        each = None if entry is None else entry.parent
+    return hashes[::-1]
+
+
+def _view_tree(
+    shown: Sequence[bytes],
+    prefixes: PrefixCache,
+    ledger: PrefixLedger,
+    pins: Mapping[int, int],
+    block_size: int,
+    now_s: float,
+) -> Iterator[PrefixView]:
+    """At most two nodes a chain."""
+    cached = prefixes.by_hash()
+    after: dict[bytes | None, dict[bytes, None]] = {}  # an ordered set of the blocks behind each
+    for last in shown:
+        before: bytes | None = None
+        for each in _chain_to(last, cached, ledger):
+            after.setdefault(before, {})[each] = None
+            before = each
+    waiting: list[tuple[int | None, bytes]] = [(None, each) for each in reversed(after.get(None, {}))]
+    num_nodes = 0
+    while waiting:
+        parent, first = waiting.pop()
+        end, num_blocks = first, 1
+        while len(after.get(end, {})) == 1:
+            end, num_blocks = next(iter(after[end])), num_blocks + 1
+        entry = ledger.entry(first)
+        yield PrefixView(
+            parent=parent,
+            num_blocks=num_blocks,
+            num_tokens=num_blocks * block_size,
+            num_hits=0 if entry is None else entry.num_hits,
+            unused_s=round(max(0.0, now_s - _used_s(ledger, end)), 3),
+            num_sequences=prefixes.num_users(cached[first]),
+            num_sessions=pins.get(cached[first], 0),
+        )
+        waiting += [(num_nodes, each) for each in reversed(after.get(end, {}))]
+        num_nodes += 1
 
 
 def _used_s(ledger: PrefixLedger, block_hash: bytes) -> float:

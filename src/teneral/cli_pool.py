@@ -114,6 +114,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model-control", action="store_true", help="let clients put models to sleep, wake and drain them"
     )
+    command.add_argument("--no-console", action="store_true", help="no page at / that shows the pool")
     command.add_argument(
         "--state-dir", default=None, metavar="DIR", help="keep KV snapshots there between runs (default: not)"
     )
@@ -136,6 +137,7 @@ def _run(options: argparse.Namespace) -> int:
             watch=options.watch,
             watch_s=options.watch_s,
             model_control=options.model_control,
+            console=not options.no_console,
             state_folder=options.state_dir,
             log_level=options.log_level,
         )

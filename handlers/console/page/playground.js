@@ -1,0 +1,201 @@
+// Chats and completions as any client sends them. Messages live in this page only.
+
+const play = { messages: [], abort: null };
+
+function makePlayground() {
+  const form = byId("ask");
+  const update = () => {
+    const isChat = form.elements.kind.value === "chat";
+    for (const part of document.querySelectorAll(".chat-only")) part.hidden = !isChat;
+    byId("prompt-label").textContent = isChat ? "Message" : "Prompt";
+    const kind = byId("form").value;
+    byId("grammar-field").hidden = kind === "text" || kind === "json_object";
+    byId("grammar-label").textContent = { json_schema: "Schema", regex: "Expression", choice: "Choices, a line each" }[kind] ?? "Schema";
+  };
+  form.addEventListener("change", update);
+  form.addEventListener("submit", event => {
+    event.preventDefault();
+    send();
+  });
+  form.addEventListener("keydown", event => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  byId("stop").addEventListener("click", () => play.abort?.abort());
+  byId("forget").addEventListener("click", () => {
+    play.messages = [];
+    byId("transcript").replaceChildren();
+    selectToken(null);
+    byId("ask-figures").replaceChildren();
+    byId("ask-state").textContent = "A new chat.";
+  });
+  for (const button of document.querySelectorAll("[data-copy]")) {
+    button.addEventListener("click", async () => {
+      await navigator.clipboard.writeText(byId(button.dataset.copy).textContent);
+      button.textContent = "Copied";
+      setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    });
+  }
+  makeTokens();
+  update();
+}
+
+function parsed(id, label) {
+  const content = byId(id).value.trim();
+  if (!content) return undefined;
+  try {
+    return JSON.parse(content);
+  } catch (error) {
+    throw new Error(`${label}: ${error.message}`);
+  }
+}
+
+// The request's path and body, as the form has them. Throws Error for what is no JSON.
+function requestOf() {
+  const form = byId("ask"), isChat = form.elements.kind.value === "chat", prompt = byId("prompt").value;
+  const body = {};
+  if (poolModel) body.model = poolModel;
+  if (isChat) {
+    const system = byId("system").value.trim();
+    body.messages = [...(system ? [{ role: "system", content: system }] : []), ...play.messages, { role: "user", content: prompt }];
+  } else body.prompt = prompt;
+  body.max_tokens = Number(byId("max-tokens").value);
+  body.temperature = Number(byId("temperature").value);
+  if (byId("seed").value) body.seed = Number(byId("seed").value);
+  if (byId("stream").checked) Object.assign(body, { stream: true, stream_options: { include_usage: true } });
+  if (byId("logprobs").checked) Object.assign(body, isChat ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 });
+  const kind = byId("form").value, grammar = byId("grammar").value;
+  if (kind === "json_object") body.response_format = { type: "json_object" };
+  if (kind === "json_schema") body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema: parsed("grammar", "Schema") ?? {} } };
+  if (kind === "regex") body.structured_outputs = { regex: grammar };
+  if (kind === "choice") body.structured_outputs = { choice: grammar.split("\n").filter(Boolean) };
+  const tools = isChat ? parsed("tools", "Tools") : undefined;
+  if (tools) body.tools = tools;
+  if (byId("first-token").value) body.teneral = { first_token: byId("first-token").value };
+  return { path: isChat ? "/v1/chat/completions" : "/v1/completions", body, isChat };
+}
+
+async function send() {
+  if (play.abort) return;
+  let request;
+  byId("ask-error").textContent = "";
+  try {
+    request = requestOf();
+  } catch (error) {
+    byId("ask-error").textContent = error.message;
+    return;
+  }
+  const { path, body, isChat } = request, prompt = byId("prompt").value, box = byId("transcript");
+  showCode(path, body);
+  if (!isChat) box.replaceChildren();
+  box.append(el("p", { class: isChat ? "turn user" : "turn given" }, prompt));
+  const target = el("p", { class: isChat ? "turn assistant" : "turn given" });
+  box.append(target);
+  const answer = { target, text: "", calls: [], reasoning: "", usage: null, began: performance.now(), first: null, last: null, tokens: 0, drafted: 0, finish: "" };
+  play.abort = new AbortController();
+  byId("stop").disabled = false;
+  byId("ask-state").textContent = "Waiting for the first token …";
+  try {
+    const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal: play.abort.signal, headers: { "Content-Type": "application/json" } });
+    if (body.stream) {
+      for await (const data of eventsOf(response)) {
+        if (data === "[DONE]") break;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new Error(chunk.error.message);
+        take(answer, chunk, isChat);
+      }
+    } else take(answer, await response.json(), isChat);
+    if (isChat) {
+      const message = { role: "assistant", content: answer.text };
+      play.messages.push({ role: "user", content: prompt }, message);
+      byId("prompt").value = "";
+    }
+    byId("ask-state").textContent = answer.finish === "length" ? "Ended at the most tokens." : answer.finish === "tool_calls" ? "The model calls tools." : "Done.";
+  } catch (error) {
+    byId("ask-state").textContent = error.name === "AbortError" ? "Stopped." : "Refused.";
+    if (error.name !== "AbortError") byId("ask-error").textContent = error.message;
+    if (!target.childNodes.length) target.remove();
+  } finally {
+    play.abort = null;
+    byId("stop").disabled = true;
+    showFigures(answer);
+  }
+}
+
+// One chunk of a stream, or a whole answer.
+function take(answer, chunk, isChat) {
+  if (chunk.usage) answer.usage = chunk.usage;
+  const choice = chunk.choices?.[0];
+  if (!choice) return;
+  const part = isChat ? choice.delta ?? choice.message ?? {} : choice;
+  const content = (isChat ? part.content : part.text) ?? "";
+  if (choice.finish_reason) answer.finish = choice.finish_reason;
+  if (part.reasoning_content) {
+    answer.reasoning += part.reasoning_content;
+    const place = answer.target.querySelector(".reasoning") ?? answer.target.insertBefore(el("span", { class: "reasoning" }), answer.target.firstChild);
+    place.textContent = answer.reasoning;
+  }
+  for (const call of part.tool_calls ?? []) addCall(answer, call);
+  const drafted = chunk.teneral?.drafted_tokens ?? 0;
+  const tokens = tokensIn(choice.logprobs, isChat);
+  if (!content && !tokens.length && !part.reasoning_content && !part.tool_calls) return;
+  answer.first ??= performance.now();
+  answer.last = performance.now();
+  answer.text += content;
+  answer.tokens += Math.max(1, tokens.length);
+  answer.drafted += drafted;
+  // A token's text may be a part of a character: where they do not add up to the text, the text is what counts.
+  if (tokens.length && tokens.map(token => token.text).join("") === content)
+    answer.target.append(...tokens.map((token, index) => tokenSpan({ ...token, isDrafted: index < drafted })));
+  else if (content) answer.target.append(tokenSpan({ text: content, logprob: tokens.length === 1 ? tokens[0].logprob : null, top: tokens[0]?.top, isDrafted: drafted > 0 }));
+  byId("ask-state").textContent = `Answering … first token after ${seconds((answer.first - answer.began) / 1000)}`;
+}
+
+function tokensIn(logprobs, isChat) {
+  if (!logprobs) return [];
+  if (isChat) return (logprobs.content ?? []).map(each => ({ text: each.token, logprob: each.logprob, top: each.top_logprobs }));
+  return logprobs.tokens.map((token, index) => ({ text: token, logprob: logprobs.token_logprobs[index],
+    top: Object.entries(logprobs.top_logprobs[index] ?? {}).map(([name, logprob]) => ({ token: name, logprob })).sort((a, b) => b.logprob - a.logprob) }));
+}
+
+function addCall(answer, call) {
+  const index = call.index ?? answer.calls.length;
+  answer.calls[index] ??= { name: "", args: "", place: answer.target.appendChild(el("code", { class: "call" })) };
+  const one = answer.calls[index];
+  one.name += call.function?.name ?? "";
+  one.args += call.function?.arguments ?? "";
+  one.place.textContent = `${one.name}(${one.args})`;
+}
+
+function showFigures(answer) {
+  const usage = answer.usage, details = usage?.completion_tokens_details, count = usage?.completion_tokens ?? answer.tokens;
+  const took = answer.first === null ? 0 : (answer.last - answer.first) / 1000;
+  show(byId("ask-figures"), cards([
+    answer.first !== null && ["first token", seconds((answer.first - answer.began) / 1000)],
+    count > 1 && took > 0 && ["tokens a second", ((count - 1) / took).toFixed(1)],
+    usage && ["prompt", `${whole(usage.prompt_tokens)} tokens`],
+    usage?.prompt_tokens_details?.cached_tokens > 0 && ["of them cached", whole(usage.prompt_tokens_details.cached_tokens)],
+    count > 0 && ["answer", `${whole(count)} tokens`],
+    (details?.drafted_tokens ?? answer.drafted) > 0 && ["drafted", whole(details?.drafted_tokens ?? answer.drafted), "underlined in the answer: the draft chose them"],
+    details?.accepted_prediction_tokens > 0 && ["proposals confirmed", `${whole(details.accepted_prediction_tokens)} of ${whole(details.accepted_prediction_tokens + details.rejected_prediction_tokens)}`],
+  ]));
+}
+
+const quoted = content => `'${content.replaceAll("'", "'\\''")}'`;
+
+function showCode(path, body) {
+  const hasKey = root.dataset.key === "needed" || apiKey, json = JSON.stringify(body, null, 2);
+  byId("curl").textContent = `curl ${body.stream ? "-N " : ""}${location.origin}${path} \\\n  -H 'Content-Type: application/json' \\\n`
+    + (hasKey ? "  -H \"Authorization: Bearer $TENERAL_API_KEY\" \\\n" : "") + `  -d ${quoted(json)}`;
+  byId("python").textContent = [
+    "import json", "import os", "from openai import OpenAI", "",
+    `client = OpenAI(base_url=${JSON.stringify(`${location.origin}/v1`)}, api_key=os.environ.get("TENERAL_API_KEY", "none"))`,
+    `request = json.loads(r"""${json.includes('"""') ? json.replaceAll('"""', '\\"\\"\\"') : json}""")`,
+    ...(path.includes("chat") ? [] : []),
+    "own = {name: request.pop(name) for name in (\"teneral\", \"structured_outputs\") if name in request}",
+    `request.setdefault("model", ${JSON.stringify(byId("model").textContent)})`,
+    `answer = client.${path.includes("chat") ? "chat.completions" : "completions"}.create(**request, extra_body=own)`,
+    ...(body.stream ? ["for chunk in answer:", "    if chunk.choices:", `        print(${path.includes("chat") ? 'chunk.choices[0].delta.content or ""' : "chunk.choices[0].text"}, end="", flush=True)`]
+      : [`print(answer.choices[0].${path.includes("chat") ? "message.content" : "text"})`]),
+  ].join("\n");
+  byId("code").hidden = false;
+}

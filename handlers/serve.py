@@ -67,7 +67,8 @@ def _run(config: ServeConfig, ending: Ending) -> int:
             status = hand_over(config, sock, timeline)
             if status is not None:
                 return status
-        launched = launch_helpers(config, timeline, fork=True)
+        with timeline.span("process", "launch helpers"):
+            launched = launch_helpers(config, timeline, fork=True)
         serve_on(sock, config, timeline, launched, ending)
     return 0
 
@@ -117,9 +118,12 @@ def serve_on(
                 from .function.handler import load_handler
             instance.kind.add_done_callback(lambda _: _collect_garbage())
             limits = Limits.from_config(config)
-            handler = load_handler(config.handler, max_calls=limits.max_in_flight) if config.handler else None
-            platform = platform_of(config.platform, os.environ)
-            app = create_app(instance, handler=handler, limits=limits, platform=platform)
+            with timeline.span("process", "make server"):
+                handler = (
+                    load_handler(config.handler, max_calls=limits.max_in_flight) if config.handler else None
+                )
+                platform = platform_of(config.platform, os.environ)
+                app = create_app(instance, handler=handler, limits=limits, platform=platform)
             drain_timeout_s = config.drain_timeout_s
             if drain_timeout_s is None:
                 drain_timeout_s = platform.drain_timeout_s

@@ -42,7 +42,7 @@ function drawArtifact(panel, told) {
       el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "group"), columns.map(([name]) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, told.groups.map(row => line(row))), el("tfoot", {}, line({ ...totals, name: "total" }))))),
     el("section", { class: "card" }, el("h2", {}, "Files"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Files of the artifact" }, el("table", {},
-      el("thead", {}, el("tr", {}, ["name", "bytes", "BLAKE3"].map(name => el("th", { scope: "col" }, name)))),
+      el("thead", {}, el("tr", {}, ["name", "bytes", "BLAKE3"].map(name => el("th", { scope: "col", class: name === "BLAKE3" ? "text" : null }, name)))),
       el("tbody", {}, told.files.map(file => el("tr", {}, el("th", { scope: "row" }, file.name), el("td", {}, bytes(file.bytes)), el("td", { class: "digest" }, file.digest ?? "–"))))))));
 }
 

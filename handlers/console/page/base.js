@@ -51,7 +51,7 @@ const seconds = s => s === null || s === undefined || !Number.isFinite(s) ? "–
 
 function bytes(count) {
   for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (count < 999.5) return unit === "GB" ? `${count.toFixed(2)} ${unit}` : `${Math.round(count)} ${unit}`;
+    if (count < 999.5) return `${count.toFixed(unit === "GB" ? 2 : unit === "MB" && count < 9.95 ? 1 : 0)} ${unit}`;
     count /= 1000;
   }
   return `${count.toFixed(2)} TB`;

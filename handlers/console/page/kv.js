@@ -19,7 +19,7 @@ function drawKv(panel, view, metrics) {
   const budget = total("kv_bytes"), used = view.num_blocks - view.num_free;
   const hits = total("prefix_hit_tokens_total"), looked = total("prefix_lookup_tokens_total");
   show(panel,
-    heading(["KV pool: ", el("em", {}, percent(view.num_blocks ? used / view.num_blocks : 0)), " holds something"]),
+    heading([el("em", {}, percent(view.num_blocks ? used / view.num_blocks : 0, 1)), " of the KV pool is taken"]),
     el("section", { class: "card", "aria-labelledby": "blocks-title" },
       el("h2", { id: "blocks-title" }, `${whole(view.num_blocks)} blocks of ${view.block_size} tokens`),
       stack(states.map(([kind, , amount]) => ({ kind, amount })), view.num_blocks, states.map(([, label, amount]) => `${label} ${amount}`).join(", ")),

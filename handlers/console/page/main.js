@@ -82,6 +82,7 @@ function makeFile() {
   byId("model-choice").remove();
   byId("panel-start").hidden = false;
   start.snapshot = JSON.parse(byId("timeline").textContent);
+  document.title = "A cold start · Teneral";
   drawStart();
 }
 

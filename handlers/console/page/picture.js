@@ -27,7 +27,7 @@ function pictureOf(snapshot) {
     .map(row => clip(row, 2 * loaded)).filter(row => row.bars.length || row.marks.length);
   const end = Math.max(loaded, ...rows.map(lastOf), 1e-3);
   return { end, rows, figures, isLoading, hidden: begins.size - early.length, dropped: snapshot.dropped_spans,
-    started: snapshot.started_unix_s, explained: explain(of, figures, isLoading ? snapshot.now_s : loaded) };
+    started: snapshot.started_unix_s, explained: explain(of, figures, loaded, isLoading) };
 }
 
 const lastOf = row => Math.max(0, ...row.bars.map(bar => bar.end), ...row.marks.map(mark => mark.at));
@@ -164,11 +164,14 @@ const CAUSES = [
   ["setup", "setting up", null],
 ];
 
-function explain(of, figures, loaded) {
+function explain(of, figures, loaded, isLoading) {
   const end = figures.isEarly && figures.firstToken !== null ? figures.firstToken : Math.max(loaded, 1e-3);
   const lanes = ["process", "manifest", "tokenizer", "model", "device"];
+  // A part has its span when its last byte is there: until then, what was asked for is on its way.
+  const onTheirWay = isLoading && figures.begin !== null ? [[figures.begin, end]] : [];
   const busy = CAUSES.map(([, , some]) => union((some ?? lanes).flatMap(of).concat(some?.includes("execute") ? of("request").filter(span => span.name === "prefill") : [])
-    .filter(span => span.name !== "load").map(span => [span.start_s, Math.min(span.end_s, end)]).filter(([start, stop]) => stop > start)));
+    .filter(span => span.name !== "load").map(span => [span.start_s, Math.min(span.end_s, end)]).filter(([start, stop]) => stop > start)
+    .concat(some?.includes("fetch") ? onTheirWay : [])));
   let taken = [];
   const parts = CAUSES.map(([kind, label], index) => {
     const before = length(taken);

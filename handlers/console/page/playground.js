@@ -190,7 +190,6 @@ function showCode(path, body) {
     "import json", "import os", "from openai import OpenAI", "",
     `client = OpenAI(base_url=${JSON.stringify(`${location.origin}/v1`)}, api_key=os.environ.get("TENERAL_API_KEY", "none"))`,
     `request = json.loads(r"""${json.includes('"""') ? json.replaceAll('"""', '\\"\\"\\"') : json}""")`,
-    ...(path.includes("chat") ? [] : []),
     "own = {name: request.pop(name) for name in (\"teneral\", \"structured_outputs\") if name in request}",
     `request.setdefault("model", ${JSON.stringify(byId("model").textContent)})`,
     `answer = client.${path.includes("chat") ? "chat.completions" : "completions"}.create(**request, extra_body=own)`,

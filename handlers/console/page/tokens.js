@@ -9,7 +9,7 @@ function tokenSpan({ text: content, logprob, top, isDrafted }) {
 }
 
 const tintOf = logprob => logprob === null || logprob === undefined ? ""
-  : logprob > Math.log(0.9) ? "sure" : logprob > Math.log(0.5) ? "likely" : logprob > Math.log(0.15) ? "unsure" : "unlikely";
+  : logprob > Math.log(0.5) ? "sure" : logprob > Math.log(0.15) ? "unsure" : "unlikely";
 
 function describeToken(span) {
   const { content, logprob, top, isDrafted } = span.facts;

@@ -34,7 +34,7 @@ function drawWaterfall(picture, width) {
     }
   }
   const height = y + 10;
-  for (const tick of ticksOf(picture.end, Math.max(2, Math.floor((right - left) / 84)))) {
+  for (const tick of ticksOf(picture.end, Math.max(3, Math.floor((right - left) / (narrow ? 56 : 84))))) {
     lines.append(svg("line", { class: "grid", x1: x(tick).toFixed(1), x2: x(tick).toFixed(1), y1: top - 4, y2: height - 4 }));
     labels.append(text(x(tick), axisY - 2, `${Number(tick.toPrecision(6))} s`, "tick", "middle"));
   }

@@ -334,7 +334,7 @@ async def test_another_format_is_refused(start: Any, media: str) -> None:
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "OPTIONS"])
 async def test_only_post_brings_events(start: Any, method: str) -> None:
-    async with start(handler=event_itself) as server:
+    async with start(handler=event_itself, console=False) as server:
         answer = await server.request(method, "/")
         assert (answer.status, answer.headers["Allow"]) == (405, "POST")
 

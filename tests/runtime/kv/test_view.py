@@ -52,6 +52,9 @@ def test_chains_with_the_same_beginning_are_several() -> None:
         view = rig.engine.kv_view()
         assert [chain.num_blocks for chain in view.chains] == [3, 3, 3]
         assert view.num_idle == 2 + 3
+        stem, *ends = view.prefixes
+        assert (stem.parent, stem.num_blocks, stem.num_tokens, stem.num_hits) == (None, 2, 2 * BLOCK_SIZE, 2)
+        assert [(end.parent, end.num_blocks, end.num_hits) for end in ends] == [(0, 1, 0)] * 3
 
 
 def test_a_view_has_a_bound() -> None:
@@ -61,6 +64,8 @@ def test_a_view_has_a_bound() -> None:
         view = rig.engine.kv_view()
         assert (view.num_chains, len(view.chains)) == (MAX_CHAINS + 5, MAX_CHAINS)
         assert render(view).endswith("… and 5 chains more")
+        assert len(view.prefixes) <= 2 * MAX_CHAINS
+        assert sum(node.num_blocks for node in view.prefixes) == MAX_CHAINS
 
 
 def test_an_empty_pool_is_said_to_be_free() -> None:

@@ -1,0 +1,250 @@
+"""The console in Chromium, against real servers: each panel while a slow store is read, and warm.
+
+`scripts/conformance-console` installs Playwright and axe-core, and names the browser.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.load import patience_s
+from tests.support.pool_runs import PoolRun
+from tests.support.store_server import StoreServer
+from tests.support.tiny_models import save_tiny
+from tests.test_serve import Server
+
+from teneral.loader.sources.file.store import FileStore
+from teneral.loader.tools.pack.pack import pack
+
+TOOLS = Path(os.environ.get("CONSOLE_TOOLS", Path(__file__).parents[3] / ".conformance-console"))
+BROWSER = os.environ.get("CONSOLE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+AXE = TOOLS / "node_modules" / "axe-core" / "axe.min.js"
+if not (TOOLS / "playwright").is_dir() or BROWSER is None:
+    pytest.skip("Chromium and Playwright are needed: scripts/conformance-console", allow_module_level=True)
+sys.path.append(str(TOOLS))
+from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+WAIT_MS = 1000 * patience_s(30)
+SIZES = {"phone": (360, 740), "desktop": (1280, 900)}
+PANELS = ("start", "playground", "kv", "load", "artifact")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("console")
+    save_tiny("llama", path / "model", hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    pack(FileStore(path / "model"), FileStore(path / "bucket" / "model"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def slow_server(folder: Path) -> Iterator[Server]:
+    """Needs some seconds for its weights."""
+    with StoreServer(folder, rate_mb_s=0.6) as store:
+        server = Server(f"{store.url}/bucket/model", "--name", "tiny")
+        yield server
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def warm_server(folder: Path) -> Iterator[Server]:
+    server = Server(folder / "bucket" / "model", "--name", "tiny")
+    server.ask(
+        "POST", "/v1/completions", {"prompt": "hello there " * 30, "max_tokens": 4, "ignore_eos": True}
+    )
+    yield server
+    server.close()
+
+
+class Visit:
+    """A page of the console; at its end nothing was written to the browser's console as an error."""
+
+    def __init__(self, browser: Browser, url: str, size: str, scheme: Any = "light", path: str = "/") -> None:
+        width, height = SIZES[size]
+        self.page: Page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page.set_default_timeout(WAIT_MS)
+        self.errors: list[str] = []
+        self.page.on(
+            "console", lambda line: line.type in ("error", "warning") and self.errors.append(line.text)
+        )
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.goto(url + path)
+
+    def open(self, panel: str) -> None:
+        self.page.evaluate("name => { location.hash = name; }", panel)
+        expect(self.page.locator(f"#panel-{panel}")).to_be_visible(timeout=WAIT_MS)
+
+    def check(self) -> None:
+        """No overflow, no error, and nothing that axe-core finds."""
+        spare = self.page.evaluate("innerWidth - document.documentElement.scrollWidth")
+        assert spare >= 0, f"{-spare} px too wide"
+        if AXE.exists():
+            self.page.evaluate(AXE.read_text(encoding="utf-8"))
+            found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+            told = [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found["violations"]]
+            assert told == []
+        assert self.errors == []
+
+    def close(self) -> None:
+        self.page.close()
+
+
+def url_of(server: Any) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def test_the_start_is_seen_as_it_happens(browser: Browser, slow_server: Server) -> None:
+    asked = threading.Thread(
+        target=slow_server.ask, args=("POST", "/v1/completions", {"prompt": "hello there", "max_tokens": 8})
+    )
+    asked.start()
+    visit = Visit(browser, url_of(slow_server), "desktop")
+    page = visit.page
+    page.wait_for_selector("[role=progressbar]")
+    expect(page.locator("#start-hero h1")).to_contain_text("of the weights are here")
+    page.wait_for_selector(".chart rect.fetch")
+    first = page.locator(".chart rect.fetch").count()
+    expect(page.locator(".chart rect.fetch").nth(first)).to_be_visible(timeout=WAIT_MS)
+    for panel in ("kv", "artifact", "load", "start"):
+        visit.open(panel)
+        visit.check()
+    expect(page.locator("#start-hero h1")).to_contain_text("First token after", timeout=WAIT_MS)
+    asked.join()
+    page.wait_for_selector(".chart rect.execute")
+    page.wait_for_selector(".chart .first-token")
+    visit.check()
+    visit.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, size: str, scheme: str) -> None:
+    visit = Visit(browser, url_of(warm_server), size, scheme)
+    told = {
+        "start": "Ready after|First token after",
+        "playground": "Answer",
+        "kv": "of the KV pool is taken",
+        "load": "sequences? runs?",
+        "artifact": "stored",
+    }
+    for panel in PANELS:
+        visit.open(panel)
+        shown = visit.page.locator(f"#panel-{panel}")
+        expect(shown).to_contain_text(re.compile(told[panel]), timeout=WAIT_MS)
+        visit.check()
+    assert visit.page.locator("#panel-artifact tbody tr").count() >= 6
+    visit.open("kv")
+    assert visit.page.locator(".tree li").count() >= 1
+    visit.close()
+
+
+def test_an_answer_comes_token_by_token_with_probabilities_and_code(
+    browser: Browser, warm_server: Server
+) -> None:
+    visit = Visit(browser, url_of(warm_server), "desktop", path="/#playground")
+    page = visit.page
+    page.locator("input[value=completion]").check(force=True)
+    page.fill("#prompt", "hello there, it's me")
+    page.fill("#max-tokens", "12")
+    page.fill("#temperature", "0")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector("#ask-figures dt")
+    page.wait_for_selector("#stop:disabled")
+    assert page.locator("#transcript .token").count() >= 1
+    page.focus("#transcript")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#token")).to_contain_text("logprob")
+    page.locator("#code summary").click()
+    curl = page.locator("#curl").text_content() or ""
+    assert f"{url_of(warm_server)}/v1/completions" in curl
+    assert "'\\''s me" in curl
+    compile(page.locator("#python").text_content() or "", "shown", "exec")
+    visit.check()
+    page.locator("summary", has_text="Form of the answer").click()
+    page.select_option("#form", "json_schema")
+    page.fill("#grammar", "{")
+    page.locator("#send").click()
+    expect(page.locator("#ask-error")).to_contain_text("Schema")
+    page.fill(
+        "#grammar",
+        '{"type": "object", "properties": {"n": {"enum": [1]}}, "required": ["n"], "additionalProperties": false}',
+    )
+    page.locator("#send").click()
+    expect(page.locator("#transcript")).to_contain_text('"n"', timeout=WAIT_MS)
+    visit.check()
+    visit.close()
+
+
+def test_tabs_and_phases_work_by_keyboard(browser: Browser, warm_server: Server) -> None:
+    visit = Visit(browser, url_of(warm_server), "desktop")
+    page = visit.page
+    page.wait_for_selector("#legend button")
+    page.focus("#tab-start")
+    for panel in (*PANELS[1:], "start"):
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(f"#tab-{panel}")).to_be_focused()
+        expect(page.locator(f"#tab-{panel}")).to_have_attribute("aria-selected", "true")
+    button = page.locator("#legend button").first
+    button.focus()
+    page.keyboard.press("Enter")
+    expect(button).to_have_attribute("aria-pressed", "false")
+    expect(button).to_be_focused()
+    visit.check()
+    visit.close()
+
+
+def test_a_key_is_asked_for_and_kept_by_the_page_alone(browser: Browser, folder: Path) -> None:
+    server = Server(folder / "bucket" / "model", "--name", "tiny", "--api-key", "sesame")
+    try:
+        visit = Visit(browser, url_of(server), "phone")
+        page = visit.page
+        expect(page.locator("#key-form")).to_be_visible()
+        visit.check()
+        page.fill("#key", "sesame")
+        page.keyboard.press("Enter")
+        expect(page.locator("#start-hero h1")).to_contain_text("Ready after", timeout=WAIT_MS)
+        visit.check()
+        kept = page.evaluate(
+            "[localStorage.length, sessionStorage.length, document.cookie, document.getElementById('key').value]"
+        )
+        assert kept == [0, 0, "", ""]
+        page.reload()
+        expect(page.locator("#key-form")).to_be_visible()
+        visit.close()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_in_front_of_a_pool_models_are_put_to_sleep_and_woken(
+    browser: Browser, folder: Path, tmp_path: Path, size: str
+) -> None:
+    source = folder / "bucket" / "model"
+    file = f'version = 1\n[models.tiny]\nsource = "{source}"\nmin_warm = 0\n[node]\nmemory = "8GiB"\n'
+    with PoolRun(tmp_path, file, "--model-control") as pool:
+        visit = Visit(browser, f"http://127.0.0.1:{pool.port}", size)
+        page = visit.page
+        page.get_by_role("button", name="Wake tiny").click()
+        expect(page.locator("#pool-models .tag")).to_have_text("ready", timeout=WAIT_MS)
+        visit.check()
+        page.get_by_role("button", name="Put to sleep tiny").click()
+        expect(page.locator("#pool-models .tag")).to_have_text("asleep", timeout=WAIT_MS)
+        visit.check()
+        visit.close()

@@ -103,19 +103,19 @@ async def test_the_timelines_events_add_up_to_its_snapshot(start: Callable[..., 
         timeline.add("process", "import a", 0.0, 0.1)
         async with server.client.get("/timeline/events") as response:
             assert response.content_type == "text/event-stream"
-            told = [await next_event(response)]
-            assert told[0]["load"]["state"] == "loading"
+            seen = [await next_event(response)]
+            assert seen[0]["load"]["state"] == "loading"
             timeline.add("process", "import b", 0.1, 0.2)
-            told.append(await next_event(response))
+            seen.append(await next_event(response))
             server.instance.let_in()
             rest = (await response.read()).decode()
-        told += [json.loads(data) for data in events(rest.encode()) if data != "[DONE]"]
+        seen += [json.loads(data) for data in events(rest.encode()) if data != "[DONE]"]
         assert rest.endswith("data: [DONE]\n\n")
         whole = (await server.get("/timeline")).json
-        spans = [span for event in told for span in event["spans"]]
+        spans = [span for event in seen for span in event["spans"]]
         assert sorted(spans, key=lambda span: span["start_s"]) == whole["spans"]
-        assert {event["started_unix_s"] for event in told} == {whole["started_unix_s"]}
-        assert told[-1]["load"]["state"] == "ready"
+        assert {event["started_unix_s"] for event in seen} == {whole["started_unix_s"]}
+        assert seen[-1]["load"]["state"] == "ready"
 
 
 async def next_event(response: Any) -> Any:

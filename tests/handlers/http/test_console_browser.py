@@ -98,8 +98,8 @@ class Visit:
         if AXE.exists():
             self.page.evaluate(AXE.read_text(encoding="utf-8"))
             found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-            told = [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found["violations"]]
-            assert told == []
+            seen = [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found["violations"]]
+            assert seen == []
         assert self.errors == []
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def test_the_start_is_seen_as_it_happens(browser: Browser, slow_server: Server) 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, size: str, scheme: str) -> None:
     visit = Visit(browser, url_of(warm_server), size, scheme)
-    told = {
+    seen = {
         "start": "Ready after|First token after",
         "playground": "Answer",
         "kv": "of the KV pool is taken",
@@ -147,7 +147,7 @@ def test_every_panel_of_a_warm_server(browser: Browser, warm_server: Server, siz
     for panel in PANELS:
         visit.open(panel)
         shown = visit.page.locator(f"#panel-{panel}")
-        expect(shown).to_contain_text(re.compile(told[panel]), timeout=WAIT_MS)
+        expect(shown).to_contain_text(re.compile(seen[panel]), timeout=WAIT_MS)
         visit.check()
     assert visit.page.locator("#panel-artifact tbody tr").count() >= 6
     visit.open("kv")

@@ -1,4 +1,4 @@
-"""What the console reads beyond the routes of any server: the timeline as it grows, and the artifact.
+"""Routes for the console that no other client of a server needs: the timeline as events, and the artifact.
 
 The timeline comes as server-sent events. A stream ends when the load has ended and nothing more is written to the
 timeline, when the server drains, or after `MAX_STREAM_S`; a client asks again.

@@ -19,7 +19,7 @@ PATHS = frozenset({"/", *(f"/{name}" for name in ASSETS)})
 
 
 def console_routes(service: Service, *, has_page: bool) -> Iterator[web.RouteDef]:
-    """What the page reads, and with `has_page` the page."""
+    """The routes of the page's own data, and with `has_page` those of the page."""
     live = f"{__package__}.live"
     yield web.get("/timeline/events", later(service, live, "TimelineEvents", "get"))
     yield web.get("/debug/artifact", later(service, live, "ArtifactRoute", "get"))

@@ -125,7 +125,7 @@ async def next_event(response: Any) -> Any:
     return json.loads(line.removeprefix(b"data: "))
 
 
-async def test_only_so_many_clients_may_listen(start: Any) -> None:
+async def test_the_number_of_listening_clients_is_bounded(start: Any) -> None:
     async with start(loaded=False) as server:
         listening = [await server.client.get("/timeline/events") for _ in range(MAX_STREAMS)]
         one_more = await server.get("/timeline/events")

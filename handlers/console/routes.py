@@ -21,7 +21,8 @@ PATHS = frozenset({"/", *(f"/{name}" for name in ASSETS)})
 def console_routes(service: Service, *, has_page: bool) -> Iterator[web.RouteDef]:
     """The routes of the page's own data, and with `has_page` those of the page."""
     live = f"{__package__}.live"
-    yield web.get("/timeline/events", later(service, live, "TimelineEvents", "get"))
+    # A stream is no answer to HEAD.
+    yield web.get("/timeline/events", later(service, live, "TimelineEvents", "get"), allow_head=False)
     yield web.get("/debug/artifact", later(service, live, "ArtifactRoute", "get"))
     if has_page:
         page = later(service, __name__, "PageRoutes", "get")

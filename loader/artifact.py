@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError
+from .errors import AccessDeniedError, ChangedError, IntegrityError, NotFoundError, UsageError
 from .format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES, MAX_SMALL_FILE_BYTES
-from .pin import PIN_MARK
+from .pin import PIN_MARK, split_pin
 from .sources.base import Source, SourceOptions
 from .sources.open import open_source
 
@@ -26,17 +26,29 @@ def open_model(url: str, options: SourceOptions | None = None, *, keep_integers:
     """A source on the folder at `url`; on one with the content of a model directory where `url` is
     a GGUF file's.
 
-    `keep_integers` is as `GgufDirectory` has it. Does no I/O. Raises `UsageError` for an unusable
+    `keep_integers` is as `GgufDirectory` has it. With the option `base`, the source has the base's
+    objects, too. Does no I/O. Raises `UsageError` for an unusable
     address. The caller closes the source.
     """
     if not is_gguf(url):
-        return open_source(url, options)
+        source = open_source(url, options)
+        return source if options is None or options.base is None else _with_base(source, options)
     from .format.gguf.directory import GgufDirectory  # most models are none
 
     folder, slash, name = url.rpartition("/")
     return GgufDirectory(
         open_source(folder + slash if slash else ".", options), name, keep_integers=keep_integers
     )
+
+
+def _with_base(source: Source, options: SourceOptions) -> Source:
+    from .format.delta import BASE_PREFIX  # most models have no base
+    from .sources.based import BasedSource
+
+    assert options.base is not None
+    address, digest = split_pin(options.base)
+    base = open_source(address, options._replace(base=None))
+    return BasedSource(source, base, prefix=BASE_PREFIX, base_digest=digest)
 
 
 def is_gguf(url: str) -> bool:
@@ -58,13 +70,23 @@ def is_artifact(source: Source) -> bool:
 
 
 def open_artifact(
-    source: Source, *, digest: bytes | None = None, look: Look | None = None, in_place: bool = False
+    source: Source,
+    *,
+    digest: bytes | None = None,
+    look: Look | None = None,
+    in_place: bool = False,
+    without_base: bool = False,
 ) -> Manifest:
     """The folder's manifest; of a folder without one, the manifest made from its safetensors
     headers: with `in_place`, that of slabs as the files have them, where it can be
     (`manifest_in_place`).
 
     With `digest`, the manifest must be there and have it; `look` is as `parse_manifest` has it.
+    The manifest of differences to a base is joined with that of the base, which `source` has where
+    it was opened with one; with `without_base` it is left alone where there is none, and then its
+    weights cannot be loaded. Raises `UsageError` for an artifact without its base, or with a base that it does
+    not have, and `IntegrityError` for another base than its own.
+
     Raises `IntegrityError` when it has not, `ManifestError` and `CheckpointError` for what is
     damaged, `NotFoundError` when there is nothing, `AccessDeniedError` when the manifest may not be
     read, and the source's own errors.
@@ -72,8 +94,12 @@ def open_artifact(
     try:
         data, _ = source.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
     except NotFoundError as error:
-        if digest is None:
+        if digest is None and not _has_base(source):
             return _open_plain(source, in_place)
+        if digest is None:
+            raise UsageError(
+                f"{source.url} has no {MANIFEST_NAME}, and so no base", key="base", hint="Leave --base out."
+            ) from error
         raise NotFoundError(
             f"{source.url} has no {MANIFEST_NAME}, so it cannot be what {PIN_MARK}{digest.hex()} pins",
             source=source.url,
@@ -88,7 +114,44 @@ def open_artifact(
         parse_manifest,
     )  # while the answer was on its way, a loader has imported it
 
-    return parse_manifest(data, expected_digest=digest, look=look)
+    manifest = parse_manifest(data, expected_digest=digest, look=look)
+    if manifest.base is None and not _has_base(source):
+        return manifest
+    return _join_base(source, manifest, without_base)
+
+
+def _has_base(source: Source) -> bool:
+    return hasattr(source, "base_digest")  # of a `BasedSource`, which most starts need not import
+
+
+def _join_base(source: Source, manifest: Manifest, without_base: bool) -> Manifest:
+    from .format.delta import join
+    from .sources.based import BasedSource
+
+    if manifest.base is None:
+        raise UsageError(
+            f"{source.url} is whole: it has no base",
+            key="base",
+            hint="Leave --base out, or give its fine-tune.",
+        )
+    if not isinstance(source, BasedSource):
+        if without_base:
+            return manifest
+        raise UsageError(
+            f"{source.url} holds only the differences to b3:{manifest.base.hex()}",
+            key="base",
+            hint="Give the address of that artifact with --base.",
+        )
+    base = open_artifact(source.base, digest=source.base_digest)
+    if base.digest != manifest.base:
+        raise IntegrityError(
+            f"{source.base.url} is not the base of {source.url}",
+            where=MANIFEST_NAME,
+            expected=manifest.base.hex(),
+            got="plain safetensors" if base.digest is None else base.digest.hex(),
+            hint="Give the artifact that the fine-tune was packed against with --base.",
+        )
+    return join(manifest, base)
 
 
 def _open_plain(source: Source, in_place: bool) -> Manifest:

@@ -186,6 +186,12 @@ class ServeConfig:
         "let clients unload the model and load it again, through /v2/repository, and load and unload adapters",
     )
     # The store
+    base: str | None = _setting(
+        None,
+        _text,
+        "the base of a fine-tune that is stored as differences to it, perhaps with …@b3:DIGEST",
+        metavar="ARTIFACT",
+    )
     endpoint_url: str | None = _setting(None, _text, "address of an S3-compatible store", metavar="URL")
     region: str | None = _setting(None, _text, "region of the bucket")
     profile: str | None = _setting(None, _text, "AWS profile to take credentials from")
@@ -473,6 +479,7 @@ class ServeConfig:
             addressing_style=self.addressing_style,
             anonymous=self.anonymous,
             requester_pays=self.requester_pays,
+            base=self.base,
             max_connections=self.connections,
             read_timeout_s=self.read_timeout_s,
             outage_s=self.outage_s,

@@ -96,7 +96,13 @@ class Recipe(NamedTuple):
 
 
 def check_placeable(manifest: Manifest) -> None:
-    """Raises `UsageError` for encodings that devices do not merge: sparse ones."""
+    """Raises `UsageError` for weights that devices do not merge: sparse ones, and differences."""
+    if any(part.has_delta for part in manifest.parts):
+        raise UsageError(
+            "a GPU cannot be loaded from differences to a base yet",
+            key="device",
+            hint="Pack the fine-tune without --base, or serve it on the CPU.",
+        )
     for tensor in manifest.tensors:
         if tensor.encoding.is_sparse:
             raise UsageError(

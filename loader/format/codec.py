@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import IntegrityError
 from ..native import merge as native
 from . import zstd
+from .delta import add_difference, difference
 from .manifest import (
     DTYPE_BITS,
     FRAME_ELEMENTS,
@@ -107,6 +108,8 @@ def encode_segment(dtype: str, encoding: Encoding, data: Bytes) -> dict[Tier, li
 
     `data` is the segment's bytes, contiguous. Takes up to twice their size in memory besides.
     """
+    if encoding is Encoding.SAME:
+        return {}
     if encoding.is_whole:
         return {encoding.tiers[0]: [(Codec.RAW, data.data)]}
     if encoding.is_sparse:
@@ -197,15 +200,18 @@ def decode_planes(
 ) -> None:
     """Write what one tier says about a segment into `out`, the segment's own bytes in the slab.
 
-    `stored` is its whole part, already verified. The first tier that an encoding has makes usable
-    weights, their missing bits at the midpoint; a later one replaces these bits, so it needs the
-    tiers before it there. Each may be repeated until the next one was decoded. Raises
-    `IntegrityError` when a plane does not decode to its exact size, or has bits that mean nothing;
-    `out` is then undefined.
+    `stored` is its whole part, already verified. Differences to a base are added to `out`: once.
+    Else the first tier that an encoding has makes usable weights, their missing bits at the
+    midpoint; a later one replaces these bits, so it needs the tiers before it there. Each may be
+    repeated until the next one was decoded. Raises `IntegrityError` when a plane does not decode to
+    its exact size, or has bits that mean nothing; `out` is then undefined.
     """
     where = f"tensor {tensor.name!r}, elements from {segment.start}"
     elements = np.frombuffer(out, np.uint8)
     encoding = tensor.encoding
+    if segment.is_delta or encoding is Encoding.DELTA:
+        _add_differences(tensor, segment, stored, elements, scratch, where)
+        return
     if encoding.is_whole:
         np.copyto(elements, _raw_plane(stored, segment.planes[0], elements.size, where))
         return
@@ -231,6 +237,33 @@ def decode_planes(
                 _check_exponents(pieces[0], encoding.float_format, where)
             merge_floats(elements[begin:end], pieces, encoding, tier, scratch.room)
         begin = end
+
+
+def _add_differences(
+    tensor: Tensor, segment: Segment, stored: memoryview, elements: Bytes, scratch: Scratch, where: str
+) -> None:
+    """As `decode_planes`, of differences: they are put together batch by batch, and added."""
+    width = tensor.element_bytes
+    word = np.dtype(f"<u{width}")
+    max_frames = _max_batch_frames(Encoding.DELTA, Tier.REFINE, width)
+    counts = _batch_counts(segment.count, max_frames)
+    rooms = _cut(scratch.planes, [max_frames * FRAME_ELEMENTS] * width)
+    planes = [
+        _plane_pieces(stored, plane, counts, 1, room, where)
+        for plane, room in zip(segment.planes, rooms, strict=True)
+    ]
+    begin = 0
+    for count, *pieces in zip(counts, *planes, strict=True):
+        differences = scratch.room.words[: count * width]
+        _merge_bytes(differences, pieces)
+        add_difference(elements[begin : begin + differences.size].view(word), differences.view(word))
+        begin += differences.size
+
+
+def encode_differences(dtype: str, data: Bytes, base: Bytes) -> dict[Tier, list[CodedPlane]]:
+    """The planes of a segment's differences to the base's bytes. Takes twice their size in memory."""
+    word = np.dtype(f"<u{max(1, DTYPE_BITS[dtype] // 8)}")
+    return encode_segment(dtype, Encoding.DELTA, difference(data.view(word), base.view(word)).view(np.uint8))
 
 
 def _decode_sparse(

@@ -59,6 +59,9 @@ class Encoding:
     BYTES: ClassVar[Encoding]  # one plane a byte of the element, little end first
     WHOLE_SKETCH: ClassVar[Encoding]  # the same two, for artifacts that have a sketch: in that tier
     BYTES_SKETCH: ClassVar[Encoding]
+    # In artifacts with a base: the base's elements, and zigzag differences to them as BYTES.
+    SAME: ClassVar[Encoding]
+    DELTA: ClassVar[Encoding]
     BYTES_SPARSE: ClassVar[Encoding]  # one byte an element, of those that are not 0
     # Draft: exponent bytes, then sign + 3 mantissa bits; refine: 4 mantissa bits.
     BF16_3: ClassVar[Encoding]
@@ -172,18 +175,22 @@ def _named(name: str) -> Encoding:
 
 
 _KNOWN = {
-    name: Encoding(name, None, {tier: 0})
+    name: Encoding(name, None, {} if tier is None else {tier: 0})
     for name, tier in (
         (_WHOLE, Tier.DRAFT),
         (_BYTES, Tier.DRAFT),
         (f"{_WHOLE}.sketch", Tier.SKETCH),
         (f"{_BYTES}.sketch", Tier.SKETCH),
         (f"{_BYTES}.{_SPARSE}", Tier.DRAFT),
+        ("same", None),
+        ("delta", Tier.REFINE),
     )
 }
 Encoding.WHOLE = _named(_WHOLE)
 Encoding.BYTES = _named(_BYTES)
 Encoding.WHOLE_SKETCH = _named(f"{_WHOLE}.sketch")
 Encoding.BYTES_SKETCH = _named(f"{_BYTES}.sketch")
+Encoding.SAME = _named("same")
+Encoding.DELTA = _named("delta")
 Encoding.BYTES_SPARSE = _named(f"{_BYTES}.{_SPARSE}")
 Encoding.BF16_3 = _named("bf16.3")

@@ -60,7 +60,8 @@ class Segment(NamedTuple):
     """Elements [start, start + count) of tensor number `tensor`.
 
     For sub-byte dtypes an element is one stored byte. `values` is the number of elements that are
-    not zero where the tensor's encoding is sparse, else None.
+    not zero where the tensor's encoding is sparse, else None. `is_delta`: differences, added to what
+    the parts of a base have written; only manifests that were joined with their base's have such.
     """
 
     tensor: int
@@ -68,6 +69,7 @@ class Segment(NamedTuple):
     count: int  # type: ignore[assignment]  # shadows a method of tuples that is not used
     planes: tuple[Plane, ...]
     values: int | None = None
+    is_delta: bool = False
 
 
 class Part(NamedTuple):
@@ -86,6 +88,11 @@ class Part(NamedTuple):
     size_bytes: int
     digest: bytes | None
     segments: tuple[Segment, ...]
+
+    @property
+    def has_delta(self) -> bool:
+        """Whether it needs all of its elements' base, and comes after that in its tier."""
+        return any(segment.is_delta for segment in self.segments)
 
 
 class Tensor(NamedTuple):
@@ -159,6 +166,7 @@ class _Manifest(NamedTuple):
     )
     # Of the folder that holds all objects; '' where each has a name of its own.
     generation: str = ""
+    base: bytes | None = None  # the digest of the artifact that this one has differences to
 
 
 class Manifest(_Manifest):

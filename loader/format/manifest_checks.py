@@ -56,6 +56,8 @@ def _check_tensors(manifest: Manifest) -> None:
             refuse("its elements do not fill whole bytes", where)
         if not tensor.encoding.fits(tensor.dtype):
             refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
+        if tensor.encoding in (Encoding.SAME, Encoding.DELTA) and manifest.base is None:
+            refuse(f"encoding {tensor.encoding.value!r} needs a base, and there is none", where)
         if tensor.encoding is Encoding.BYTES_SPARSE and tensor.element_bytes != 1:
             refuse(f"encoding {tensor.encoding.value!r} is not for {tensor.dtype}", where)
     if manifest.weight_bytes > MAX_WEIGHT_BYTES:

@@ -54,6 +54,7 @@ MAX_PLANES = 8  # no element has more bytes, and no float with a mask and signs 
 _TOP_KEYS = frozenset(
     ("format", "version", "generator", "blobs", "files", "groups", "parts", "aliases", "metadata")
 )
+_BASE_KEY = "base"  # in manifests with differences to another artifact
 _GENERATION_KEY = "generation"  # in manifests whose objects all lie in one folder of that name
 _GENERATION_END = re.compile(rb',"generation":"([0-9a-f]{12})"}\Z')
 _GENERATION_END_BYTES = 29
@@ -101,7 +102,8 @@ def parse_manifest(
     _check_version(document)
     generation = _generation_of(document, data)
     folder = blob_folder(generation) if generation else ""
-    top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS | {_GENERATION_KEY} if generation else _TOP_KEYS)
+    more_keys = {key for key in (_BASE_KEY, _GENERATION_KEY) if key in document}
+    top = JsonObject(document, MANIFEST_NAME, _TOP_KEYS | more_keys)
     groups, tensors = _parse_groups(top.items("groups", MAX_GROUPS))
     blobs = tuple(_parse_blob(*item, folder) for item in top.items("blobs", MAX_BLOBS))
     manifest = Manifest(
@@ -115,6 +117,7 @@ def parse_manifest(
         metadata=top.table("metadata", is_unicode),
         digest=digest,
         generation=generation,
+        base=top.digest(_BASE_KEY) if _BASE_KEY in document else None,
     )
     check_manifest(manifest)
     return manifest
@@ -159,6 +162,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "aliases": manifest.aliases,
         "metadata": manifest.metadata,
     }
+    if manifest.base is not None:
+        document[_BASE_KEY] = manifest.base.hex()
     if manifest.generation:
         document[_GENERATION_KEY] = manifest.generation
     try:

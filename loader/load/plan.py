@@ -144,21 +144,26 @@ def _needed_parts(manifest: Manifest) -> dict[int, set[int]]:
     before: dict[
         int, list[tuple[int, int]]
     ] = {}  # by tensor: the last tier's stretches, first element and part
-    for tier, parts in groupby(sorted(manifest.parts, key=lambda part: part.tier), lambda part: part.tier):
+    ordered = sorted(manifest.parts, key=_writing_order)
+    for _, parts in groupby(ordered, _writing_order):
         written: dict[int, list[tuple[int, int]]] = {}
         for part in parts:
             found: set[int] = set()
             for segment in part.segments:
                 if stretches := before.get(segment.tensor):
                     found.update(_holding(stretches, segment))
-                if tier is not Tier.REFINE:  # which nothing comes after
-                    written.setdefault(segment.tensor, []).append((segment.start, part.index))
+                written.setdefault(segment.tensor, []).append((segment.start, part.index))
             if found:
                 needed[part.index] = found.union(*[needed[index] for index in found if index in needed])
         for stretches in written.values():
             stretches.sort()
         before |= written
     return needed
+
+
+def _writing_order(part: Part) -> tuple[Tier, bool]:
+    """Differences are added to what all tiers of their base have written."""
+    return part.tier, part.has_delta
 
 
 def _holding(stretches: Sequence[tuple[int, int]], segment: Segment) -> Iterable[int]:
@@ -198,14 +203,14 @@ class RowParts:
         tensor = manifest.by_name[name]
         # Of packed dtypes an element is a byte, so a row has fewer of them than numbers.
         self._row_elements = max(1, tensor.num_elements // max(1, tensor.shape[0] if tensor.shape else 1))
-        # Of each: first elements, in order, and parts.
+        # Of each, and of differences apart: first elements, in order, and parts.
         self._tiers: list[tuple[list[int], list[int]]] = []
-        for tier in Tier:
+        for tier, is_delta in ((tier, is_delta) for tier in Tier for is_delta in (False, True)):
             stretches = sorted(
                 (segment.start, part.index)
                 for part in manifest.parts_of(tensor.group, tier)
                 for segment in part.segments
-                if segment.tensor == tensor.index
+                if segment.tensor == tensor.index and segment.is_delta is is_delta
             )
             if stretches:
                 self._tiers.append(([start for start, _ in stretches], [number for _, number in stretches]))

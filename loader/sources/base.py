@@ -70,6 +70,7 @@ class SourceOptions(NamedTuple):
         30.0
     )
     max_connections: int = 8
+    base: str | None = None  # of a fine-tune that is stored as differences: its base's address
     headers: tuple[tuple[str, str], ...] = ()  # may hold secrets, and are not shown
 
     def __repr__(self) -> str:

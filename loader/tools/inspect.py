@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..format.delta import BASE_PREFIX
 from ..format.manifest import FORMAT_VERSION, Group, Manifest, Tensor, Tier
 from .progress_bar import format_bytes
 
@@ -37,6 +38,7 @@ def describe(manifest: Manifest, url: str) -> dict[str, Any]:
         "encodings": dict(Counter(tensor.encoding.value for tensor in manifest.tensors)),
         "precision": _describe_precision(manifest),
         "sparse": _describe_sparse(manifest),
+        "base": _describe_base(manifest),
         "pruned": manifest.metadata.get(PRUNED_KEY),
         "groups": groups,
         "parts": len(manifest.parts),
@@ -110,6 +112,23 @@ def _describe_precision(manifest: Manifest) -> list[dict[str, Any]]:
         }
         for dtype, tensors in sorted(by_dtype.items())
     ]
+
+
+def _describe_base(manifest: Manifest) -> dict[str, Any] | None:
+    """The artifact that this one has differences to, and the bytes that are read of it: unknown
+    where it was not given.
+    """
+    if manifest.base is None:
+        return None
+    is_given = any(blob.name.startswith(BASE_PREFIX) for blob in manifest.blobs)
+    first = next((n for n, blob in enumerate(manifest.blobs) if blob.name.startswith(BASE_PREFIX)), 0)
+    read_bytes = sum(part.size_bytes for part in manifest.parts if part.blob >= first)
+    own_bytes = sum(part.size_bytes for part in manifest.parts) - (read_bytes if is_given else 0)
+    return {
+        "digest": manifest.base.hex(),
+        "bytes": read_bytes if is_given else None,
+        "own_bytes": own_bytes,
+    }
 
 
 def _describe_sparse(manifest: Manifest) -> dict[str, Any] | None:
@@ -187,6 +206,7 @@ def _header(description: Mapping[str, Any]) -> list[str]:
         else "",
         "sparse": _render_sparse(description["sparse"]),
         "pruned": description["pruned"] or "",
+        "base": _render_base(description["base"]),
         "stored": f"{description['parts']} parts in {len(description['blobs'])} blobs",
         "tied": ", ".join(f"{name} = {target}" for name, target in description["aliases"].items()),
         "files": files,
@@ -210,6 +230,13 @@ def _render_precision(entry: Mapping[str, Any]) -> str:
     encodings = sorted(entry["encodings"].items(), key=lambda item: (-item[1], item[0]))
     stored = ", ".join(f"{name} ({count})" for name, count in encodings)
     return f"{entry['dtype']} {'exact only, ' if entry['exact_only'] else ''}{stored}"
+
+
+def _render_base(base: Mapping[str, Any] | None) -> str:
+    if base is None:
+        return ""
+    read = "" if base["bytes"] is None else f", of which {format_bytes(base['bytes'])} are read"
+    return f"b3:{base['digest']}{read}; differences to it {format_bytes(base['own_bytes'])}"
 
 
 def _render_sparse(sparse: Mapping[str, Any] | None) -> str:

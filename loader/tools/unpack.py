@@ -93,7 +93,7 @@ def write_shards(
     with ExitStack() as opened:
         places = _create_files(shards, manifest, folder, opened)
         unpacker = _PartUnpacker(PartReader(source, manifest), manifest, places)
-        ordered = sorted(manifest.parts, key=lambda part: (part.group, part.tier, part.index))
+        ordered = sorted(manifest.parts, key=lambda part: (part.group, *_stage(part), part.index))
         total_bytes = sum(part.size_bytes for part in ordered)
         done_bytes = 0
         written = opened.enter_context(closing(map_in_order(unpacker.write, ordered, threads)))
@@ -143,12 +143,23 @@ def _create_files(
     return places
 
 
+_Stage = tuple[Tier, bool]
+
+
+def _stage(part: Part) -> _Stage:
+    """When a part is written: tier by tier, and differences after all of their base."""
+    return part.tier, part.has_delta
+
+
+_STAGES = [(tier, has_delta) for tier in Tier for has_delta in (False, True)]
+
+
 class _TiersBefore:
-    """The groups of which all parts of a tier are in the files."""
+    """The groups of which all parts of a tier, or of a stage of it, are in the files."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._left = Counter((part.group, part.tier) for part in manifest.parts)
-        self._failed: set[tuple[int, Tier]] = set()
+        self._left = Counter((part.group, _stage(part)) for part in manifest.parts)
+        self._failed: set[tuple[int, _Stage]] = set()
         self._changed = threading.Condition()
 
     @contextmanager
@@ -157,18 +168,18 @@ class _TiersBefore:
         try:
             yield
         except BaseException:
-            self._failed.add((part.group, part.tier))
+            self._failed.add((part.group, _stage(part)))
             raise
         finally:
             with self._changed:
-                self._left[part.group, part.tier] -= 1
+                self._left[part.group, _stage(part)] -= 1
                 self._changed.notify_all()
 
     def wait(self, part: Part) -> None:
         """Until all parts of the tiers before are written that its group has; they must have been
         begun. Raises when one failed.
         """
-        before = [(part.group, tier) for tier in Tier if tier < part.tier]
+        before = [(part.group, stage) for stage in _STAGES if stage < _stage(part)]
         with self._changed:
             self._changed.wait_for(lambda: not any(self._left[key] for key in before))
         if not self._failed.isdisjoint(before):  # of its own tier, or a later one, is no concern of this part
@@ -200,7 +211,7 @@ class _PartUnpacker:
         tensor = self._manifest.tensors[segment.tensor]
         offset_bytes = segment.start * tensor.element_bytes
         out = self._reader.workspace(segment)
-        if part.tier is not tensor.encoding.tiers[0]:
+        if segment.is_delta or part.tier is not tensor.encoding.tiers[0]:
             self._read_back(tensor, offset_bytes, out)
         self._reader.decode(part, segment, stored, out)
         for place in self._places[tensor.index]:

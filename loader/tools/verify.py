@@ -86,7 +86,7 @@ def verify(
     thread, at most 130 MiB each; of bf16, 46 MiB.
     """
     started_s = time.monotonic()
-    manifest = open_artifact(source, digest=digest)
+    manifest = open_artifact(source, digest=digest, without_base=True)
     reader = PartReader(source, manifest)
     problems = _check_blobs(source, manifest)
     total_bytes = sum(part.size_bytes for part in manifest.parts)

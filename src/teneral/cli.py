@@ -151,6 +151,7 @@ def exit_code(error: loading.TeneralError) -> int:
 def _pack(options: argparse.Namespace) -> int:
     from .loader.artifact import open_model
     from .loader.sources.open import open_store
+    from .loader.tools.pack.base import Base
     from .loader.tools.pack.pack import pack
     from .loader.tools.pack.plan import TierOptions
     from .loader.tools.pack.prune import PruneOptions
@@ -163,8 +164,9 @@ def _pack(options: argparse.Namespace) -> int:
     tiers = TierOptions(options.draft_bits, options.embed_bits, options.head_bits, options.sketch_bits)
     quantize = _quantize_options(options)
     keep_integers = quantize is None and not options.dequantize
-    source = open_model(options.model, source_options(options), keep_integers=keep_integers)
-    store = open_store(options.artifact, source_options(options))
+    own = source_options(options)._replace(base=None)  # the base is no part of what is read
+    source = open_model(options.model, own, keep_integers=keep_integers)
+    store = open_store(options.artifact, own)
     moments_of = _calibrate(options, source, quantize)
     with ProgressBar("packing", quiet=options.quiet) as bar:
         result = pack(
@@ -175,6 +177,7 @@ def _pack(options: argparse.Namespace) -> int:
             moments_of=moments_of,
             prune=PruneOptions.from_flags(options.prune, options.prune_all),
             sparse=not options.dense,
+            base=None if options.base is None else Base.at(options.base, own),
             force=options.force,
             threads=options.threads,
             progress=bar.update,
@@ -292,7 +295,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
     address, digest = split_pin(options.artifact)
     source = open_model(address, source_options(options))
-    manifest = open_artifact(source, digest=digest)
+    manifest = open_artifact(source, digest=digest, without_base=True)
     description = describe(manifest, source.url)
     if find_file(manifest, "config.json") is not None:
         description["model"] = describe_model(read_file(source, manifest, "config.json"))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from .cli_source import add_source_flags
+from .cli_source import add_base_flag, add_source_flags
 
 SOURCE_HELP = (
     "directory with config.json and *.safetensors, or an .onnx file; path, s3://, gs://, az://, http(s)://"
@@ -120,6 +120,12 @@ def _pack(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a GGUF file's integers become bf16: larger, and in tiers, so that there is a draft",
     )
+    command.add_argument(
+        "--base",
+        metavar="ARTIFACT",
+        default=None,
+        help="store only what differs from this artifact, of which the model is a fine-tune; it is needed to load it",
+    )
     zeros = command.add_argument_group("zeros: weights that are mostly zero are stored without them")
     zeros.add_argument(
         "--prune",
@@ -138,6 +144,7 @@ def _pack(command: argparse.ArgumentParser) -> None:
 
 def _unpack(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
+    add_base_flag(command)
     command.add_argument("directory", metavar="DIRECTORY")
     command.add_argument(
         "--force", action="store_true", help="write into a directory that has files of these names"
@@ -147,17 +154,20 @@ def _unpack(command: argparse.ArgumentParser) -> None:
 
 def _verify(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
+    add_base_flag(command)
     _add_work_flags(command)
 
 
 def _inspect(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT", help="an artifact, or a directory of safetensors")
+    add_base_flag(command)
     command.add_argument("--json", action="store_true", help="for machines")
     add_source_flags(command)
 
 
 def _eval_draft(command: argparse.ArgumentParser) -> None:
     command.add_argument("artifact", metavar="ARTIFACT")
+    add_base_flag(command)
     _add_text_flags(command)
 
 

@@ -20,6 +20,16 @@ def add_source_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--requester-pays", action="store_true", help="agree to pay for the requests")
 
 
+def add_base_flag(command: argparse.ArgumentParser) -> None:
+    """Add the flag for artifacts that hold differences only."""
+    command.add_argument(
+        "--base",
+        metavar="ARTIFACT",
+        default=None,
+        help="the base of a fine-tune that is stored as differences to it, perhaps with …@b3:DIGEST",
+    )
+
+
 def source_options(options: argparse.Namespace) -> SourceOptions:
     """The values of those flags."""
     from .loader.sources.base import SourceOptions
@@ -31,4 +41,5 @@ def source_options(options: argparse.Namespace) -> SourceOptions:
         addressing_style=options.addressing_style,
         anonymous=options.anonymous,
         requester_pays=options.requester_pays,
+        base=getattr(options, "base", None),  # of commands that read weights
     )

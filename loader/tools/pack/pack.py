@@ -13,7 +13,7 @@ stretch. For bf16 on two cores: under 400 MiB.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -26,6 +26,7 @@ from blake3 import blake3
 from ...artifact import is_artifact
 from ...errors import UsageError
 from ...format.checkpoint import Checkpoint, open_checkpoint
+from ...format.encoding import Encoding
 from ...format.gguf.directory import GgufDirectory
 from ...format.limits import MANIFEST_NAME
 from ...format.manifest import Manifest, Part, align
@@ -34,6 +35,7 @@ from ...format.tensor_digests import FILE_NAME, dump_tensor_digests
 from ...process.cpu import available_cores
 from ...sources.base import Source, Store
 from ..progress_bar import TransferProgress, format_bytes
+from .base import Base, BaseReader, plan_differences
 from .content import ContentReader
 from .plan import Job, PackPlan, TierOptions, find_aliases, forward_order, plan_pack
 from .prune import METADATA_KEY, PruneOptions, Pruner, find_prunable
@@ -88,6 +90,7 @@ def pack(
     moments_of: MomentsOf | None = None,
     prune: PruneOptions | None = None,
     sparse: bool = True,
+    base: Base | None = None,
     force: bool = False,
     progress: Callable[[TransferProgress], None] | None = None,
     threads: int | None = None,
@@ -99,7 +102,8 @@ def pack(
     `tiers` says how many bits come in which tier; with `quantize` the matrices of a decoder become
     integers, which have none (docs/quantize.md), chosen with what `moments_of` knows of their
     inputs. With `prune` they lose their smallest weights first; with `sparse`, what is mostly zero
-    is stored without its zeros (docs/prune.md). `source` and `store` may be the same folder: the
+    is stored without its zeros (docs/prune.md); with `base`, only what differs from it
+    (docs/fine-tunes.md). `source` and `store` may be the same folder: the
     artifact then lies next to the safetensors files. An artifact that is there already is replaced
     only with `force`, in one step; its old objects are then removed, which interrupts a reader that
     is still loading it. Raises `UsageError` when the source is itself an artifact, or has nothing
@@ -126,6 +130,12 @@ def pack(
             key="prune",
             hint="Leave one of the two out.",
         )
+    if base is not None and (quantize is not None or prune is not None):
+        raise UsageError(
+            "--base cannot go with --quantize or --prune: what they change differs from the base everywhere",
+            key="base",
+            hint="Leave one of the two out.",
+        )
     replaced = find_replaced(store, force=force)
     checkpoint = checkpoint or open_checkpoint(source)
     quantized = plan_quantize(source, checkpoint, quantize) if quantize is not None else None
@@ -141,17 +151,32 @@ def pack(
         conversions = (*conversions, f"pruned: {prune.describe(len(names))}")
     quantizing = None if quantized is None else QuantizingReader(source, checkpoint, quantized, moments_of)
     content = ContentReader(source, checkpoint, quantizing=quantizing, pruner=pruner)
+    if base is not None:
+        plan = plan_differences(plan, content, base)
+        dump_manifest(plan.uncompressed())
+        conversions = (*conversions, _describe_differences(plan, base))
     if sparse:
         plan = choose_sparse(plan, content, threads)
+    base_reader = None if base is None else BaseReader(base, plan.jobs)
     writer = BlobWriter(store)
     try:
         manifest = _store_content(
-            source, checkpoint, plan, quantized, content, writer, progress=progress, threads=threads
+            source,
+            checkpoint,
+            plan,
+            quantized,
+            Encoder(content, base_reader),
+            writer,
+            progress=progress,
+            threads=threads,
         )
         data = dump_manifest(manifest)
     except BaseException as error:
         writer.discard(error)
         raise
+    finally:
+        if base_reader is not None:
+            base_reader.close()
     publish(store, writer, data, replaced)
     digest = manifest_digest(data)
     return PackResult(
@@ -164,12 +189,19 @@ def pack(
     )
 
 
+def _describe_differences(plan: PackPlan, base: Base) -> str:
+    counts = Counter(tensor.encoding for tensor in plan.manifest.tensors)
+    num_same, num_delta = counts[Encoding.SAME], counts[Encoding.DELTA]
+    num_whole = len(plan.manifest.tensors) - num_same - num_delta
+    return f"of {base.source.url}: {num_same} tensors are the same, {num_delta} differ, {num_whole} are whole"
+
+
 def _store_content(
     source: Source,
     checkpoint: Checkpoint,
     plan: PackPlan,
     quantized: QuantizePlan | None,
-    content: ContentReader,
+    encoder: Encoder,
     writer: BlobWriter,
     *,
     progress: Callable[[TransferProgress], None] | None,
@@ -179,7 +211,7 @@ def _store_content(
     read_bytes = 0
     parts: list[Part] = []
     hashes = [blake3() for _ in plan.manifest.tensors]
-    with closing(_encode_in_order(Encoder(content), plan.jobs, threads)) as results:
+    with closing(_encode_in_order(encoder, plan.jobs, threads)) as results:
         for job, data, encoded in results:
             parts += [_store_part(writer, part) for part in encoded]
             _hash_tensors(job, data, hashes)

@@ -183,6 +183,10 @@ class PackPlan:
     def read_bytes(self) -> int:
         return sum(tensor.size_bytes for tensor in self.manifest.tensors)
 
+    def uncompressed(self) -> Manifest:
+        """The manifest as it would become if no plane could be compressed."""
+        return _uncompressed(self.manifest, self.jobs)
+
     def with_metadata(self, key: str, value: str) -> PackPlan:
         """The same with one more entry in the manifest's metadata."""
         metadata = {**self.manifest.metadata, key: value}

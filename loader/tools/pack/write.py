@@ -27,12 +27,14 @@ from ...errors import (
     SourceError,
     TeneralError,
 )
-from ...format.codec import encode_segment, num_values
+from ...format.codec import encode_differences, encode_segment, num_values
+from ...format.encoding import Encoding
 from ...format.layout import Stretch
 from ...format.limits import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from ...format.manifest import PLANE_ALIGNMENT_BYTES, Blob, Codec, File, Plane, Segment, Tier, align
 from ...format.manifest_json import BLOB_FOLDER, blob_folder, parse_manifest
 from ...sources.base import ObjectInfo, ObjectWriter, Source, Store
+from .base import BaseReader
 from .content import ContentReader
 
 if TYPE_CHECKING:
@@ -58,8 +60,10 @@ class EncodedPart:
 class Encoder:
     """Reads and encodes the jobs of one checkpoint. Thread-safe."""
 
-    def __init__(self, content: ContentReader) -> None:
+    def __init__(self, content: ContentReader, base: BaseReader | None = None) -> None:
+        """`base` has the base's values of tensors that are stored as differences."""
         self._content = content
+        self._base = base
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
@@ -83,7 +87,11 @@ class Encoder:
             data = buffer[position : position + stretch.size_bytes]
             position += align(stretch.size_bytes)
             self._content.read(stretch, data)
-            planes = encode_segment(tensor.dtype, tensor.encoding, data)
+            if tensor.encoding is Encoding.DELTA:
+                assert self._base is not None
+                planes = encode_differences(tensor.dtype, data, self._base.read(stretch))
+            else:
+                planes = encode_segment(tensor.dtype, tensor.encoding, data)
             values = num_values(tensor.encoding, data)
             for tier, coded in planes.items():
                 builders[tier].add(stretch, coded, values)

@@ -21,12 +21,21 @@ FLOATS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23)}  # bits of the exponen
 
 
 def read_weights(
-    objects: Mapping[str, bytes], *, tiers: tuple[str, ...] = ("sketch", "draft", "refine")
+    objects: Mapping[str, bytes],
+    *,
+    tiers: tuple[str, ...] = ("sketch", "draft", "refine"),
+    base: Mapping[str, bytes] | None = None,
 ) -> dict[str, bytes]:
-    """Every tensor's bytes by name, aliases too, as far as `tiers` tell them."""
+    """Every tensor's bytes by name, aliases too, as far as `tiers` tell them. `base` has the base's objects."""
     manifest = json.loads(objects["manifest.json"])
     tensors = [tensor for group in manifest["groups"] for tensor in group["tensors"]]
     contents = [bytearray(size_bytes(tensor)) for tensor in tensors]
+    if "base" in manifest:
+        assert base is not None
+        values = read_weights(base)
+        for tensor, content in zip(tensors, contents, strict=True):
+            if tensor["encoding"] in ("same", "delta"):
+                content[:] = values[tensor["name"]]
     for part in manifest["parts"]:
         if part["tier"] not in tiers:
             continue
@@ -84,6 +93,12 @@ def write_segment(
     if "sparse" in numbers:
         numbers.remove("sparse")
         write_sparse(tensor | {"encoding": ".".join([kind, *numbers])}, tier, segment, planes, content)
+    elif kind == "delta":
+        for index in range(count):
+            z = sum(plane[index] << 8 * place for place, plane in enumerate(planes))
+            at = (start + index) * width
+            value = int.from_bytes(content[at : at + width], "little") + (-(z + 1) // 2 if z & 1 else z // 2)
+            content[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
     elif kind == "whole":
         content[start * width : (start + count) * width] = planes[0]
     elif kind == "bytes":

@@ -194,7 +194,10 @@ class BaseReader:
         return slab[begin : begin + stretch.size_bytes]
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
+        """Stop reading; once all was read, nothing is on its way, and the base stays open. Idempotent."""
+        if not any(self._left.values()):
+            for _ in self._coming:
+                pass
         self._load.close()
 
     def _tensor(self, stretch: Stretch) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Words = NDArray[Any]  # unsigned integers, of an element's bytes each
 
-# No object has a backslash in its name, so these are told apart from the fine-tune's own.
+# No object has a backslash in its name, so these are apart from the fine-tune's own.
 BASE_PREFIX = "base\\"
 
 

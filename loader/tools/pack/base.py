@@ -1,5 +1,5 @@
 """A fine-tune packed as differences to its base: which of its tensors are the base's, which differ a
-little, and the base's values beside the fine-tune's.
+little, and the base's values for them.
 
 The base is read twice, in forward order and in bounded memory: once to compare, and once while the
 differences are encoded. It does not know where the fine-tune comes from.

@@ -20,6 +20,7 @@ from ..models.decoder_config import DecoderConfig
 from .peft import CONFIG_NAME, MAX_CONFIG_BYTES, WEIGHTS_NAME, AdapterPlan, PeftConfig, plan_adapter
 
 NUM_CONNECTIONS = 4
+HEADER_BYTES = 16 << 20  # that a file may have more than its matrices take in memory
 RANGE_BYTES = 2 << 20  # of one read: several share a connection's time
 
 
@@ -47,7 +48,7 @@ def open_adapter(source: Source, folder: str, base: DecoderConfig, *, max_bytes:
 
     (config, _), (_, info) = parallel_map(read, (CONFIG_NAME, WEIGHTS_NAME), num_threads=2)
     assert info is not None
-    if info.size_bytes > max_bytes:
+    if info.size_bytes > max_bytes + HEADER_BYTES:
         raise too_big(info.size_bytes, max_bytes)
     peft = PeftConfig.parse(config)
     file = read_header(source, info)

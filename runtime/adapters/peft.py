@@ -188,16 +188,16 @@ def plan_adapter(peft: PeftConfig, file: SafetensorsFile, base: DecoderConfig) -
                 named.update(target for target in peft.targets or () if _ends(full, target))
                 plans.append(_module_plan(peft, module, full, found.pop((layer, module.name), {})))
         layers.append(tuple(plans))
+    if missing := set(peft.targets or ()) - named:
+        raise AdapterError(
+            f"target_modules names {min(missing)!r}, which is no projection of this base that adapters may change",
+            hint=f"These are {', '.join(module.name for module in modules_of(base, 0))}.",
+        )
     if found:
         layer, name = min(found)
         raise AdapterError(
             f"the adapter changes {name} of layer {layer}, which it does not announce or the base does not have",
             hint="Adapters may change the projections of attention and of dense MLPs, in the layers of the base.",
-        )
-    if missing := set(peft.targets or ()) - named:
-        raise AdapterError(
-            f"target_modules names {min(missing)!r}, which is no projection of this base that adapters may change",
-            hint=f"These are {', '.join(module.name for module in modules_of(base, 0))}.",
         )
     if not any(layers):
         raise AdapterError("the adapter changes nothing of this base")

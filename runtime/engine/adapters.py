@@ -10,8 +10,11 @@ from typing import Any, Protocol
 from ...loader.errors import TeneralError
 from ..errors import AdapterNotFoundError
 from .accept import error_event
+from .exact_passes import PassLike
 from .generation import Generation
 from .sequence import AdapterLike
+
+WAIT_S = 0.01  # for a layer, between two looks at who has come or gone
 
 
 class HeldAdapter(AdapterLike, Protocol):
@@ -62,3 +65,19 @@ class RequestAdapters:
             generation.emit(error_event(adapter.failure))
         with self._changed:
             self._changed.notify_all()
+
+
+class OvertakenError(Exception):
+    """A pass that followed an adapter was given up for another sequence. What it did is done again."""
+
+
+def followed(under_way: PassLike, is_overtaken: Callable[[], bool]) -> Any:
+    """The logits of a pass, taken through the layers as they come. Raises `OvertakenError` when `is_overtaken` while it
+    waits for one, and what the model raises.
+    """
+    while not under_way.is_done:
+        while not under_way.can_advance(WAIT_S):
+            if is_overtaken():
+                raise OvertakenError
+        under_way.advance()
+    return under_way.logits

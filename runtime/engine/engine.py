@@ -41,7 +41,7 @@ from ..step.rows import Rows
 from ..step.state import Chosen, SamplingState
 from ..text.detokenizer import DetokenizerSource
 from .accept import accept, as_teneral_error, error_event
-from .adapters import AdapterSource, HeldAdapter, RequestAdapters
+from .adapters import AdapterSource, HeldAdapter, OvertakenError, RequestAdapters, followed
 from .arrival import Arrival
 from .decoder_like import DecoderLike
 from .early import EarlyPhase, TieredDecoder
@@ -367,7 +367,7 @@ class Engine:
                 roster.attach_prefixes()
                 plan = plan_step(
                     roster.running,
-                    roster.ready(),
+                    roster.ready() or roster.followers(),
                     lending.num_available,
                     self._limits,
                     freed_by=lending.num_freed_by,
@@ -404,6 +404,10 @@ class Engine:
         exhausted: str | None = None
         try:
             choices = self._compute(shares, [sequence.sampling for sequence in choosing])
+        except OvertakenError:
+            with self._roster.changed:
+                self._roster.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
+            return
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
             if not is_exhaustion(error):
                 self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
@@ -442,7 +446,12 @@ class Engine:
         start_s = time.monotonic()
         end_s: float | None = None
         try:
-            logits = backend.forward(batch, on_layer=self._timeline.on_layer(step))
+            on_layer = self._timeline.on_layer(step)
+            if any(share.sequence.waits_for_adapter for share in shares):
+                model = cast("TieredDecoder", self._model)
+                logits = followed(model.begin(batch, self._kv, on_layer=on_layer), self._is_overtaken)
+            else:
+                logits = backend.forward(batch, on_layer=on_layer)
             end_s = None if backend.returns_early else time.monotonic()
             return backend.choose(logits, states)
         finally:
@@ -452,6 +461,12 @@ class Engine:
                 if spill is not None:
                     spill.note_step(len(batch.tokens), end_s - start_s)
             self._timeline.add_step(step, batch, start_s, end_s)
+
+    def _is_overtaken(self) -> bool:
+        """Whether there is something to do that need not wait for an adapter."""
+        roster = self._roster
+        with roster.changed:
+            return bool(roster.ready()) or roster.some_ended_early or roster.is_stopping
 
     def _run_out(self, why: str, victims: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
         """Memory did not suffice for a step. These end, these begin again, and all others go on."""

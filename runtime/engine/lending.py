@@ -158,6 +158,8 @@ class Lending:
     def note_begin(self, sequence: Sequence) -> None:
         """Count what it found: it has a place for the first time."""
         self.prefixes.count_lookup(sequence.num_prompt_tokens, sequence.num_computed)
+        if not sequence.num_remembered:
+            return
         self.ledger.count_hits(self._hashes(sequence, sequence.num_remembered))
         self._tell_tokens(sequence, 0, sequence.num_remembered)  # of those that came from elsewhere
 
@@ -166,6 +168,8 @@ class Lending:
         num_full = sequence.num_computed // self._block_size
         if not self._options.prefix_cache or sequence.num_remembered == num_full:
             return
+        if sequence.waits_for_adapter:
+            return  # blocks are named by its digest, which comes a moment after its last layer
         hashes = self._hashes(sequence, num_full)
         for number in range(sequence.num_remembered, num_full):
             self.prefixes.add(sequence.blocks[number], hashes[number])

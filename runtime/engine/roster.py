@@ -197,6 +197,15 @@ class Roster:
         """Those that wait for a place, and not for blocks or an adapter that are on their way."""
         return [each for each in self.waiting if not (each.waits_for_blocks or each.waits_for_adapter)]
 
+    def followers(self) -> list[Sequence]:
+        """Those that may follow an adapter on its way, layer by layer, while nothing else can be computed: the first
+        one, and all with the same adapter.
+        """
+        if self.running:
+            return []
+        found = [each for each in self.waiting if each.adapter is not None and each.adapter.has_begun]
+        return [each for each in found if each.adapter is found[0].adapter]
+
     def attach_prefixes(self) -> None:
         """Give those who wait for a place what is there of their beginnings. Who gets no place gives it back:
         `detach_prefixes`.

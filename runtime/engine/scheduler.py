@@ -57,6 +57,7 @@ class Preempted(enum.StrEnum):
 
     BLOCKS = "blocks"  # an older one needed them
     PRIORITY = "priority"  # it was batch work, and something interactive waited
+    ADAPTER = "adapter"  # it followed an adapter on its way alone, and another one came
     MEMORY = "memory"  # there was none left for the step that it was in
 
 

@@ -29,6 +29,10 @@ class AdapterLike(Protocol):
         """Of its content; None until all of it is there."""
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its layers are on their way, so that a forward pass may follow them."""
+
+    @property
     def is_complete(self) -> bool:
         """Whether all of it is there."""
 
@@ -157,7 +161,7 @@ class Sequence:
 
     @property
     def waits_for_adapter(self) -> bool:
-        """Whether it can take part in no step yet, because its adapter is on its way."""
+        """Whether its adapter is on its way: it takes part in no step with others until that is there."""
         return self.adapter is not None and not self.adapter.is_complete
 
     def begin(self) -> GenerationEvent | None:

@@ -1,0 +1,179 @@
+"""Adapters that lie, are cut, or ask for what is not supported: refused by name, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.adapters import adapter_config, save_adapter
+from tests.support.tiny_models import config_json, tiny_model
+
+from teneral.loader.errors import FormatError, TeneralError
+from teneral.loader.sources.open import open_source
+from teneral.runtime.adapters.load import open_adapter
+from teneral.runtime.adapters.peft import PeftConfig
+from teneral.runtime.errors import AdapterError
+from teneral.runtime.models.decoder_config import DecoderConfig
+
+MODEL = tiny_model("llama")
+BASE = DecoderConfig.from_json(config_json(MODEL))
+
+UNSUPPORTED: list[dict[str, Any]] = [
+    {"peft_type": "LOHA"},
+    {"peft_type": None},
+    {"use_dora": True},
+    {"use_qalora": True},
+    {"modules_to_save": ["lm_head"]},
+    {"bias": "all"},
+    {"bias": "lora_only"},
+    {"lora_bias": True},
+    {"fan_in_fan_out": True},
+    {"layer_replication": [[0, 2]]},
+    {"target_parameters": ["experts.gate_up_proj"]},
+    {"trainable_token_indices": [1]},
+    {"megatron_config": {"a": 1}},
+    {"init_lora_weights": "pissa"},
+    {"init_lora_weights": "pissa_niter_4"},
+    {"init_lora_weights": "loftq"},
+    {"exclude_modules": ["q_proj"]},
+    {"target_modules": r".*\.(q|v)_proj"},
+    {"target_modules": ["(a+)+$"]},
+    {"target_modules": []},
+    {"target_modules": None},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"rank_pattern": {"^model.*q_proj": 4}},
+    {"rank_pattern": {"q_proj": 0}},
+    {"rank_pattern": [4]},
+    {"alpha_pattern": {"q_proj": "8"}},
+    {"layers_to_transform": "1"},
+    {"layers_to_transform": [-1]},
+    {"r": 0},
+    {"r": 513},
+    {"r": True},
+    {"r": "8"},
+    {"lora_alpha": None},
+    {"lora_alpha": 1e300},
+    {"use_rslora": "yes"},
+    {"an_option_of_tomorrow": "on"},
+]
+
+
+def check(folder: Path) -> None:
+    source = open_source(str(folder))
+    try:
+        open_adapter(source, "", BASE, max_bytes=1 << 22)
+    finally:
+        source.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_adapter(tmp_path / "a", MODEL, target_modules=["q_proj", "v_proj"])
+
+
+def test_the_adapter_that_the_others_are_made_of_is_fine(folder: Path) -> None:
+    check(folder)
+
+
+@pytest.mark.parametrize("options", UNSUPPORTED, ids=lambda options: json.dumps(options)[:40])
+def test_unsupported_options_are_refused_by_name(folder: Path, options: dict[str, Any]) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(**options)))
+    with pytest.raises(AdapterError) as found:
+        check(folder)
+    assert next(iter(options)) in found.value.message
+    assert len(found.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"r": 1, "r": 2}',
+        b'{"peft_type": "LORA"}',
+        b"\xff\xfe",
+        b'{"a":' + b"[" * 100_000,
+        b'{"peft_type": "LORA", "r": NaN, "lora_alpha": 1}',
+        b'{"peft_type": "LORA", "r": 8, "lora_alpha": NaN, "target_modules": ["q_proj"]}',
+    ],
+    ids=lambda config: repr(config)[:30],
+)
+def test_configs_that_are_none_are_refused(config: bytes) -> None:
+    with pytest.raises(AdapterError):
+        PeftConfig.parse(config)
+
+
+def test_a_config_beyond_its_bound_is_not_read(folder: Path) -> None:
+    (folder / "adapter_config.json").write_bytes(b" " * (2 << 20))
+    with pytest.raises(FormatError):
+        check(folder)
+
+
+CHANGES: dict[str, Any] = {
+    "one matrix less": lambda tensors: tensors.pop(next(iter(tensors))),
+    "DoRA's magnitudes": lambda tensors: tensors.update(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": torch.zeros(64)}
+    ),
+    "another module": lambda tensors: tensors.update(
+        {"base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight": torch.zeros(8, 64)}
+    ),
+    "another layer": lambda tensors: tensors.update(
+        {"base_model.model.model.layers.99999.self_attn.q_proj.lora_A.weight": torch.zeros(8, 64)}
+    ),
+    "an embedding": lambda tensors: tensors.update(
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 320)}
+    ),
+    "another rank": lambda tensors: tensors.update(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(9, 64)}
+    ),
+    "transposed": lambda tensors: tensors.update(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(64, 8)}
+    ),
+    "integers": lambda tensors: tensors.update(
+        {
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(
+                8, 64, dtype=torch.int8
+            )
+        }
+    ),
+    "nothing": lambda tensors: tensors.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_the_config_does_not_announce_are_refused(folder: Path, change: str) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    CHANGES[change](tensors)
+    save_file(tensors, path)
+    with pytest.raises(AdapterError):
+        check(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100, -1])
+def test_cut_files_are_refused(folder: Path, cut: int) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(TeneralError):
+        check(folder)
+
+
+def test_a_header_that_claims_too_much_is_refused(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+    with pytest.raises(FormatError):
+        check(folder)
+
+
+def test_a_file_beyond_the_budget_is_not_read(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    with path.open("ab") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(AdapterError, match="--adapters-bytes"):
+        check(folder)

@@ -7,6 +7,7 @@ tie, and the logits of tiny random models often do.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -81,6 +82,7 @@ class EarlyRig:
         prefix_seed: bytes | None = None,
         make_backend: MakeBackend = host_backend,
         backends: Any = None,
+        make_adapters: Callable[[Any], Any] = lambda config: None,
         **options: Any,
     ) -> None:
         self.source = PacedSource(open_source(str(artifact)))
@@ -113,6 +115,7 @@ class EarlyRig:
             arrival=self.arrival,
             prefix_seed=prefix_seed,
             make_backend=make_backend,
+            adapters=make_adapters(self.model.config),
         )
 
     def start(self) -> None:

@@ -79,8 +79,9 @@ def draw(report: dict[str, Any]) -> str:
         raise SystemExit("a picture needs at least two rates: python -m benchmarks.cold_start --save")
     lines = lines_of(links)
     times = [time for line in lines for _, time in line.points]
+    times += [time for line in lines for ends in line.spread for time in ends]
     across = Axis(links[0]["rate_mb_s"], links[-1]["rate_mb_s"], LEFT, WIDTH - RIGHT)
-    upward = Axis(min(times) / 1.15, max(times) * 1.15, HEIGHT - BOTTOM, TOP)
+    upward = Axis(*svg.tick_bounds(min(times), max(times)), HEIGHT - BOTTOM, TOP)
     parts = [
         svg.text(LEFT - 46, 24, _title(report), "title"),
         svg.text(LEFT - 46, 44, "exec → first token, seconds", "small"),

@@ -41,6 +41,12 @@ def ticks(low: float, high: float) -> list[float]:
     return [value for value in values if low <= value <= high]
 
 
+def tick_bounds(low: float, high: float) -> tuple[float, float]:
+    """The nearest ticks around [low, high]: every point lies between two rules."""
+    around = ticks(low / 10, high * 10)
+    return max(value for value in around if value <= low), min(value for value in around if value >= high)
+
+
 def document(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     """The whole text; `label` is what it shows, for those who cannot see it."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '

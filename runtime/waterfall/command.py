@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,51 @@ MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 40, 100, 400
 
 
 def show_timeline(
-    place: str, *, output: str | None, width: int | None, color: str, api_key: str | None
+    place: str,
+    *,
+    output: str | None,
+    form: str | None,
+    width: int | None,
+    color: str,
+    api_key: str | None,
+    page: Callable[[dict[str, Any]], str],
 ) -> int:
-    """Draw the snapshot at `place`, a server's address or a file. Prints; with `output`, writes a page
-    there instead.
+    """Draw the snapshot at `place`, a server's address or a file. Prints it, or writes it to `output`.
+
+    `form` is text, html or perfetto; None: html for an output, else text. `page` makes the HTML of a
+    checked snapshot: it belongs to the handlers, which this folder does not know.
     """
     snapshot = read_snapshot(place, api_key)
-    if output is not None:
-        from .html import render_html  # only when a page is asked for
-
-        _write_page(Path(output), render_html(snapshot))
+    form = form or ("text" if output is None else "html")
+    drawn = (
+        _drawn_text(snapshot, width, color, output) if form == "text" else _drawn_file(snapshot, form, page)
+    )
+    if output is None:
+        print(drawn)
+    else:
+        _write_page(Path(output), drawn if drawn.endswith("\n") else f"{drawn}\n")
         print(f"wrote {output}")
-        return 0
+    return 0
+
+
+def _drawn_file(snapshot: dict[str, Any], form: str, page: Callable[[dict[str, Any]], str]) -> str:
+    from .exports import checked_snapshot, chrome_trace  # only when a file is asked for
+
+    if form == "html":
+        return page(checked_snapshot(snapshot))
+    return json.dumps(chrome_trace(snapshot), separators=(",", ":"))
+
+
+def _drawn_text(snapshot: dict[str, Any], width: int | None, color: str, output: str | None) -> str:
     from .view import render
 
     columns = width or shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     if not MIN_WIDTH <= columns <= MAX_WIDTH and width is not None:
         raise UsageError(f"--width must be from {MIN_WIDTH} to {MAX_WIDTH}", key="width")
     columns = min(max(columns, MIN_WIDTH), MAX_WIDTH)
-    colored = color == "always" or (color == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    print(render(snapshot, width=columns, color=colored))
-    return 0
+    is_terminal = output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colored = color == "always" or (color == "auto" and is_terminal)
+    return render(snapshot, width=columns, color=colored)
 
 
 def read_snapshot(place: str, api_key: str | None = None) -> dict[str, Any]:

@@ -492,6 +492,7 @@ def _kv_import(options: argparse.Namespace) -> int:
 
 
 def _timeline(options: argparse.Namespace) -> int:
+    from .handlers.console.files import standalone
     from .handlers.http.keys import parse_keys
     from .runtime.waterfall.command import show_timeline
 
@@ -499,9 +500,11 @@ def _timeline(options: argparse.Namespace) -> int:
     return show_timeline(
         options.snapshot,
         output=options.output,
+        form=options.format,
         width=options.width,
         color=options.color,
         api_key=parse_keys(keys)[0] if keys else None,
+        page=standalone,
     )
 
 

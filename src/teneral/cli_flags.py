@@ -318,7 +318,13 @@ def _pool(command: argparse.ArgumentParser) -> None:
 
 def _timeline(command: argparse.ArgumentParser) -> None:
     command.add_argument("snapshot", metavar="URL-OR-FILE", help="a server's address, or a saved /timeline")
-    command.add_argument("-o", "--output", metavar="FILE.html", help="write a self-contained page instead")
+    command.add_argument("-o", "--output", metavar="FILE", help="write a self-contained page there instead")
+    command.add_argument(
+        "--format",
+        choices=("text", "html", "perfetto"),
+        default=None,
+        help="text, html, or a trace for Perfetto and chrome://tracing (default: html with -o, else text)",
+    )
     command.add_argument("--width", type=int, default=None, help="columns (default: the terminal's)")
     command.add_argument("--color", choices=("auto", "always", "never"), default="auto")
 

@@ -49,6 +49,13 @@ def test_there_is_one_line_a_system_and_one_for_the_wire_each_with_its_name() ->
     assert len(list(svg.iter(f"{SVG}circle"))) == 2 * 3
 
 
+def test_every_point_lies_between_two_rules() -> None:
+    svg = ElementTree.fromstring(picture.draw(report_of(100, 200, 400)))
+    rules = [float(line.attrib["y1"]) for line in svg.iter(f"{SVG}line") if line.get("class") == "grid"]
+    points = [float(circle.attrib["cy"]) for circle in svg.iter(f"{SVG}circle")]
+    assert min(rules) <= min(points) <= max(points) <= max(rules)
+
+
 def test_a_link_without_a_limit_has_no_place_on_the_axis() -> None:
     svg = ElementTree.fromstring(picture.draw(report_of(0, 100, 400)))
     assert len(list(svg.iter(f"{SVG}circle"))) == 2 * 2

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.cold_start import cold_start
 from tests.support.load import patience_s
 from tests.support.pool_runs import PoolRun
 from tests.support.store_server import StoreServer
 from tests.support.tiny_models import save_tiny
 from tests.test_serve import Server
 
+from teneral.handlers.console.files import standalone
 from teneral.loader.sources.file.store import FileStore
 from teneral.loader.tools.pack.pack import pack
+from teneral.runtime.waterfall.exports import checked_snapshot
 
 TOOLS = Path(os.environ.get("CONSOLE_TOOLS", Path(__file__).parents[3] / ".conformance-console"))
 BROWSER = os.environ.get("CONSOLE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -188,6 +191,22 @@ def test_an_answer_comes_token_by_token_with_probabilities_and_code(
     )
     page.locator("#send").click()
     expect(page.locator("#transcript")).to_contain_text('"n"', timeout=WAIT_MS)
+    visit.check()
+    visit.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_page_of_a_timeline_needs_no_server(
+    browser: Browser, tmp_path: Path, size: str, scheme: str
+) -> None:
+    page = tmp_path / "cold start.html"
+    page.write_text(standalone(checked_snapshot(cold_start(num_layers=24))), encoding="utf-8")
+    visit = Visit(browser, page.as_uri(), size, scheme, path="")
+    expect(visit.page.locator("#start-hero h1")).to_have_text("First token after 4.28 s")
+    expect(visit.page.locator("#explained")).to_contain_text("bytes on their way")
+    visit.page.locator("#start-table summary").click()
+    expect(visit.page.locator("#start-table tbody tr")).to_have_count(26)
     visit.check()
     visit.close()
 

@@ -15,16 +15,19 @@ import threading
 import time
 import tomllib
 import urllib.request
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from tests.support.runpod_service import environment, runpod_service
 
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "infra" / "image"
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 BUILT = os.environ.get("TENERAL_TEST_IMAGE", "")
+BUILT_RUNPOD = os.environ.get("TENERAL_TEST_IMAGE_RUNPOD", "")
 CONFIG = os.environ.get("TENERAL_TEST_IMAGE_CONFIG", "")
 needs_image = pytest.mark.skipif(not BUILT, reason="needs a built image: scripts/conformance-image")
 
@@ -121,21 +124,25 @@ def test_each_stage_with_an_entry_point_has_a_command():
 # The built image
 
 
-def start(*arguments: str, port: int) -> subprocess.Popen[bytes]:
+def start(
+    *arguments: str, port: int, image: str = "server", variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """As a platform does: read-only but for /tmp, as user 10001, as process 1."""
-    config = json.loads(Path(CONFIG, "server.json").read_text())["OCIv1"]["config"]
-    variables = [*config["Env"], f"PORT={port}", "OMP_NUM_THREADS=1"]
+    built = BUILT if image == "server" else BUILT_RUNPOD
+    config = json.loads(Path(CONFIG, f"{image}.json").read_text())["OCIv1"]["config"]
+    given = {"PORT": str(port), "OMP_NUM_THREADS": "1", **(variables or {})}
+    settings = [*config["Env"], *(f"{name}={value}" for name, value in given.items())]
     command = [*config["Entrypoint"], *arguments]
     script = f"""
 set -e
 mount --make-rprivate /
-mount --bind {BUILT} {BUILT}
-mount -t proc proc {BUILT}/proc
-mount -t tmpfs tmpfs {BUILT}/tmp
-mount --bind {ROOT}/demo/model {BUILT}/mnt
-[ -e {BUILT}/dev/null ] || mount --bind /dev {BUILT}/dev
-mount -o remount,ro,bind {BUILT}
-exec chroot --userspec={config["User"]} {BUILT} env -i "$@"
+mount --bind {built} {built}
+mount -t proc proc {built}/proc
+mount -t tmpfs tmpfs {built}/tmp
+mount --bind {ROOT}/demo/model {built}/mnt
+[ -e {built}/dev/null ] || mount --bind /dev {built}/dev
+mount -o remount,ro,bind {built}
+exec chroot --userspec={config["User"]} {built} env -i "$@"
 """
     return subprocess.Popen(
         [
@@ -148,7 +155,7 @@ exec chroot --userspec={config["User"]} {BUILT} env -i "$@"
             "-c",
             script,
             "sh",
-            *variables,
+            *settings,
             *command,
         ],
         stdout=subprocess.PIPE,
@@ -247,3 +254,21 @@ def test_lambdas_variant_has_neither_init_nor_port():
     assert config["Entrypoint"] == ["teneral"]
     assert config["Cmd"] == ["serve"]
     assert "ExposedPorts" not in config
+
+
+@needs_image
+@pytest.mark.timeout(300)
+def test_runpods_variant_works_on_a_job_of_its_queue():
+    with runpod_service() as (service, url):
+        outer = start("serve", "/mnt", port=free_port(), image="runpod", variables=environment(url))
+        try:
+            first = process_1(outer)
+            service.submit("one", {"prompt": "def f", "max_tokens": 4})
+            service.wait(lambda: "one" in service.outputs or outer.poll() is not None, 200.0)
+            assert "output" in service.outputs.get("one", {}), outer.stdout.read().decode()[-2000:]
+            os.kill(first, signal.SIGTERM)
+            assert outer.wait(60) in (0, 143)
+        finally:
+            outer.kill()
+            outer.wait()
+            outer.stdout.close()

@@ -87,15 +87,22 @@ async def running_loop(
 
 @contextmanager
 def runtime_process(
-    api: FakeRuntimeApi | None, *arguments: str, folder: Path | None = None, **environment: str
+    api: FakeRuntimeApi | None,
+    *arguments: str,
+    folder: Path | None = None,
+    is_heard: bool = True,
+    **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process in the surroundings that Lambda gives one: killed in the end where it still runs."""
+    """A process in the surroundings that Lambda gives one: killed in the end where it still runs.
+
+    `is_heard`: the test reads its output. A pipe without a reader is full after 64 KiB, and its writer blocks.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "TENERAL_"))}
     if api is not None:
         kept["AWS_LAMBDA_RUNTIME_API"] = api.address
     with subprocess.Popen(
         [sys.executable, "-m", *arguments],
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if is_heard else subprocess.DEVNULL,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,

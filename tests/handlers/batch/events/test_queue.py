@@ -24,6 +24,7 @@ from teneral.handlers.batch.events.desk import open_desk
 from teneral.handlers.batch.events.outputs import Outputs
 from teneral.handlers.batch.events.parse import Message, Queue, Request, parse_event
 from teneral.handlers.batch.events.queue import work_off
+from teneral.runtime.errors import CancelledError
 from teneral.runtime.instance import Instance
 
 PROMPT = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
@@ -92,9 +93,13 @@ async def test_a_job_that_is_not_complete_comes_again_and_goes_on(cloud: Cloud, 
     job = {"input": "s3://uploads/queue-long.jsonl", "output": "s3://results/queue-long.jsonl"}
     (message,) = send(cloud, url, job)
     event = cloud.receive(url, arn)
-    response = await invoke(event, timeout_s=3.0)
-    assert failures(response) == [message]
-    cloud.delete_done(url, event, response)
+    try:
+        response = await invoke(event, timeout_s=3.0)
+    except CancelledError:  # a busy machine: the platform ends it, and the message comes again all the same
+        pass
+    else:
+        assert failures(response) == [message]
+        cloud.delete_done(url, event, response)
     event = cloud.receive(url, arn)
     assert [record["messageId"] for record in event["Records"]] == [message]
     assert await invoke(event) == {"batchItemFailures": []}

@@ -153,9 +153,17 @@ def pair(folder: Path) -> Iterator[Pair]:
     with (
         FakeRuntimeApi() as theirs,
         FakeRuntimeApi() as ours,
-        runtime_process(theirs, "awslambdaric", "mine.handler", folder=folder, **IMAGE),
+        runtime_process(theirs, "awslambdaric", "mine.handler", folder=folder, is_heard=False, **IMAGE),
         runtime_process(
-            ours, "teneral", "serve", "model", "--handler", "mine.handler", folder=folder, **IMAGE
+            ours,
+            "teneral",
+            "serve",
+            "model",
+            "--handler",
+            "mine.handler",
+            folder=folder,
+            is_heard=False,
+            **IMAGE,
         ),
     ):
         yield Pair(theirs, ours)

@@ -28,7 +28,7 @@ check: ## format, lint, types, import layers
 	@scripts/setup dev
 	@scripts/check
 
-bench: ## all benchmarks, beside their peers; or some: make bench ONLY="cold_start standby" FLAGS=--save
+bench: ## all benchmarks, with their peers; or some: make bench ONLY="cold_start standby" FLAGS=--save
 	@scripts/setup dev
 	@.venv/bin/python -m benchmarks.peer_environment || true # what cannot be installed is left out, and named
 	@.venv/bin/python -m benchmarks $(ONLY) $(FLAGS)

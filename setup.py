@@ -17,7 +17,7 @@ import build_native
 
 
 class BuildNative(Command):
-    """Libraries into the package: beside its sources where it is installed editable."""
+    """Compiles libraries into the package, or next to its sources in an editable install."""
 
     description = "compile the native core"
     user_options: ClassVar[list[tuple[str, str | None, str]]] = []

@@ -15,29 +15,29 @@ import sys
 from benchmarks.report import note
 
 BENCHMARKS = {
-    "cold_start": "exec → first token over links of several rates, beside three peers",
+    "cold_start": "exec → first token over links of several rates, with three peers",
     "draft": "exec → first and sixteenth token from the draft tier, and exact with and without drafting ahead",
     "standby": "exec → first token with the model on the node: standby processes, the node cache",
     "pool": "one machine's pool: waking a model, the front's cost, the KV cache after a sleep, starts in a burst",
     "pool_kills": "a pool whose instances are killed: every one of 10,000 answers accounted for, and the budget",
-    "pool_plan": "what `teneral pool plan` says of a pool beside what it does, and the speed of its search",
+    "pool_plan": "the predictions of `teneral pool plan` against a real pool, and the speed of its search",
     "ray_serve": "Ray Serve: waking a sleeping model, a warm request's cost, prefix affinity (needs Ray)",
-    "starts": "exec → first answer, model on the node, beside llama.cpp's server, onnxruntime, `import torch`",
+    "starts": "exec → first answer, model on the node; llama.cpp's server, onnxruntime, `import torch`",
     "first_range": "exec → first request at the store",
-    "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, beside the peers",
+    "throughput": "GB/s of weights and CPU seconds a GB at full speed, over HTTP, TLS and from files, with the peers",
     "memory": "peak memory of a load, over the same process with no model",
-    "load": "a load beside a bare read of the same bytes",
-    "faults": "a load through stalls, cuts, flips and 503s, beside a clean one",
-    "node_cache": "what the node cache costs the load that fills it, and gains the next",
+    "load": "a load against a bare read of the same bytes",
+    "faults": "a load through stalls, cuts, flips and 503s, against a clean one",
+    "node_cache": "the node cache: its cost to the load that fills it, its gain for the next",
     "decode": "decoding alone",
-    "hot": "tokens/s of prompts and answers, alone and in batches, beside llama.cpp and transformers",
+    "hot": "tokens/s of prompts and answers, alone and in batches; llama.cpp and transformers",
     "prefix": "exec or request → first token behind a long prefix: new, in the pool, spilled, from a snapshot",
     "goodput": "answers in time at up to 10 times the load that saturates the server",
-    "products": "the native core's products beside torch's, by dtype and number of rows",
+    "products": "the native core's products against torch's, by dtype and number of rows",
     "overhead": "a step and an invocation without a model",
-    "invocation": "an invocation of a function that does nothing: HTTP and AWS Lambda, beside AWS's own runtime",
+    "invocation": "an invocation of a function that does nothing: HTTP and AWS Lambda; AWS's own runtime",
     "batch": "10,000 prompts as a batch job, killed 20 times and undisturbed: equality and time",
-    "structured": "a schema request's first text in a cold start, what grammars cost, 2,000 answers judged",
+    "structured": "a schema request's first text in a cold start, the cost of grammars, 2,000 answers checked",
     "onnx": "ONNX models: cold behind a link, local, warm, and memory; compared with onnxruntime",
     "embeddings": "an encoder's batching: texts/s for one and for many callers",
 }
@@ -47,13 +47,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     parser.add_argument("--save", action="store_true", help="keep the results under benchmarks/results/")
-    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks, and run none")
     options = parser.parse_args()
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
-        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"unknown benchmark: {', '.join(sorted(unknown))}; known are {', '.join(BENCHMARKS)}")
     if options.list:
         for name, words in BENCHMARKS.items():
             print(f"{name:12} {words}")

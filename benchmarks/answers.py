@@ -1,4 +1,4 @@
-"""One answer as it came, token by token: of a stream of server-sent events, or of lines that a program prints.
+"""One answer with the time of each token: from a stream of server-sent events, or from a program's lines.
 
 Each token gets the time at which the line that brought it was there; tokens that came in one line have one time. Pure
 but for the clock that it is given.

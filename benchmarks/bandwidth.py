@@ -1,4 +1,4 @@
-"""What this machine reads from memory, in GB/s: the sum over integers that no cache holds, by torch.
+"""Memory bandwidth of this machine in GB/s: a sum over integers that fit in no cache, by torch.
 
     python -m benchmarks.bandwidth < TASK      TASK is {"threads": N}
 

@@ -1,5 +1,4 @@
-"""A batch job that is killed again and again, beside the same job undisturbed: is the output the same, and what does it
-cost?
+"""Repeated kills of a batch job: equality of its output with that of an undisturbed job, and their cost in time.
 
     python -m benchmarks.batch [--prompts 10000] [--kills 20] [--model demo/model]
 
@@ -89,13 +88,13 @@ def _undisturbed(options: argparse.Namespace, given: Path, output: Path) -> dict
     began_s, before = time.perf_counter(), _count(output)
     worker = _start(options, given, output)
     first_s = _wait_for_part(worker, output, before + 1) - began_s
-    told, _ = worker.communicate()
+    report, _ = worker.communicate()
     if worker.returncode:
         raise SystemExit(f"the worker ended with {worker.returncode}")
     return {
         "s": time.perf_counter() - began_s,
         "first_part_s": first_s,
-        "parts": json.loads(told)["parts"],
+        "parts": json.loads(report)["parts"],
     }
 
 
@@ -113,14 +112,14 @@ def _killed(options: argparse.Namespace, given: Path, output: Path) -> dict[str,
         worker.send_signal(signal.SIGKILL)
         worker.communicate()
         if output.exists():
-            raise SystemExit("the job was done before it could be killed so often: give more prompts")
+            raise SystemExit("the job was complete before all kills: give more prompts")
     last = _undisturbed(options, given, output)
     first_part_s += last["first_part_s"]
     return {"s": time.perf_counter() - began_s, "first_part_s": first_part_s, "parts": last["parts"]}
 
 
 def _wait_for_part(worker: subprocess.Popen[bytes], output: Path, number: int) -> float:
-    """When there are so many parts, or the worker has ended."""
+    """The time at which `number` parts are visible, or the worker has ended."""
     while _count(output) < number and worker.poll() is None:
         time.sleep(POLL_S)
     return time.perf_counter()
@@ -153,7 +152,7 @@ def render(report: Mapping[str, Any]) -> str:
     same = "the same bytes" if report["same_bytes"] else f"{report['different_records']} records differ"
     once = "each custom_id once" if report["each_id_once"] else "NOT each custom_id once"
     words = [report["model"], f"{report['prompts']} prompts", same, once]
-    columns = ["run", "s", "of it to first parts, s", "answers/s beside that", "parts"]
+    columns = ["run", "s", "of it to first parts, s", "answers/s in the rest", "parts"]
     return "\n".join([title(report, *words), table(columns, rows)])
 
 
@@ -168,7 +167,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--compute-dtype",
         default="float32",
-        help="in bfloat16 the company of a sequence in its batch may change its last bits (default: float32)",
+        help="in bfloat16 the other sequences of a batch may change a sequence's last bits (default: float32)",
     )
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Cold start, side by side: from starting a process to its first token, with the model in an S3 store
+"""Cold starts of Teneral and its peers: from starting a process to its first token, with the model in an S3 store
 behind links of known rates.
 
     python -m benchmarks.cold_start [--rates 50 100 200 400 800 0] [--rounds 1] [--only PATTERN] [--save]
@@ -143,7 +143,7 @@ def render(report: dict[str, Any]) -> str:
     words = f"{report['latency_ms']:g} ms to the first byte"
     parts = [
         title(report, f"{report['model']} ({plain_mb:.0f} MB, packed {packed_mb:.0f} MB)", words),
-        f"exec → first token in seconds, medians of {report['rounds']} rounds; (beside its bytes' time on the wire)\n",
+        f"exec → first token in seconds, medians of {report['rounds']} rounds; (relative to the wire's time)\n",
         table(["", *rates], [[name, *(_time(link, name) for link in links)] for name in names]),
         f"\nhow much sooner than {BASE}, and peak memory\n",
         table(

@@ -252,10 +252,10 @@ def _started(
     counter: Counter | None,
 ) -> Iterator[_Run]:
     """The process, which has ended when this does. `RunError`s get its last words."""
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as log:
         sent_before_bytes = counter() if counter else 0
         started_s = time.monotonic()
-        process = subprocess.Popen(command, env=environment(variables), stdout=subprocess.PIPE, stderr=said)
+        process = subprocess.Popen(command, env=environment(variables), stdout=subprocess.PIPE, stderr=log)
         memory = MemoryWatch(process.pid, *roots) if watch else None
         run = _Run(process, started_s, memory, counter, sent_before_bytes)
         try:
@@ -267,7 +267,7 @@ def _started(
             if process.returncode == -signal.SIGKILL:
                 note(f"had to be killed after {RUN_TIMEOUT_S:g} s: {shlex.join(command)}")
         except (RunError, OSError, http.client.HTTPException) as error:
-            raise RunError(f"{error}\n{_last_words(said)}") from error
+            raise RunError(f"{error}\n{_end_of(log)}") from error
         finally:
             if process.returncode is None:
                 process.kill()
@@ -284,10 +284,10 @@ def _killed_after(timeout_s: float, process: subprocess.Popen[bytes]) -> Iterato
         timer.cancel()
 
 
-def _last_words(said: IO[bytes], max_bytes: int = 2000) -> str:
-    size_bytes = said.seek(0, os.SEEK_END)
-    said.seek(max(0, size_bytes - max_bytes))
-    return re.sub(r"[^\n]*\r", "", said.read().decode(errors="replace"))  # progress bars
+def _end_of(log: IO[bytes], max_bytes: int = 2000) -> str:
+    size_bytes = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size_bytes - max_bytes))
+    return re.sub(r"[^\n]*\r", "", log.read().decode(errors="replace"))  # progress bars
 
 
 def _connect(port: int, process: subprocess.Popen[bytes]) -> http.client.HTTPConnection:
@@ -320,7 +320,7 @@ def _request(num_tokens: int) -> dict[str, object]:
 
 
 def _complete_timeline(connection: http.client.HTTPConnection) -> dict[str, Any]:
-    """Once the load is over. Whoever calls sees to it that this ends (`_killed_after`)."""
+    """Waits for the end of the load. The caller bounds the time (`_killed_after`)."""
     while True:
         connection.request("GET", "/timeline")
         timeline: dict[str, Any] = json.loads(connection.getresponse().read())

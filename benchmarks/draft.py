@@ -1,16 +1,16 @@
-"""Answers from the draft tier, side by side: from starting a process to its first token, and to its sixteenth.
+"""Answers from the draft tier, and those of peers: from starting a process to its first token, and to its sixteenth.
 
     python -m benchmarks.draft [--rates 50 100 200 400] [--rounds 1] [--only PATTERN] [--model FOLDER] [--save]
 
-Compared are `teneral serve` on one packed artifact when it sends drafted tokens, when it sends exact ones and drafts
-ahead meanwhile (the default), and when it makes no use of the draft; transformers after boto3 has downloaded the files,
-and transformers fed by runai-model-streamer (`peers/first_token.py`). All read from the same server in one run, in
-turns, and write so many tokens, greedily. "Wire" is the time that bytes take at that rate: of a run that sends drafts,
-those of the draft; of the others, all of theirs. What the store had sent when the first token came is its own count.
+The systems are `teneral serve` on one packed artifact, sending drafted tokens, sending exact ones while it drafts ahead
+(the default), and without use of the draft; transformers after a download by boto3, and transformers fed by
+runai-model-streamer (`peers/first_token.py`). All read from the same server in one run, in turns, and generate the same
+number of tokens, greedily. "Wire" is the transfer time of the needed bytes at that rate: the draft's for a run that
+sends drafts, all bytes for the others. The store counts the bytes that it had sent when the first token came.
 
-Then one table on what the load predicted, when it chose which tier comes first, and what came of it; the memory at its
-peak with drafting and without, as `benchmarks.memory` takes it, over the slowest link; and how fast weights in memory
-are refined, as `benchmarks.decode` measures it.
+Further tables have the load's predictions, on which it chose the first tier, and the measured times; the peak memory
+with and without drafting, as in `benchmarks.memory`, over the slowest link; and the speed of refining weights in
+memory, as in `benchmarks.decode`.
 
 The weights of `--like` are random numbers in a real model's shape: times and bytes are those of a real one. They are
 scaled such that greedy drafts are accepted about as far as the demo model's are (22 of 32 tokens, where the demo has
@@ -195,7 +195,7 @@ def refine_speed() -> dict[str, float]:
 
 
 def wire_s(link: dict[str, Any], name: str) -> float:
-    """What a system's bytes take on the wire until it can have a first token."""
+    """Seconds on the wire of the bytes that a system needs for its first token."""
     way = "draft" if name == DRAFT else "packed" if name in MODES else "plain"
     return float(link["wire_s"][way])
 
@@ -211,7 +211,7 @@ def render(report: dict[str, Any]) -> str:
         f"weights: {report['weights']}\n",
         f"exec → first token and token {report['num_tokens']} in seconds, medians of {report['rounds']} rounds\n",
         *(f"{_times(link, report['num_tokens'])}\n" for link in report["results"]),
-        "what the load predicted, beside what came; seconds since it began\n",
+        "the load's predictions and the measured times; seconds since it began\n",
         f"{_predictions(report['results'])}\n",
         _memory(report["memory"]),
         _refine(report["refine"]),
@@ -238,7 +238,7 @@ def _times(link: dict[str, Any], num_tokens: int) -> str:
     columns = [
         f"{link['rate_mb_s']:g} MB/s",
         "first token",
-        "beside the wire",
+        "relative to the wire",
         f"token {num_tokens}",
         "MB sent by the first",
         "drafted",
@@ -252,9 +252,9 @@ def _predictions(links: Sequence[dict[str, Any]]) -> str:
         [
             f"{link['rate_mb_s']:g} MB/s, {name}",
             found["decision"],
-            _beside(found["draft_s"], found["draft_came_s"]),
-            _beside(found["exact_s"], found["exact_came_s"]),
-            _beside(found["token_s"], found["draft_step_s"] or None),
+            _predicted_and_measured(found["draft_s"], found["draft_came_s"]),
+            _predicted_and_measured(found["exact_s"], found["exact_came_s"]),
+            _predicted_and_measured(found["token_s"], found["draft_step_s"] or None),
             f"{_or_dash(found['num_proposals'], '.0f')}, {found['num_draft_steps']}",
             f"{found['refine_wait_s']:.2f}",
         ]
@@ -274,7 +274,7 @@ def _predictions(links: Sequence[dict[str, Any]]) -> str:
     return table(columns, rows)
 
 
-def _beside(predicted: float | None, came: float | None) -> str:
+def _predicted_and_measured(predicted: float | None, came: float | None) -> str:
     return f"{_or_dash(predicted)}, came {_or_dash(came)}"
 
 
@@ -313,10 +313,8 @@ def _options() -> argparse.Namespace:
     parser = new_parser(__doc__, rounds=1)
     parser.add_argument("--rates", type=_rate, nargs="+", default=[50, 100, 200, 400], help="MB/s")
     parser.add_argument("--latency-ms", type=float, default=15.0)
-    parser.add_argument("--tokens", type=int, default=16, help="of each answer")
-    parser.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="a model of one's own, in place of --like"
-    )
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of each answer")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model's folder, in place of --like")
     return parser.parse_args()
 
 

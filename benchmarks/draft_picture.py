@@ -33,7 +33,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rate-mb-s", type=float, default=RATE_MB_S, help="the nearest one that was measured"
+        "--rate-mb-s",
+        type=float,
+        default=RATE_MB_S,
+        help="rate of the link; the nearest measured one is drawn",
     )
     parser.add_argument("-o", "--output", type=Path, default=TARGET)
     options = parser.parse_args()
@@ -43,7 +46,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Plot:
-    """Places times from 0 to `end_s` and so many tokens within the margins."""
+    """Maps times from 0 to `end_s`, and numbers of tokens, into the margins."""
 
     end_s: float
     num_tokens: int
@@ -78,7 +81,7 @@ def draw(report: dict[str, Any], rate_mb_s: float = RATE_MB_S) -> str:
 
 
 def nearest(links: Sequence[dict[str, Any]], rate_mb_s: float) -> dict[str, Any]:
-    """What was measured at the rate that is nearest to this one."""
+    """The results at the rate nearest to this one."""
     return min(links, key=lambda link: abs(link["rate_mb_s"] - rate_mb_s))
 
 

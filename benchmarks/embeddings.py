@@ -1,10 +1,9 @@
-"""An encoder's batching: texts a second and how long each takes, when one, 8 or 64 callers ask for a text at a time.
+"""An encoder's batching: texts a second and the time of each, for one, 8 or 64 callers with one text at a time.
 
     python -m benchmarks.embeddings [--like minilm] [--callers 1 8 64] [--max-delay-ms 0 5] [--rounds 3] [--save]
 
 The real embedder over an encoder's shape, without HTTP: each caller asks again as soon as it has its answer, for a text
-of another length. Settings take turns. *Padding* is what is computed beside the texts'
-own tokens.
+of another length. Settings take turns. *Padding* is computed in addition to the texts' own tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ def main() -> None:
     parser.set_defaults(like="minilm")
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-delay-ms", type=float, nargs="+", default=[0.0, 5.0])
-    parser.add_argument("--lengths", type=int, nargs=2, default=[4, 256], help="tokens: from, to")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument(
+        "--lengths", type=int, nargs=2, default=[4, 256], help="range of the texts' tokens: from, to"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each measurement")
     options = parser.parse_args()
     root = options.work / options.like / "store"
     prepare(options.like, root)
@@ -157,7 +158,7 @@ def render(report: dict[str, Any]) -> str:
         "callers",
         "delay up to, ms",
         "texts/s",
-        "beside the first",
+        "relative to the first",
         "ms: p50, p99",
         "texts a batch",
         "padding",

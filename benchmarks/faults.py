@@ -1,4 +1,4 @@
-"""Loading through faults: how much longer it takes than a clean load, and what the store pays for it.
+"""Loading through faults: the extra time over a clean load, and the extra requests and bytes at the store.
 
     python -m benchmarks.faults [--like qwen2.5-0.5b] [--rate-mb-s 200] [--rounds 3] [--save]
 
@@ -43,7 +43,7 @@ FAULTS: dict[str, list[str]] = {  # flags of the store server
         "--busy-share", "0.01",
     ],
 }  # fmt: skip
-TIME_LIMIT_S = 60.0  # of one run; a trickle that nobody cuts may take for ever
+TIME_LIMIT_S = 60.0  # of one run; a trickle without a time limit may never end
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 def render(report: dict[str, Any]) -> str:
     """The report as a table for people: medians, and ratios to the clean load of the same report."""
     link = f"{report['rate_mb_s']:g} MB/s, {report['latency_ms']:g} ms to the first byte"
-    columns = ["fault", "s", "beside clean", "worst round", "requests", "bytes", "hedges (won)", "retries"]
+    columns = ["fault", "s", "of a clean load", "worst round", "requests", "bytes", "hedges (won)", "retries"]
     columns += ["throttled", "parts fetched again", "hedging off"]
     rows = []
     clean = report["results"][CLEAN]["runs"]
@@ -117,7 +117,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape of `teneral synth`")
     parser.add_argument("--rate-mb-s", type=float, default=200.0)
     parser.add_argument("--latency-ms", type=float, default=15.0)
     parser.add_argument("--connections", type=int, default=8)

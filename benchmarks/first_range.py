@@ -1,12 +1,12 @@
-"""When the first requests leave a cold process: from exec to the first one at the store, and to the first for weights.
+"""Time from exec of a cold process to its first request at the store, and to the first for weights.
 
     python -m benchmarks.first_range [--rounds 10] [--only PATTERN] [--save]
 
-`teneral serve` is started and, when the store has seen a request for weights, killed. The store's own clock is the one
-that the process was started by. The first request is for the manifest, or of a plain checkpoint for a header or a list;
-requests for weights are ranges of a blob, or of a plain checkpoint's file behind its header, which is the first range
-there. Credentials are in the environment, but for one row where a service on this machine hands them out, as container
-platforms do. The goal is 100 ms.
+`teneral serve` is started, and killed once the store has seen a request for weights. One clock times the start of the
+process and the store's requests. The first request is for the manifest, or of a plain checkpoint for a header or a
+list; requests for weights are ranges of a blob, or of a plain checkpoint's file behind its header, which is the first
+range there. Credentials are in the environment, but for one row where a service on this machine hands them out, as
+container platforms do. The goal is 100 ms.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def measure(
 
 
 class Way(NamedTuple):
-    """What is served, from which store, and what the process is told about it."""
+    """A model in a store, and the settings of the process that serves it."""
 
     address: str
     store: StoreServer
@@ -115,9 +115,9 @@ class Way(NamedTuple):
 @contextmanager
 def role_service() -> Iterator[str]:
     """The address of a service that hands out a role's credentials, as a container's platform does."""
-    said = {"AccessKeyId": "benchmark", "SecretAccessKey": "benchmark", "Token": "role"}
-    said["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 6 * 3600))
-    body = json.dumps(said).encode()
+    answer = {"AccessKeyId": "benchmark", "SecretAccessKey": "benchmark", "Token": "role"}
+    answer["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 6 * 3600))
+    body = json.dumps(answer).encode()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -199,7 +199,7 @@ def render(report: dict[str, Any]) -> str:
         "first range",
         "first for weights",
         "worst",
-        "beside the goal of 100 ms",
+        "relative to the goal of 100 ms",
     ]
     rows = [
         [

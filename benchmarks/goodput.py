@@ -1,19 +1,17 @@
-"""Goodput under too much load: requests that are answered in time, at 1, 2, 5 and 10 times what saturates the server.
+"""Goodput under too much load: requests answered in time, at 1, 2, 5 and 10 times the load that saturates the server.
 
     python -m benchmarks.goodput [--factors 0.5 1 2 5 10] [--seconds 30] [--within 2 3] [--save]
 
-A real server is asked over HTTP. First one request at a time, which says how fast an answer can be; then with as many
-clients as there are places, each asking again at once, which says what the server can do. Then requests come at random
-moments (a Poisson process), at multiples of that rate, whether or not earlier ones were answered. All are alike but for
-their tokens.
+The clients ask a real server over HTTP. First one request at a time, for the fastest answer; then as many clients as
+there are places, each asking again at once, for the server's capacity. Then requests come at random times (a Poisson
+process), at multiples of that rate, whether or not earlier ones were answered. All are alike but for their tokens.
 
-Whoever wants answers in time says so: the server is started with `--max-wait-s`. Another one, which is asked by those
-clients alone, says before how long a first token takes where nobody waits; what is left of the smallest `--within` is
-for waiting. `--no-max-wait` leaves that out.
+The server is started with `--max-wait-s`. Another one, with only those clients, first measures the time to a first
+token without a queue; the rest of the smallest `--within` is for waiting. `--no-max-wait` omits the bound.
 
-In time is an answer whose first token took at most so many times as long as the median of those clients' answers, and
-whose others did on average (`--within`): as soon as a server that is full, and no more than full, gives it. The promise
-is that what is too much is refused at once, with 429 and Retry-After, and that goodput stays at 90 % of its peak.
+An answer is in time if its first token, and its others on average, took at most `--within` times the median of those
+clients' answers: the speed of a server that is full, and no more than full. The promise is that excess requests are
+refused at once, with 429 and Retry-After, and that goodput stays at 90 % of its peak.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class Window:
         return cls(now_s + RAMP_SHARE * seconds, now_s + seconds)
 
     def rate(self, outcomes: Iterable[Outcome]) -> float:
-        """Of these, so many ended in a second."""
+        """The number of these that ended, a second."""
         num = sum(self.start_s < outcome.ended_s <= self.end_s for outcome in outcomes)
         return num / (self.end_s - self.start_s)
 
@@ -119,8 +117,14 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = new_parser(__doc__, rounds=1)
     parser.add_argument("--factors", type=float, nargs="+", default=[0.5, 1, 2, 5, 10])
-    parser.add_argument("--within", type=float, nargs="+", default=[2, 3], help="times as long as when full")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each level")
+    parser.add_argument(
+        "--within",
+        type=float,
+        nargs="+",
+        default=[2, 3],
+        help="factors of the time of a full server within which an answer is in time",
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds of each level")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--max-running", type=int, default=8)
@@ -132,7 +136,7 @@ def _options() -> argparse.Namespace:
 
 
 class Load:
-    """Who asks the server at `url`."""
+    """The clients of the server at `url`."""
 
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         self._url = f"{url}/v1/completions"
@@ -140,7 +144,7 @@ class Load:
         self._chance = random.Random(0)
 
     async def first_s_when_full(self) -> float:
-        """The time to the first token where there are as many clients as places, and so nobody waits for one."""
+        """The time to the first token with as many clients as places, so that no request waits for one."""
         async with _session() as session:
             for _ in range(WARM_UP_REQUESTS + ALONE_REQUESTS):
                 await self.ask(session)
@@ -232,7 +236,7 @@ def time_to_wait_s(within: Sequence[float], first_s: float) -> float:
 def level(
     outcomes: Sequence[Outcome], window: Window, within: Sequence[float], first_s: float, token_s: float
 ) -> dict[str, Any]:
-    """What became of the requests of one level. Counts are of all, rates of what ended within the window."""
+    """Outcomes of the requests of one level. Counts are of all, rates of those that ended within the window."""
     answered = [outcome for outcome in outcomes if outcome.status == 200 and outcome.times_s]
     refused = [outcome for outcome in outcomes if outcome.status == 429]
 

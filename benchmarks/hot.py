@@ -1,4 +1,4 @@
-"""A hot engine side by side: tokens a second of prompts and of answers, for one sequence and for several.
+"""Warm engines of Teneral and its peers: tokens a second of prompts and of answers, for one sequence and for several.
 
     python -m benchmarks.hot [--own bf16=PATH int8=PATH int4=PATH] [--batches 1 8 16] [--prompts 128 512] [--save]
 
@@ -239,7 +239,7 @@ def render(report: Mapping[str, Any]) -> str:
     parts = [title(report, *words), table(columns, rows), ""]
     compared = _ratios(report["results"], batches, lengths)
     if compared:
-        parts += [table(["beside", *columns[1 : 1 + len(batches) + len(lengths)]], compared), ""]
+        parts += [table(["relative to", *columns[1 : 1 + len(batches) + len(lengths)]], compared), ""]
     parts.append(failures(report["failed"], report["left_out"]))
     return "\n".join(parts)
 

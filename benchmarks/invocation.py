@@ -1,4 +1,4 @@
-"""What an invocation costs that does nothing, over HTTP and on AWS Lambda, beside AWS's own runtime for Python.
+"""The cost of an invocation that does nothing, over HTTP and on AWS Lambda, and of AWS's own runtime for Python.
 
     python -m benchmarks.invocation [--rounds 5] [--requests 300] [--save]
 
@@ -46,7 +46,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=300, help="in each round")
+    parser.add_argument("--requests", type=int, default=300, help="requests in each round")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     options = parser.parse_args()
     report = begin(
@@ -133,7 +133,7 @@ def render(report: dict[str, Any]) -> str:
         ]
         for name, row in report["invocations"].items()
     ]
-    columns = ["ms", "p50", "p90", "p99", "then until the next, p50", "beside awslambdaric"]
+    columns = ["ms", "p50", "p90", "p99", "then until the next, p50", "relative to awslambdaric"]
     return "\n".join(
         [
             title(report, "invocation", f"{report['rounds']} rounds of {report['requests']}"),

@@ -1,4 +1,4 @@
-"""What 8-bit keys and values change of a model's predictions, and what reading them costs.
+"""The effect of 8-bit keys and values on a model's predictions, and the cost of reading them.
 
     python -m benchmarks.kv_int8 [MODEL_DIRECTORY] [--text FILE] [--tokens N] [--context N] [--threads N]
 

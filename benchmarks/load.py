@@ -2,10 +2,10 @@
 
     python -m benchmarks.load [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 3] [--save]
 
-Compared are the packed artifact and the plain safetensors, loaded by `WeightLoad` over HTTP, each beside a
-bare read of the same bytes with as many connections into reused buffers, which is the floor for the network's
-share. The store is a process of its own (its CPU is not counted), every run is one too, and runs take turns,
-since machines are noisy: trust the ratios. Rate 0 means unthrottled. GB are 10^9 bytes.
+`WeightLoad` loads the packed artifact and the plain safetensors over HTTP, each against a bare read of the same bytes
+with as many connections into reused buffers, which is the floor for the network's share. The store is a process of
+its own (its CPU is not counted), every run is one too, and runs take turns, since machines are noisy: trust the
+ratios. Rate 0 means unthrottled. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def render(report: dict[str, Any]) -> str:
         "s",
         "weights GB/s",
         "CPU-s a GB of weights",
-        "beside a bare read: time, CPU",
-        "beside the wire",
+        "relative to a bare read: time, CPU",
+        "relative to the wire",
         "extra MB",
         "connections, ranges",
     ]
@@ -99,14 +99,14 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape of `teneral synth`")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
     parser.add_argument("--latency-ms", type=float, default=5.0)
     parser.add_argument(
-        "--connection-rate-mb-s", type=float, default=0.0, help="of each connection, 0 for no limit"
+        "--connection-rate-mb-s", type=float, default=0.0, help="rate of each connection, 0 for no limit"
     )
     parser.add_argument(
-        "--connections", type=int, default=32, help="most that a load, and all that a read, opens"
+        "--connections", type=int, default=32, help="most connections of a load; all of a bare read"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print the report as JSON too")

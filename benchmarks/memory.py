@@ -1,4 +1,4 @@
-"""Peak memory of a cold start beside its weights: what loading and serving take for themselves.
+"""Peak memory of a cold start in addition to its weights: the memory of loading and serving themselves.
 
     python -m benchmarks.memory [--like qwen2.5-0.5b] [--rate-mb-s 0 200] [--rounds 3] [--save]
 
@@ -85,7 +85,7 @@ def render(report: dict[str, Any]) -> str:
         "peak, MiB",
         "weights",
         "the process without a model",
-        f"beside ({GOAL_MIB} allowed)",
+        f"in addition ({GOAL_MIB} allowed)",
     ]
     head = title(
         report, f"{report['model']}, a KV pool of up to {report['kv_mib']} MiB", f"{report['rounds']} rounds"
@@ -95,7 +95,9 @@ def render(report: dict[str, Any]) -> str:
 
 def _options() -> argparse.Namespace:
     parser = new_parser(__doc__, rounds=3)
-    parser.add_argument("--rate-mb-s", type=float, nargs="+", default=[0.0, 200.0], help="0 for no limit")
+    parser.add_argument(
+        "--rate-mb-s", type=float, nargs="+", default=[0.0, 200.0], help="rates of the store, 0 for no limit"
+    )
     parser.add_argument("--latency-ms", type=float, default=15.0)
     return parser.parse_args()
 
@@ -160,7 +162,7 @@ def _peak_mib(model: str, store: StoreProcess, weight_bytes: int) -> float:
 
 
 def _bytes_without_model() -> int:
-    """What all the imports of a server take, and nothing else."""
+    """The memory of all imports of a server, and nothing else."""
     command = [sys.executable, "-c", WITHOUT_MODEL]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()

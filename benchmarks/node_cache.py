@@ -1,4 +1,4 @@
-"""What the node cache costs the load that fills it, and what it gains the next one.
+"""The node cache: its cost to the load that fills it, and its gain for the next one.
 
     python -m benchmarks.node_cache [--like qwen2.5-0.5b] [--rates 0 200] [--rounds 5] [--save]
 
@@ -61,7 +61,7 @@ def render(report: dict[str, Any]) -> str:
                     f"{did.get('read_bytes', 0) / row['stored_bytes']:.0%}",
                 ]
             )
-    columns = ["store", "cache", "s", "beside none", "CPU-s", "beside none"]
+    columns = ["store", "cache", "s", "relative to none", "CPU-s", "relative to none"]
     columns += ["parts written", "dropped", "read from disk"]
     words = [
         report["model"],
@@ -143,7 +143,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape of `teneral synth`")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 200.0], help="MB/s, 0 for no limit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")

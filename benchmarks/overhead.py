@@ -1,14 +1,14 @@
-"""What the engine and the server cost without a model.
+"""The cost of the engine and the server without a model.
 
     python -m benchmarks.overhead [--rounds 5] [--requests 500] [--save]
 
 *A step*: the real engine over a decoder whose logits are ready, so that what is left of a step is deciding, reserving
-blocks, building the batch, choosing tokens and handing them out. With a small vocabulary it is all but the choosing,
-with a large one the choosing as well (greedy, of fp32 logits). What the decoder itself takes is subtracted.
+blocks, building the batch, choosing tokens and sending them. With a small vocabulary it is all but the choice of
+tokens, with a large one that as well (greedy, of fp32 logits). The decoder's own time is subtracted.
 
-*An invocation*: `teneral serve --handler` with a function that returns what it was given, over HTTP, on one connection,
-one request after the other; beside /livez, which does nothing, and a bare aiohttp server with one route, which is what
-the library costs. The goal is 1 ms at the median.
+*An invocation*: `teneral serve --handler` with a function that returns its event, over HTTP, on one connection, one
+request after the other; compared with /livez, which does nothing, and a bare aiohttp server with one route, the cost of
+the library. The goal is 1 ms at the median.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300, help="in each round")
-    parser.add_argument("--requests", type=int, default=500, help="in each round")
+    parser.add_argument("--steps", type=int, default=300, help="steps in each round")
+    parser.add_argument("--requests", type=int, default=500, help="requests in each round")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     options = parser.parse_args()
     report = begin("overhead", rounds=options.rounds, requests=options.requests, goal_ms=GOAL_MS)
@@ -112,7 +112,7 @@ class NoModel:
 
 
 def measure_steps(rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a step beside its forward pass, by vocabulary and batch: medians over the rounds."""
+    """Milliseconds of a step outside its forward pass, by vocabulary and batch: medians over the rounds."""
     tokenizer = TextTokenizer.from_files(
         lambda name: path.read_bytes() if (path := MODEL / name).exists() else None
     )
@@ -137,7 +137,7 @@ def measure_steps(rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
 
 
 def step_s(model: NoModel, tokenizer: TextTokenizer, batch_size: int, num_steps: int) -> float:
-    """Seconds of a step in which so many sequences get a token, without what its forward pass takes."""
+    """Seconds of a step that gives `batch` sequences a token, without its forward pass."""
     chance = random.Random(0)
     engine = Engine(
         model,
@@ -244,8 +244,8 @@ def render(report: dict[str, Any]) -> str:
         "p50",
         "p90",
         "p99",
-        "beside bare aiohttp",
-        f"beside the goal of {report['goal_ms']:g} ms",
+        "relative to bare aiohttp",
+        f"relative to the goal of {report['goal_ms']:g} ms",
     ]
     return "\n".join(
         [

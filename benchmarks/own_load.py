@@ -2,14 +2,14 @@
 
     python -m benchmarks.own_load WAY ADDRESS
 
-    process      in a process beside this one, forked off before anything is imported, as `teneral serve` does
+    process      in another process, forked before anything is imported, as `teneral serve` does
     standby      the same, when that process has imported all and holds memory for the weights, as in a standby pool
     threads      by the threads of this process
     load_file    `teneral.load_file`, with torch imported before the clock starts
     …+torch      the first two, while this process imports torch
     torch        the import of torch alone
 
-Afterwards a byte of every page has been read. Nothing is imported here that the way itself does not need first.
+Afterwards a byte of every page has been read. This module imports nothing that the way itself does not need first.
 """
 
 import gc
@@ -27,14 +27,14 @@ STANDBY_BYTES = 1 << 30
 
 
 def main() -> None:
-    way, _, beside = sys.argv[1].partition("+")
-    importing = threading.Thread(target=_import_torch) if beside or way == "torch" else None
+    way, _, other = sys.argv[1].partition("+")
+    importing = threading.Thread(target=_import_torch) if other or way == "torch" else None
     ways: dict[str, Callable[[str, threading.Thread | None], dict[str, Any]]] = {
         "process": by_process,
         "standby": by_standby,
         "threads": by_threads,
         "load_file": by_load_file,
-        "torch": by_nobody,
+        "torch": by_import_alone,
     }
     result = ways[way](sys.argv[2], importing)
     if importing is not None:
@@ -43,17 +43,17 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def by_process(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+def by_process(address: str, other: threading.Thread | None) -> dict[str, Any]:
     from teneral.loader.load.launch import Prepared
 
     clock = Clock()
     prepared = Prepared(fork=True)
-    if beside is not None:
-        beside.start()  # after the fork: one is safe only where there is one thread
+    if other is not None:
+        other.start()  # after the fork: one is safe only where there is one thread
     return _by_prepared(address, prepared, clock)
 
 
-def by_standby(address: str, beside: threading.Thread | None) -> dict[str, Any]:
+def by_standby(address: str, other: threading.Thread | None) -> dict[str, Any]:
     from teneral.handlers.serve import import_server
     from teneral.handlers.standby.pool import import_everything
     from teneral.loader.load.launch import Prepared
@@ -87,9 +87,9 @@ def _by_prepared(address: str, prepared: Any, clock: "Clock") -> dict[str, Any]:
         return clock.result(load.manifest.weight_bytes)
 
 
-def by_threads(address: str, beside: threading.Thread | None) -> dict[str, Any]:
-    if beside is not None:
-        beside.start()
+def by_threads(address: str, other: threading.Thread | None) -> dict[str, Any]:
+    if other is not None:
+        other.start()
     from contextlib import closing
 
     from teneral.loader.artifact import open_artifact
@@ -109,9 +109,9 @@ def by_threads(address: str, beside: threading.Thread | None) -> dict[str, Any]:
             return clock.result(manifest.weight_bytes)
 
 
-def by_nobody(_: str, beside: threading.Thread | None) -> dict[str, Any]:
-    assert beside is not None
-    beside.start()
+def by_import_alone(_: str, other: threading.Thread | None) -> dict[str, Any]:
+    assert other is not None
+    other.start()
     return {}
 
 

@@ -137,7 +137,7 @@ def _line(line: Line, across: Axis, upward: Axis) -> str:
 
 
 def _labels(lines: Sequence[Line], across: Axis, upward: Axis) -> list[str]:
-    """Each line's name beside its end, in its colour."""
+    """Each line's name at its end, in its colour."""
     ends = [upward.place(line.points[-1][1]) for line in lines]
     parts = []
     for line, end, y in zip(lines, ends, svg.spread_out(ends, LABEL_GAP, TOP, HEIGHT - BOTTOM), strict=True):

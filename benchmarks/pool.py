@@ -309,7 +309,7 @@ def render(report: dict[str, Any]) -> str:
     if "kv" in results:
         rows.append(
             [
-                "conversation's first token after a sleep, beside new",
+                "conversation's first token after a sleep, relative to new",
                 f"{results['kv']['ratio']:.2f}x",
                 f"≤ {goals['kv']}x",
             ]
@@ -317,7 +317,7 @@ def render(report: dict[str, Any]) -> str:
     if "burst" in results:
         rows.append(
             [
-                "slowest of 3 starts at once, beside one alone",
+                "slowest of 3 starts at once, relative to one alone",
                 f"{results['burst']['ratio']:.2f}x",
                 f"≤ {goals['burst']:g}x",
             ]

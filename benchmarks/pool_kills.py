@@ -75,7 +75,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--kill-every-s", type=float, default=5.0)
-    parser.add_argument("--clients", type=int, default=24, help="requests at the same time")
+    parser.add_argument("--clients", type=int, default=24, help="concurrent clients")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     return parser.parse_args()
@@ -195,7 +195,7 @@ class _Run:
             self._examples.append(f"{outcome}: {model}: {served_by} {text!r}, not {expected!r}"[:300])
         return outcome
 
-    # beside them
+    # in parallel with the clients
 
     async def _state(self) -> dict[str, Any]:
         async with self._session.get(f"{self._url}/v1/pool") as answer:

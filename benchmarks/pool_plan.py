@@ -1,4 +1,4 @@
-"""Plans beside reality: what `teneral pool plan` says of a pool, and what `teneral pool run` then does.
+"""Plans against reality: the predictions of `teneral pool plan`, and the figures of `teneral pool run`.
 
     python -m benchmarks.pool_plan [--seconds 120] [--only PATTERN] [--save]
 
@@ -51,7 +51,7 @@ GOALS = {"cold_share": 0.03, "p50": 0.15, "p99": 0.30, "instance_s": 0.10, "sear
 
 def main() -> None:
     parser = new_parser(__doc__, rounds=1)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each trace")
+    parser.add_argument("--seconds", type=float, default=120.0, help="seconds of each trace")
     parser.add_argument("--standby", type=int, default=2)
     options = parser.parse_args()
     report = begin("pool_plan", seconds=options.seconds, standby=options.standby, goals=GOALS)

@@ -1,4 +1,4 @@
-"""What a load predicted of its draft, and what came of it: from a server's timeline. Pure.
+"""A load's predictions about its draft, and the measured times, from a server's timeline. Pure.
 
 Times are in seconds since the load began, which is when it asked for the first byte.
 """
@@ -49,20 +49,20 @@ def is_complete(timeline: Mapping[str, Any]) -> bool:
 
 
 def of_timeline(timeline: Mapping[str, Any]) -> Prediction:
-    """What a timeline says that is complete."""
+    """The predictions and times of a complete timeline."""
     spans = timeline["spans"]
     began_s = min((span["start_s"] for span in spans if span["lane"] == "fetch"), default=0.0)
     decided = next((span for span in spans if span["lane"] == "process" and _is_decision(span)), None)
-    said = _attributes(decided)
+    predicted = _attributes(decided)
     outcome = _attributes(next((span for span in spans if span["name"] == OUTCOME), None))
-    rate_bytes_s = said.get("rate_bytes_per_s")
+    rate_bytes_s = predicted.get("rate_bytes_per_s")
     return Prediction(
         decision=decided["name"] if decided else UNDECIDED,
         rate_mb_s=None if rate_bytes_s is None else rate_bytes_s / 1e6,
-        draft_s=said.get("draft_s"),
-        exact_s=said.get("exact_s"),
-        token_s=said.get("token_s"),
-        num_proposals=said.get("num_proposals"),
+        draft_s=predicted.get("draft_s"),
+        exact_s=predicted.get("exact_s"),
+        token_s=predicted.get("token_s"),
+        num_proposals=predicted.get("num_proposals"),
         draft_came_s=_complete_s(spans, ("draft", "exact"), began_s),
         exact_came_s=_complete_s(spans, ("exact",), began_s),
         num_draft_steps=outcome.get("num_draft_steps", 0),

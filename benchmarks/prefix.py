@@ -1,21 +1,21 @@
-"""What a known prefix saves: time to the first token behind a long prefix, by where its keys and values are.
+"""The gain of a cached prefix: time to the first token after a long prefix, by where its keys and values are.
 
     python -m benchmarks.prefix [--tokens 1000] [--rounds 3] [--only PATTERN] [--save]
 
-Real servers are asked over HTTP for one token, behind a prefix of random tokens and some more that are new each time:
+Real servers generate one token over HTTP, after a prefix of random tokens and some more that are new each time:
 
-    new               nobody has asked for the prefix before
-    in the pool       the same server was asked for it just before
-    in host memory    and then for so many others that the pool has given it up: `--kv-host-bytes`
+    new               no request had the prefix before
+    in the pool       the same server had a request with it just before
+    in host memory    and then more others than the pool holds, so that it was evicted: `--kv-host-bytes`
     on disk           the same with `--kv-disk-dir`
-    restarted         the server was asked for it twice and ended, and another one was started; asked when all
-                      weights are there
+    restarted         the server had two requests with it and ended, and another one was started; the request comes
+                      once all weights are loaded
     snapshot          the same with `--kv-snapshot`
-    exec, restarted   from starting that other process, which is asked as soon as its port is open
+    exec, restarted   from starting that other process, with a request as soon as its port is open
     exec, snapshot    the same with `--kv-snapshot`
 
-Rows take turns, each round with a prefix of its own. *Found* are the tokens of the prompt that were not computed, as
-the server says. What this version has no setting for is left out and named.
+Rows take turns, each round with a prefix of its own. *Found* are the cached tokens of
+the prompt, by the server's count. Rows without a setting in this version are omitted and named.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def kv_token_bytes(root: Path) -> int:
-    """What one token takes in the KV pool, in bf16."""
+    """Bytes of one token in the KV pool, in bf16."""
     config = json.loads((root / "models" / "plain" / "config.json").read_text())
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim * 2)
@@ -116,7 +116,7 @@ class Bench:
         }
 
     def measure(self, rows: dict[str, Callable[[], Answer]], rounds: int) -> None:
-        """So many rounds in turns, into `samples`. A row that fails is left out from then on, with its reason."""
+        """Rounds in turns, into `samples`. A row that fails is omitted from then on, with its reason."""
         for number in range(rounds):
             for name, once in rows.items():
                 if name in self.failed:
@@ -187,7 +187,7 @@ def render(report: dict[str, Any]) -> str:
         f"a prefix of {report['prefix_tokens']:,} tokens and {SUFFIX_TOKENS} more",
         f"medians of {report['rounds']} rounds",
     ]
-    columns = ["the prefix", "first token, s", "from–to", f"beside {NEW}", "found tokens"]
+    columns = ["the prefix", "first token, s", "from–to", f"relative to {NEW}", "found tokens"]
     return "\n".join([title(report, *words), table(columns, rows), failures(report["failed"])])
 
 

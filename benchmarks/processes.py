@@ -15,7 +15,7 @@ SAMPLE_PERIOD_S = 0.05
 
 
 class RunError(Exception):
-    """What was to be measured did not come to its end."""
+    """A measurement that did not complete."""
 
 
 def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Products of the native core beside torch's: GFLOP/s and GB/s of weights, by dtype and number of rows.
+"""Products of the native core and of torch: GFLOP/s and GB/s of weights, by dtype and number of rows.
 
     python -m benchmarks.products [--threads N] [--rounds 9] [--cpu-time] [--save]
 

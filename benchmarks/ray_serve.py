@@ -1,4 +1,4 @@
-"""Ray Serve: waking a sleeping model, what the ingress and the proxy cost a warm request, and prefix affinity.
+"""Ray Serve: waking a sleeping model, the cost of the ingress and the proxy for a warm request, and prefix affinity.
 
     .conformance-ray/bin/python -m benchmarks.ray_serve [--rounds 12] [--save]
 

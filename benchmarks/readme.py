@@ -20,7 +20,7 @@ from benchmarks.draft import AHEAD, DRAFT, WITHOUT, wire_s
 from benchmarks.draft_picture import nearest
 from benchmarks.report import RESULTS, newest, table
 from benchmarks.throughput import BASE as RUNAI
-from benchmarks.throughput import import_beside
+from benchmarks.throughput import import_during
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -37,7 +37,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="say whether the README agrees; write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="report whether the pages agree with the results; write nothing"
+    )
     options = parser.parse_args()
     stale = False
     for page, mark, text in ((README, "figures", figures()), (PAGE, "benchmark", section())):
@@ -245,11 +247,11 @@ def throughput(report: dict[str, Any]) -> str:
         for name, row in results.items():
             if "peak_pss_mb" not in row:
                 continue
-            beside = "–"
+            relative = "–"
             if base and name != RUNAI:
                 speed, cpu = row["gb_s"] / base["gb_s"], row["cpu_s_a_gb"] / base["cpu_s_a_gb"]
-                beside = f"{speed:.1f}x, {cpu:.2f}x"
-            cells = [f"{row['gb_s']:.2f}", f"{row['cpu_s_a_gb']:.2f}", beside, f"{row['peak_pss_mb']:,.0f}"]
+                relative = f"{speed:.1f}x, {cpu:.2f}x"
+            cells = [f"{row['gb_s']:.2f}", f"{row['cpu_s_a_gb']:.2f}", relative, f"{row['peak_pss_mb']:,.0f}"]
             rows.append([f"{name}, {_OVER[over]}", *cells])
     columns = ["", "GB/s of weights", "CPU-s a GB", f"both relative to {RUNAI}", "peak MB"]
     lead = (
@@ -258,12 +260,12 @@ def throughput(report: dict[str, Any]) -> str:
     )
     text = f"{lead}\n\n{table(columns, rows)}"
     columns = ["`import torch` while weights are loaded", "s", "relative to the import alone", "load, GB/s"]
-    beside = [
+    imports = [
         cells[: len(columns)]
         for over, results in report["results"].items()
-        for cells in import_beside(over, results)
+        for cells in import_during(over, results)
     ]
-    return f"{text}\n\n{table(columns, beside)}" if beside else text
+    return f"{text}\n\n{table(columns, imports)}" if imports else text
 
 
 def hot(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table for people, and JSON with what is needed to judge its figures."""
+"""A benchmark's report: a table, and JSON with the facts needed to judge its figures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def new_parser(description: str | None, *, rounds: int) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape that `teneral synth` knows")
+    parser.add_argument("--like", default="qwen2.5-0.5b", help="a shape of `teneral synth`")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--only", help="a pattern: run only what matches it")
+    parser.add_argument("--only", help="run only the systems that match this pattern")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     parser.add_argument(
         "--work",
@@ -41,7 +41,7 @@ def new_parser(description: str | None, *, rounds: int) -> argparse.ArgumentPars
 
 
 def begin(benchmark: str, **facts: Any) -> dict[str, Any]:
-    """The head of a report: how, when and where. `facts` are what the benchmark was told to do."""
+    """The head of a report: how, when and where. `facts` are the benchmark's options."""
     return {
         "benchmark": benchmark,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *_arguments(sys.argv[1:])]),
@@ -127,7 +127,7 @@ def median(rows: Iterable[Mapping[str, Any]], key: str) -> float:
 
 
 def note(line: str) -> None:
-    """Say how far it is, beside the results."""
+    """Report progress on standard error, apart from the results."""
     print(line, file=sys.stderr, flush=True)
 
 

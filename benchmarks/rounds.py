@@ -1,4 +1,4 @@
-"""Runs that take turns, since machines are noisy: what is compared sees the same weather."""
+"""Runs in turns, so that a machine's noise affects all compared systems alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Turns:
     before: Callable[[], None] = lambda: None
 
     def time(self, rounds: int, label: str = "") -> dict[str, dict[str, Any]]:
-        """Medians of so many rounds, in turns."""
+        """Medians of several rounds, in turns."""
         return {
             name: {
                 "first_token_s": statistics.median(sample.first_token_s for sample in samples),
@@ -39,7 +39,7 @@ class Turns:
         }
 
     def run(self, rounds: int, label: str = "") -> dict[str, list[ColdStart]]:
-        """So many rounds, in turns. Without the systems that failed in one of them."""
+        """The rounds, in turns. Without the systems that failed in one of them."""
         samples: dict[str, list[ColdStart]] = {name: [] for name in self.systems}
         for number in range(rounds):
             for name in self.systems:

@@ -1,4 +1,4 @@
-"""A `teneral serve` process that stays, and what it is asked.
+"""A `teneral serve` process that keeps running, and requests to it.
 
 Unlike a cold start (`cold_starts.py`), what is measured here begins when all weights are there.
 """
@@ -40,10 +40,10 @@ class Program:
     def __init__(self, command: Callable[[int], Sequence[str]], variables: Mapping[str, str] = {}) -> None:
         """`command` takes the port."""
         self.port = free_port()
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.started_s = time.monotonic()
         self._process = subprocess.Popen(
-            command(self.port), env=environment(variables), stdout=self._said, stderr=self._said
+            command(self.port), env=environment(variables), stdout=self._log, stderr=self._log
         )
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class Program:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        self._said.close()
+        self._log.close()
 
     def connect(self) -> http.client.HTTPConnection:
         """As soon as the port is open. Raises `RefusedError`."""
@@ -86,8 +86,8 @@ class Program:
         raise RefusedError(self._last_words())
 
     def _last_words(self) -> str:
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").splitlines()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").splitlines()
         return "\n".join(line for line in lines if self.url not in line)[-1000:].strip()
 
 
@@ -139,7 +139,7 @@ class Server(Program):
 
 
 def completion(prompt: Sequence[int], num_tokens: int) -> dict[str, Any]:
-    """The body of a request for so many tokens, as a stream."""
+    """The body of a request for that number of tokens, as a stream."""
     return {
         "model": "model",
         "prompt": list(prompt),

@@ -30,7 +30,9 @@ AT_ONCE = 3
 
 def main() -> None:
     parser = new_parser(__doc__, rounds=5)
-    parser.add_argument("--rate-mb-s", type=float, default=200.0, help="of the store behind the node cache")
+    parser.add_argument(
+        "--rate-mb-s", type=float, default=200.0, help="MB/s of the store behind the node cache"
+    )
     parser.add_argument("--latency-ms", type=float, default=15.0)
     options = parser.parse_args()
     root = options.work / options.like / "store"
@@ -97,7 +99,7 @@ def _systems(
 
 
 def _weights_bytes(models: Path) -> int:
-    """What the model's weights take, and some more."""
+    """The bytes of the model's weights, and a margin."""
     return sum(path.stat().st_size for path in (models / "plain").glob("*.safetensors")) + (1 << 20)
 
 
@@ -134,7 +136,7 @@ def render(report: dict[str, Any]) -> str:
         f"medians of {report['rounds']} rounds",
         f"goal of a standby: {report['goal']:g}x",
     ]
-    columns = ["exec → first token", "s", "from–to", f"beside {BASE}", "peak MB"]
+    columns = ["exec → first token", "s", "from–to", f"relative to {BASE}", "peak MB"]
     return "\n".join([title(report, *words), table(columns, rows), failures(report["failed"])])
 
 

@@ -1,4 +1,4 @@
-"""Time from `exec` to the first answer of a model that lies on the node, next to the processes people start today.
+"""Time from `exec` to the first answer with the model on the node, of Teneral and of common alternatives.
 
     python -m benchmarks.starts [--rounds 5] [--only PATTERN] [--save]
 

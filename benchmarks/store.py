@@ -1,4 +1,4 @@
-"""The store that models are fetched from in a benchmark, and the models in it.
+"""A benchmark's store, and the models in it.
 
 The server is a process of its own, so that its CPU time and its GIL are its own; it paces all connections together.
 Model files are read beforehand, so that they come from the page cache; before each run where a long benchmark shares a
@@ -41,12 +41,12 @@ class StoreProcess:
             raise SystemExit("the store server did not start")
 
     def environment(self) -> dict[str, str]:
-        """What tells every S3 client where this store is, and to trust it."""
+        """The variables that direct every S3 client to this store, and make it trust it."""
         names = ("SSL_CERT_FILE", "AWS_CA_BUNDLE", "CURL_CA_BUNDLE") if self.certificate else ()
         return store_variables(self.url) | dict.fromkeys(names, str(self.certificate))
 
     def sent_bytes(self) -> int:
-        """What it has given to the network so far, of answers under way too. Takes a millisecond or so."""
+        """Bytes sent to the network so far, also of unfinished answers. Takes a millisecond or so."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -62,8 +62,8 @@ class StoreProcess:
 
 
 def store_variables(url: str) -> dict[str, str]:
-    """What tells every S3 client that its store is at `url`. Credentials are not checked there; without any, clients
-    would look for an instance's role first.
+    """The variables that direct every S3 client to the store at `url`. The store checks no credentials; without any,
+    clients would look for an instance's role first.
     """
     return {
         "AWS_ENDPOINT_URL": url,
@@ -105,7 +105,7 @@ def prepare_own(model: Path, root: Path) -> None:
 
 
 def folder_of(model: Path, work: Path) -> Path:
-    """Where such a model is kept below `work`: two models that have one name have two."""
+    """The model's folder below `work`: two models of one name have two."""
     path = model.resolve()
     return work / f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
@@ -136,7 +136,7 @@ def warm(root: Path) -> None:
 
 
 def stored_bytes(root: Path) -> dict[str, int]:
-    """What fetching the whole model brings, by the way in which it is stored."""
+    """Bytes of a fetch of the whole model, by the way in which it is stored."""
     return {
         model: sum(path.stat().st_size for path in (root / "models" / model).rglob("*") if path.is_file())
         for model in MODELS
@@ -144,7 +144,7 @@ def stored_bytes(root: Path) -> dict[str, int]:
 
 
 def draft_bytes(root: Path) -> int:
-    """What has to come of the packed model before all of its draft is there: all but the last tier's parts."""
+    """Bytes of the packed model's draft: all but the last tier's parts."""
     from teneral.loader.artifact import open_artifact
     from teneral.loader.format.manifest import Tier
     from teneral.loader.sources.open import open_source

@@ -1,4 +1,4 @@
-"""Structured answers: a schema request's first text in a cold start, what grammars cost, and whether they hold.
+"""Structured answers: a schema request's first text in a cold start, the cost of grammars, and their correctness.
 
     python -m benchmarks.structured [MODEL] [--rates 25,100,400] [--rounds 3] [--answers 2000] [--suite DIR] [--save]
 

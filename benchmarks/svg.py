@@ -1,4 +1,4 @@
-"""What the pictures are made of: SVG that can be read on light and on dark ground."""
+"""Elements of the pictures: SVG that is readable on light and on dark ground."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def document(width: int, height: int, label: str, parts: Sequence[str]) -> str:
 
 
 def source(report: dict[str, Any]) -> str:
-    """Where the figures are from."""
+    """The source of the figures, as text."""
     rounds = f"medians of {report['rounds']} rounds" if report["rounds"] > 1 else "one round"
     machine = report["machine"]
     return f"{machine['name']} ({machine['cpu']}), {report['date'][:10]}, {rounds}:"

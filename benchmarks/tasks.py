@@ -1,4 +1,4 @@
-"""Programs that get a task and give an answer, both as JSON, each run in a process of its own; and runs of them in
+"""Programs that read a task and print an answer, both as JSON, each run in a process of its own; and runs of them in
 turns.
 """
 
@@ -66,7 +66,7 @@ class TaskTurns:
 
 
 def random_prompt(chance: random.Random, num_tokens: int) -> list[int]:
-    """Tokens that nobody has cached, and that no tokenizer is needed for."""
+    """Tokens that no cache holds, and that need no tokenizer."""
     return chance.choices(TEXT_TOKENS, k=num_tokens)
 
 

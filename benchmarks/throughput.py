@@ -1,4 +1,4 @@
-"""Loading at full speed, side by side: GB/s of weights and CPU seconds a GB, without a model or a server.
+"""Loading at full speed, Teneral and its peers: GB/s of weights and CPU seconds a GB, without a model or a server.
 
     python -m benchmarks.throughput [--over http tls file] [--rounds 3] [--only PATTERN] [--save]
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 @contextmanager
 def _place(over: str, root: Path, latency_ms: float) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where the models lie, and the variables that clients need."""
+    """The address of the models, and the variables that clients need."""
     if over == "file":
         yield str(root / "models"), {}
         return
@@ -98,7 +98,7 @@ def _commands(over: str, base: str, peers: PeerEnvironment) -> dict[str, list[st
         commands[ALONE] = [*own, "torch", ""]
         for way, words in (("process", "own process"), ("threads", "threads")):
             for model in ("packed", "plain"):
-                commands[f"{ALONE} beside {model}, {words}"] = [*own, f"{way}+torch", f"{base}/{model}"]
+                commands[f"{ALONE} during {model}, {words}"] = [*own, f"{way}+torch", f"{base}/{model}"]
     return commands
 
 
@@ -141,19 +141,19 @@ class Runs:
 
 
 def run(command: list[str], variables: Mapping[str, str], *, watch: bool) -> dict[str, Any]:
-    """What one process says of its load, with its peak memory if watched. Raises `RunError`."""
+    """The report of one process about its load, with its peak memory if watched. Raises `RunError`."""
     with subprocess.Popen(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         memory = MemoryWatch(process.pid) if watch else None
         try:
             with memory or nullcontext():
-                output, said = process.communicate(timeout=RUN_TIMEOUT_S)
+                output, log = process.communicate(timeout=RUN_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             process.kill()
             raise RunError(f"not done after {RUN_TIMEOUT_S:g} s") from error
     if process.returncode:
-        raise RunError(f"ended with {process.returncode}: {said[-1000:]}")
+        raise RunError(f"ended with {process.returncode}: {log[-1000:]}")
     row: dict[str, Any] = json.loads(output.splitlines()[-1])
     return row | ({"peak_pss_mb": memory.peak_bytes / 1e6} if memory else {})
 
@@ -174,18 +174,18 @@ def render(report: dict[str, Any]) -> str:
     for over, results in report["results"].items():
         base = results.get(BASE)
         rows = [_row(name, row, base) for name, row in results.items() if not name.startswith(ALONE)]
-        columns = [OVER[over], "GB/s", "CPU-s a GB", f"speed beside {BASE}", "CPU time", "peak MB"]
+        columns = [OVER[over], "GB/s", "CPU-s a GB", f"speed relative to {BASE}", "CPU time", "peak MB"]
         parts += [table(columns, rows), ""]
-    beside = [row for over, results in report["results"].items() for row in import_beside(over, results)]
-    if beside:
+    imports = [row for over, results in report["results"].items() for row in import_during(over, results)]
+    if imports:
         columns = [
-            "beside each other",
+            "at the same time",
             "import torch, s",
-            "beside the import alone",
+            "relative to the import alone",
             "load, GB/s",
-            "beside it alone",
+            "relative to the load alone",
         ]
-        parts += [table(columns, beside), ""]
+        parts += [table(columns, imports), ""]
     parts.append(failures(report["failed"], report["left_out"]))
     return "\n".join(parts)
 
@@ -198,15 +198,15 @@ def _row(name: str, row: dict[str, Any], base: dict[str, Any] | None) -> list[st
     return [name, f"{row['gb_s']:.2f}", f"{row['cpu_s_a_gb']:.2f}", *ratios, peak]
 
 
-def import_beside(over: str, results: dict[str, dict[str, Any]]) -> Iterable[list[str]]:
+def import_during(over: str, results: dict[str, dict[str, Any]]) -> Iterable[list[str]]:
     """One row a way to load: what it and an `import torch` cost each other."""
     alone = results.get(ALONE)
     for name, row in results.items():
-        if alone is None or not name.startswith(f"{ALONE} beside "):
+        if alone is None or not name.startswith(f"{ALONE} during "):
             continue
-        quiet = results.get(f"teneral, {name.removeprefix(f'{ALONE} beside ')}")
+        quiet = results.get(f"teneral, {name.removeprefix(f'{ALONE} during ')}")
         yield [
-            f"{name.removeprefix(f'{ALONE} beside ')}, {OVER[over]}",
+            f"{name.removeprefix(f'{ALONE} during ')}, {OVER[over]}",
             f"{row['import_s']:.2f}",
             f"{row['import_s'] / alone['import_s']:.2f}x",
             f"{row['gb_s']:.2f}",

@@ -96,13 +96,13 @@ class Server:
 
     def _find_port(self) -> int:
         assert self._process.stderr is not None
-        said = []
+        log = []
         for line in self._process.stderr:
-            said.append(line)
+            log.append(line)
             found = re.search(r"http://[^ ]+:(\d+)", line)
             if found:
                 return int(found[1])
-        raise SystemExit("the server ended before it listened:\n" + "".join(said))
+        raise SystemExit("the server ended before it listened:\n" + "".join(log))
 
     def __enter__(self) -> Server:
         return self

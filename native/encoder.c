@@ -1,7 +1,7 @@
 /* An encoder's layers over texts that lie back to back: norm(x + attention(x)), then norm(x + mlp(x)); or, with
  * `pre_norm`, x + attention(norm(x)), then x + mlp(norm(x)).
  *
- * As a decoder's step (decoder.c) in everything that is not said here. */
+ * Otherwise like a decoder's step (decoder.c). */
 #include <stdbool.h>
 
 #include "attention.h"

@@ -29,7 +29,7 @@ enum {
     PANEL_ROWS = 192,        /* whose sums are kept while K is gone through */
     MAX_GROUPS = BLOCK / GROUP_STEP + 1, /* that share a block */
     AHEAD_BYTES = 2048,      /* of a column, asked for before they are needed */
-    ALONE_PRODUCTS = 1 << 18 /* below so many, waking threads costs more than it gains */
+    ALONE_PRODUCTS = 1 << 18 /* below this number, waking threads costs more than it gains */
 };
 
 /* Rows of a tile: what the registers hold. With scales there are totals besides, which short vectors keep in memory:

@@ -10,7 +10,7 @@
 
 enum {
     NUM_SUMS = 4,               /* that a row is summed into, so that additions need not wait for each other */
-    ALONE_ELEMENTS = 1 << 15,   /* below so many, waking threads costs more than it gains */
+    ALONE_ELEMENTS = 1 << 15,   /* below this number, waking threads costs more than it gains */
 };
 
 /* ---- norms ---- */

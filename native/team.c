@@ -30,7 +30,7 @@ enum {
     MEASURED_NS = 1000 * 1000, /* shorter regions say nothing about the cores */
     FIRST_WITHOUT = 2,         /* regions that a thread is left out for, before all are tried again ... */
     MOST_WITHOUT = 32,         /* ... and when that has failed again and again: twice as many each time */
-    WAITING_SHARE = 5,         /* one in so many of a region's time is too much */
+    WAITING_SHARE = 5,         /* a share of one in this number of a region's time is too much */
     STACK_BYTES = 2 << 20,     /* attention takes 0.4 MiB; thread sanitizers 0.8 of every stack */
 };
 

@@ -1,10 +1,10 @@
-"""The attention kernels alone, with the heads of Llama-3.1-8B: one new token a sequence, and prompts beside SDPA.
+"""The attention kernels alone, with the heads of Llama-3.1-8B: one new token a sequence, and prompts against SDPA.
 
     python -m benchmarks.gpu.attention [--json FILE]
 
-For one token a sequence the keys and values must be read once: their bytes over the time stand beside what a copy
-reaches in the same run. Prompts are computed over the pool by our kernel, and by torch's over the same keys and values
-where they lie beside each other.
+For one token a sequence the keys and values must be read once: the result is their bytes over the time, relative to a
+copy's bandwidth in the same run. Prompts are computed over the pool by Teneral's kernel, and by torch's over the same
+keys and values in adjacent memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the machine itself can do: nothing of ours is faster.
+"""Ceilings of the machine itself: no part of Teneral is faster.
 
     python -m benchmarks.gpu.ceilings [--json FILE]
 

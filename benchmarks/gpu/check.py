@@ -1,9 +1,9 @@
-"""What `scripts/gpu-check` runs on a machine with a GPU: one of three calls, of nine minutes each.
+"""The three calls of `scripts/gpu-check` on a machine with a GPU, of nine minutes each.
 
     python -m benchmarks.gpu.check A|B|C [--out DIR] [--only NAME ...] [--began SECONDS] [--dry-run]
 
 A: ceilings of the machine, the tests that need a device, one load under memcheck, merging, streaming. B: generating.
-C: cold starts and loads, beside peers. What each runs stands in `steps.py`.
+C: cold starts and loads, with peers. `steps.py` lists the steps of each.
 
 Results go to --out, to $OUT where that is set, each as soon as there is something: a step's own file while it measures,
 a summary after each step. The time is counted from --began, the epoch's seconds at which the script was started. The
@@ -68,7 +68,7 @@ class Check:
     """One call: its steps' results so far, and what runs in the background."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        # The clock of the script's start is the wall's; all else is measured on one that nobody sets.
+        # The clock of the script's start is the wall's; all else is measured on the monotonic clock.
         self._end_s = time.monotonic() + options.seconds - (time.time() - options.began)
         self._is_dry = options.dry_run
         self._out: Path = options.out / f"gpu-check-{options.call}"
@@ -153,14 +153,14 @@ def is_well(step: dict[str, Any]) -> bool:
 
 
 def claim(name: str, value: float, goal: float, *, unit: str = "", at_most: bool = False) -> dict[str, Any]:
-    """For a benchmark's JSON: what was measured beside its goal, which is the least that will do, or the most."""
+    """A measured value and its goal, the least or the most allowed, for a benchmark's JSON."""
     holds = value <= goal if at_most else value >= goal
     bound = "≤" if at_most else "≥"
     return {"name": name, "value": f"{value:.3g}{unit}", "goal": f"{bound} {goal:g}{unit}", "holds": holds}
 
 
 def device_name() -> str:
-    """What nvidia-smi calls it, with its driver; "none" where it names no device."""
+    """The device's name in nvidia-smi, with its driver; "none" where it names no device."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
@@ -176,10 +176,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
     parser.add_argument("call", choices=sorted(CALLS))
     parser.add_argument("--out", type=Path, default=out, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="some steps (default: all)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all of it (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="steps to run (default: all)")
     parser.add_argument(
-        "--began", type=float, default=time.time(), help="from when they count (default: now)"
+        "--seconds", type=float, default=SECONDS, help="time limit of all steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--began", type=float, default=time.time(), help="start of the time limit (default: now)"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show that each step can begin, without a device"

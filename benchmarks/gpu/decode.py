@@ -1,10 +1,10 @@
-"""Generating on a GPU: an 8B-shaped bf16 model at several batch sizes, beside memory's bandwidth and transformers.
+"""Generating on a GPU: an 8B-shaped bf16 model at several batch sizes, against memory's bandwidth and transformers.
 
     python -m benchmarks.gpu.decode [--json FILE] [--layers N]
 
 Whole engine steps are timed, from token to token, with recorded steps and without. A step must read every weight once,
-so weights over time, beside what a copy reaches in the same run, says how much of the memory is used. transformers
-runs the same shape: eagerly at all sizes, and compiled with a static cache at batch 1 if time is left.
+so weights over time, relative to a copy's bandwidth in the same run, is the used share of the memory's bandwidth.
+transformers runs the same shape: eagerly at all sizes, and compiled with a static cache at batch 1 if time is left.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def judge(measured: dict[str, Any]) -> list[dict[str, Any]]:
         if best is not None:
             ratio = best / measured["recorded"][batch]
             claims.append(
-                claim(f"decoding at batch {batch}, beside transformers' best here", ratio, 1.0, unit="x")
+                claim(f"decoding at batch {batch}, relative to transformers' best here", ratio, 1.0, unit="x")
             )
     return claims
 

@@ -19,7 +19,7 @@ THREADS = (1, 4, 8, 16)
 ELEMENTS = 16 << 20  # of a part, as the packer makes them
 NUM_PARTS = 2  # coded once each; threads take them in turns
 MIN_S = 2.0
-GOAL_BYTES_S = 15e9  # of weights, what 16 cores and a ring of 128 MiB are said to give
+GOAL_BYTES_S = 15e9  # of weights, the claim for 16 cores and a ring of 128 MiB
 
 
 def main() -> int:

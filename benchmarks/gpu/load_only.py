@@ -1,10 +1,10 @@
-"""Files in the page cache → all weights on the device, and nothing computed: Teneral beside other loaders.
+"""Files in the page cache → all weights on the device, and nothing computed: Teneral and other loaders.
 
     python -m benchmarks.gpu.load_only [--like llama-3.1-8b] [--layers N] [--rounds 3] [--json FILE] [--work DIR]
 
-A process for each run; a rate is the bytes of the plain weights over the time from when its packages are imported and
-the context is made, until the device has all of them. The time from its start stands beside it. Loaders that are not
-installed are named and left out.
+A process for each run; a rate is the bytes of the plain weights over the time from the end of its imports and the
+creation of the context until the device has all of them. The next column has the time from the process's start.
+Loaders that are not installed are named and omitted.
 """
 
 from __future__ import annotations

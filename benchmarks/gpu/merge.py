@@ -1,4 +1,4 @@
-"""The kernels that make weights of planes, alone: bytes that they read and write a second, beside a copy's.
+"""The kernels that merge planes into weights, alone: bytes read and written a second, relative to a copy's.
 
     python -m benchmarks.gpu.merge [--elements N] [--json FILE]
 
@@ -84,7 +84,7 @@ def main() -> int:
 def measure(
     cupy: Any, device: Any, dtype: str, encoding: str, word_bytes: int, count: int, copy: float
 ) -> list[dict[str, Any]]:
-    """Each tier's kernel over one part of so many elements."""
+    """Each tier's kernel over one part of that number of elements."""
     made = empty_parts(dtype, encoding, count)
     starts, weights_bytes = slab_starts(made.manifest.groups)
     weights = cupy.zeros(weights_bytes, cupy.uint8)
@@ -133,7 +133,7 @@ def random_bytes(cupy: Any, size_bytes: int) -> Any:
 
 
 def placer(device: Any, launch: Any, image: Any, weights: Any) -> Callable[[], None]:
-    """What launches the kernel as `CudaDevice` does, on the current stream."""
+    """A launch of the kernel like that of `CudaDevice`, on the current stream."""
     from teneral.loader.device.cuda import BLOCKS_PER_FRAME, MAX_GRID_Y, THREADS
 
     grid = (BLOCKS_PER_FRAME, min(launch.num_frames, MAX_GRID_Y))
@@ -208,7 +208,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--elements", type=int, default=512 << 20, help="whole frames (default: %(default)s)")
+    parser.add_argument(
+        "--elements", type=int, default=512 << 20, help="elements, in whole frames (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     options = parser.parse_args()
     options.elements = max(FRAME_ELEMENTS, options.elements - options.elements % FRAME_ELEMENTS)

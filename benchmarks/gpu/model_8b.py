@@ -1,4 +1,4 @@
-"""A model in the shape of Llama-3.1-8B, of random bf16 weights made on the device, and what its benchmarks share."""
+"""A model in the shape of Llama-3.1-8B, of random bf16 weights made on the device, and its benchmarks' helpers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def parse(doc: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     parser.add_argument(
-        "--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer, to try it out"
+        "--layers", type=int, default=CONFIG["num_hidden_layers"], help="number of layers; fewer for a trial"
     )
     return parser.parse_args()
 
 
 def keep(path: Path | None, benchmark: str, measured: dict[str, Any], claims: list[dict[str, Any]]) -> None:
-    """Writes what there is by now: whoever runs this may not let it finish."""
+    """Writes the results so far, since the run may be ended early."""
     if path is not None:
         report = {
             "benchmark": f"gpu_{benchmark}",

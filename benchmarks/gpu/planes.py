@@ -1,4 +1,4 @@
-"""Parts of one large bf16 matrix, made in memory: what the benchmarks of placing weights are fed with."""
+"""Parts of one large bf16 matrix, made in memory: the input of the benchmarks that place weights."""
 
 from __future__ import annotations
 

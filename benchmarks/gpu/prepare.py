@@ -1,4 +1,4 @@
-"""The model of the cold starts, written and packed, beside whatever else runs.
+"""The model of the cold starts, written and packed in the background of other steps.
 
     python -m benchmarks.gpu.prepare [--like llama-3.1-8b] [--layers N] [--work DIR] [--json FILE]
 
@@ -24,8 +24,10 @@ def store_of(work: Path, like: str, layers: int | None) -> Path:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--like", default=LIKE, help="a shape that `teneral synth` knows")
-    parser.add_argument("--layers", type=int, default=None, help="fewer layers than the real one has")
+    parser.add_argument("--like", default=LIKE, help="a shape of `teneral synth`")
+    parser.add_argument(
+        "--layers", type=int, default=None, help="number of layers, in place of the real model's"
+    )
     parser.add_argument("--work", type=Path, default=WORK)
     parser.add_argument("--json", type=Path, default=None)
 

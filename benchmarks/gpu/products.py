@@ -1,8 +1,8 @@
-"""Products with one row: our kernel and torch, for the matrices of usual models.
+"""Products with one row: Teneral's kernel and torch, for the matrices of usual models.
 
     python -m benchmarks.gpu.products [--json FILE]
 
-Matrices of a shape take turns, so many that they do not fit into the device's cache. Shapes for which the kernel is
+Matrices of a shape take turns, more of them than fit into the device's cache. Shapes for which the kernel is
 faster by a tenth are printed as rows for the table in `runtime/backends/cuda/products.py`.
 """
 

@@ -1,4 +1,4 @@
-"""One step of `scripts/gpu-check`: a process group that its limit ends, and that dies with whoever has begun it.
+"""One step of `scripts/gpu-check`: a process group with a time limit, which ends with its parent.
 
 A step that hangs in the driver can ignore SIGTERM, and a call that runs past its machine's limit is killed with no
 warning: so the group gets SIGKILL after a moment, and its first process the parent's death as a signal.

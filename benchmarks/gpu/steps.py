@@ -1,4 +1,4 @@
-"""The steps of `scripts/gpu-check`: three calls of nine minutes, each with what it runs in order."""
+"""The steps of `scripts/gpu-check`: three calls of nine minutes, each with its steps in order."""
 
 from __future__ import annotations
 

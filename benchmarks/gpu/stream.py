@@ -1,10 +1,10 @@
-"""Images from a ring in host memory to weights on the device: bytes a second, beside the pinned rate of the bus.
+"""Images from a ring in host memory to weights on the device: bytes a second, relative to the pinned rate of the bus.
 
     python -m benchmarks.gpu.stream [--gib N] [--json FILE]
 
-The ring is filled once, and its images are placed over and over, as a load does it: several on their way, each behind
-the one before. Whoever decompresses: on the host the ring holds planes (what a load's other cores have done is not
-timed); with nvCOMP installed it holds exponents as they are stored. The pinned rate is that of copies from the same
+The ring is filled once, and its images are placed over and over, as in a load: several in flight, each after
+the one before. Without nvCOMP the ring holds decompressed planes (the work of a load's other cores is not timed); with
+nvCOMP installed it holds exponents as they are stored. The pinned rate is that of copies from the same
 ring, in pieces of the same size, and nothing else. *Weights appear* counts words once they are exact.
 """
 
@@ -75,7 +75,7 @@ def main() -> int:
     print(
         table(["path", "pinned, GB/s", "sent", "weights appear", "sent / pinned", "weights / pinned"], rows)
     )
-    said = device.statistics()
+    statistics = device.statistics()
     device.close()
     if options.json is not None:
         report = {
@@ -84,7 +84,7 @@ def main() -> int:
             "versions": versions(("cupy-cuda13x", "cupy-cuda12x", "nvidia-libnvcomp-cu13")),
             "gib": options.gib,
             "rates_bytes_s": rates,
-            "device": said._asdict(),
+            "device": statistics._asdict(),
             "claims": claims,
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -172,7 +172,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gib", type=int, default=16, help="of weights (default: %(default)s)")
+    parser.add_argument("--gib", type=int, default=16, help="GiB of weights (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE")
     return parser.parse_args()
 

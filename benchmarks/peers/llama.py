@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class Sequences:
-    """So many sequences side by side, of one context."""
+    """A batch of sequences of one context."""
 
     def __init__(self, context: Any, batch: Any, sampler: Any) -> None:
         self._context = context

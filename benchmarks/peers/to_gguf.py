@@ -77,7 +77,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def stored_name(name: str) -> str:
-    """What llama.cpp calls the tensor."""
+    """The name of the tensor in llama.cpp."""
     if name in _OUTER:
         return _OUTER[name]
     found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name)

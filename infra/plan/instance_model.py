@@ -17,7 +17,9 @@ from typing import Any
 from ...loader.errors import UsageError
 
 SCHEMA = 1
-PACKED_OVERHEAD = 1.09  # bytes of a start beside its weights' bytes / link rate (README: exact 1.03 to 1.09)
+PACKED_OVERHEAD = (
+    1.09  # time of a start relative to its weights' bytes / link rate (README: exact 1.03 to 1.09)
+)
 MAX_FILE_BYTES = 1 << 20
 DETAILS = ("peak_mb", "starts_s")  # for people
 
@@ -52,7 +54,7 @@ class Profile:
         return self.start_cpu_s / self.start_work_s
 
     def speed(self, batch: int) -> float:
-        """Of each of `batch` sequences, beside one alone. Between measured batches it is interpolated."""
+        """The speed of each of `batch` sequences, relative to one alone. Interpolated between measured batches."""
         points = self.decode_tokens_s
         alone = points[0][1] / points[0][0]
         if batch <= points[0][0]:

@@ -53,8 +53,8 @@ class Plan:
         ]
         if self.ttft_p99_s is not None:
             advice = self.advice
-            told = "none of these pools" if advice is None else advice.settings
-            lines.append(f"cheapest with a first token's p99 of at most {self.ttft_p99_s:g} s: {told}")
+            cheapest = "none of these pools" if advice is None else advice.settings
+            lines.append(f"cheapest with a first token's p99 of at most {self.ttft_p99_s:g} s: {cheapest}")
         return "\n".join(lines)
 
 

@@ -133,8 +133,8 @@ def _alarms(unit: Unit) -> dict[str, Any]:
     """Requests that were refused, and, where instances are kept warm, those that found none of them free."""
     alarms = {"Refused": _alarm("Throttles", "Requests were refused: every instance is in work.")}
     if unit.model.min_warm:
-        told = "Requests found no provisioned instance free and started cold."
-        alarms["Spilled"] = _alarm("ProvisionedConcurrencySpilloverInvocations", told)
+        description = "Requests found no provisioned instance free and started cold."
+        alarms["Spilled"] = _alarm("ProvisionedConcurrencySpilloverInvocations", description)
     return alarms
 
 

@@ -53,7 +53,7 @@ def run_render(
 
 
 def limits(pool: Pool, platform: str) -> Sequence[PoolWarning]:
-    """What rendering for a platform would warn of; raises what it would raise. For `teneral pool check --for`."""
+    """The warnings of rendering for a platform; raises its errors. For `teneral pool check --for`."""
     return render(pool, platform).warnings
 
 
@@ -62,12 +62,12 @@ def write(rendered: Rendered, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in rendered.texts().items():
-            beside = folder / f".{name}.{os.getpid()}"
+            temporary = folder / f".{name}.{os.getpid()}"
             try:
-                beside.write_text(text, encoding="utf-8")
-                beside.replace(folder / name)
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(folder / name)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError | PermissionError):
             raise UsageError(f"cannot write into {folder}: {error.strerror}", key="-o") from error

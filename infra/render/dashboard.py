@@ -21,7 +21,7 @@ class Panel(NamedTuple):
     title: str
     unit: str
     queries: dict[str, str]
-    told: str = ""
+    description: str = ""
 
 
 def _quantile(name: str, share: float, by: str = "") -> str:
@@ -129,7 +129,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         "id": number + 1,
         "type": "timeseries",
         "title": panel.title,
-        "description": panel.told,
+        "description": panel.description,
         "datasource": SOURCE,
         "gridPos": {"x": number % 2 * WIDTH, "y": number // 2 * HEIGHT, "w": WIDTH, "h": HEIGHT},
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},

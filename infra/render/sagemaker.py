@@ -1,6 +1,6 @@
 """SageMaker: a CloudFormation template a model.
 
-One version is an inference component, whose copies and whose instances scale down to zero; nobody holds a request then,
+One version is an inference component, whose copies and whose instances scale down to zero; requests then fail,
 and an alarm wakes the endpoint (W3). Two versions, or a shadow, are variants of one endpoint, which keep an instance
 each (E7 at zero).
 """

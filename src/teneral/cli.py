@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
             options = parse(arguments)  # in here: it imports, which Ctrl-C may interrupt
             code = COMMANDS[options.command](options)
         if sys.stdout is not None:
-            sys.stdout.flush()  # in here, where what becomes of it can still be told
+            sys.stdout.flush()  # in here, where an error can still be reported
         return code
     except Terminated:
         print("terminated", file=sys.stderr)

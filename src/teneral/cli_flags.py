@@ -16,7 +16,7 @@ SOURCE_HELP = (
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What was asked for; `command` names it. Ends the process, as argparse does, where that is invalid."""
+    """The parsed flags; `command` names the command. Ends the process, as argparse does, on invalid ones."""
     from . import __version__
 
     # Made anew for every flag. Left to itself, it imports what reads archives to learn how wide the terminal is.
@@ -32,7 +32,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         title="commands", required=True, metavar="COMMAND", dest="command", prog="teneral"
     )
     chosen = next((argument for argument in arguments if not argument.startswith("-")), "")
-    # Who asks for a command by name gets to see no other's flags or help.
+    # A command given by name loads no other's flags or help.
     names = (chosen,) if arguments[:1] == [chosen] and chosen in COMMANDS else tuple(COMMANDS)
     for name in names:
         help_text, add_flags = COMMANDS[name]

@@ -152,7 +152,7 @@ def _add_measure(command: argparse.ArgumentParser) -> None:
         "--output",
         default=None,
         metavar="FILE",
-        help="(default: pool.measured.json beside the pool file)",
+        help="(default: pool.measured.json in the pool file's folder)",
     )
 
 
@@ -175,7 +175,10 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
         help="arrivals such as bursty:rate=5,on=40,off=860,duration=21600; poisson: and diurnal: too; may be repeated",
     )
     command.add_argument(
-        "--measured", default=None, metavar="FILE", help="(default: pool.measured.json beside the pool file)"
+        "--measured",
+        default=None,
+        metavar="FILE",
+        help="(default: pool.measured.json in the pool file's folder)",
     )
     command.add_argument(
         "--assume",

@@ -102,6 +102,10 @@ def serve_on(
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             stream=sys.stderr,
         )
+        if config.log_format == "json":
+            from .http.logs import write_json  # few read them so
+
+            write_json()
         logging.getLogger("torch").setLevel(logging.WARNING)  # at info it tells of its caches when it ends
         with (
             Instance(config, timeline=timeline, helpers=helpers) as instance,

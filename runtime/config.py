@@ -437,6 +437,7 @@ class ServeConfig:
         _flag,
         "on AWS Lambda, stream answers: for function URLs with InvokeMode RESPONSE_STREAM",
     )
+    log_format: str = _setting("text", _choice("text", "json"), "a line as text, or as a JSON object")
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 
     def __init__(self, **values: Any) -> None:

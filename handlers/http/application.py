@@ -61,6 +61,7 @@ def make_application(
             web.get("/readyz", health.readyz),
             web.get("/health", health.readyz),
             web.get("/ping", health.ping),
+            web.get("/version", health.version),
             web.get("/metrics", health.metrics),
             web.get("/timeline", health.timeline),
             web.get("/debug/kv", DebugRoutes(service).kv),

@@ -29,6 +29,9 @@ QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv
 MAX_LOGGED_PATH_CHARS = 200
 CLIENT_GONE = 499  # nobody receives it: for the count only
 access_logger = logging.getLogger("teneral.http.access")
+_TRACEPARENT = re.compile(
+    r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}(?P<rest>(?:-.{0,200})?)\Z"
+)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -56,7 +59,7 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        call = Call(request_id_of(request))
+        call = Call(request_id_of(request), trace_id=trace_id_of(request))
         CALL.set(call)
         status, size_bytes = CLIENT_GONE, 0
         service.connections.request_begins(request.protocol, body_is_to_come=_body_is_to_come(request))
@@ -111,20 +114,65 @@ def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, 
         path = ascii(request.raw_path.partition("?")[0][:MAX_LOGGED_PATH_CHARS])[1:-1]
         access_logger.log(
             level,
-            "%s %s %d %d bytes %.1f ms %s",
+            "%s %s %d %d bytes %.1f ms %s%s",
             request.method,
             path,
             status,
             size_bytes,
             1000 * call.age_s(),
             call.request_id,
+            _work_of(call),
+            extra={"fields": _fields_of(request, path, status, size_bytes, call)},
         )
+
+
+def _work_of(call: Call) -> str:
+    """The end of the line: tokens, the first token's time and the caller's trace, where there are any."""
+    parts = []
+    if call.generated_tokens:
+        parts.append(f" {call.prompt_tokens}+{call.generated_tokens} tokens")
+    if call.first_token_s is not None:
+        parts.append(f" first after {1000 * call.first_token_s:.1f} ms")
+    if call.trace_id:
+        parts.append(f" trace {call.trace_id}")
+    return "".join(parts)
+
+
+def _fields_of(
+    request: web.Request, path: str, status: int, size_bytes: int, call: Call
+) -> dict[str, str | int | float]:
+    """The line's figures under their names, for logs in JSON."""
+    fields: dict[str, str | int | float] = {
+        "method": request.method,
+        "path": path,
+        "status": status,
+        "bytes": size_bytes,
+        "duration_s": round(call.age_s(), 6),
+        "request_id": call.request_id,
+    }
+    if call.generated_tokens:
+        fields |= {"prompt_tokens": call.prompt_tokens, "generated_tokens": call.generated_tokens}
+    if call.first_token_s is not None:
+        fields["first_token_s"] = round(call.first_token_s, 6)
+    if call.trace_id:
+        fields["trace_id"] = call.trace_id
+    return fields
 
 
 def request_id_of(request: web.BaseRequest) -> str:
     """The caller's own id when it is a reasonable one, so that logs can be joined; else a fresh one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def trace_id_of(request: web.BaseRequest) -> str:
+    """The trace's id in the caller's `traceparent` (W3C Trace Context); '' without one, or for an invalid one."""
+    found = _TRACEPARENT.match(request.headers.get("traceparent", ""))
+    if found is None or found["version"] == "ff" or not int(found["trace"], 16) or not int(found["span"], 16):
+        return ""
+    if found["version"] == "00" and found["rest"]:
+        return ""  # later versions may have more behind it
+    return found["trace"]
 
 
 @dataclass(frozen=True, slots=True)

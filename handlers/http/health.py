@@ -1,4 +1,6 @@
-"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /metrics, /timeline, /debug/kv."""
+"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /version, /metrics, /timeline,
+/debug/kv.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +84,12 @@ class HealthRoutes:
     def _retry_after(self) -> dict[str, str]:
         instance = self._service.instance
         return retry_after(expected_wait_s(instance.progress()["fraction"], instance.timeline.now_s()))
+
+    async def version(self, request: web.Request) -> web.Response:
+        """In vLLM's shape."""
+        from ... import __version__
+
+        return web.Response(body=encode({"version": __version__}), content_type="application/json")
 
     async def metrics(self, request: web.Request) -> web.Response:
         service = self._service

@@ -48,6 +48,10 @@ class Call:
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
     deadline: Deadline | None = None
+    trace_id: str = ""  # of the caller's trace, where it sent a W3C traceparent
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_token_s: float | None = None  # since the arrival
     error_status: int | None = None  # of the error that the client was told, which may be an item of a stream
 
     def age_s(self) -> float:

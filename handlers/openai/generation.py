@@ -137,6 +137,7 @@ class Sequences:
         self._generations: list[Generation] = []
         self._is_first_choice: list[bool] = []  # of its prompt
         self._last_token_s: list[float | None] = []
+        self._num_tokens: list[int] = []
         self._num_open = 0
         self._failure: TeneralError | None = None
         self._on_overflow = on_overflow
@@ -152,6 +153,7 @@ class Sequences:
             self._is_first_choice.append(is_first)
             self._generations.append(engine.submit(request, partial(self._on_event, index), joins=index > 0))
         self._last_token_s = [None] * len(requests)
+        self._num_tokens = [0] * len(requests)
         self._num_open = len(requests)
 
     async def next_steps(self) -> list[Step]:
@@ -199,10 +201,29 @@ class Sequences:
                 self.tally.num_cached += self._generations[index].num_cached_tokens
         if event.tokens:
             now_s, last_s = time.monotonic(), self._last_token_s[index]
+            self._call.generated_tokens += len(event.tokens)
             if last_s is None:
-                self._metrics.first_token(now_s - self._call.arrived_s)
+                since_s = now_s - self._call.arrived_s
+                self._metrics.first_token(since_s)
+                if self._call.first_token_s is None:
+                    self._call.first_token_s = since_s
             self._metrics.tokens_generated(len(event.tokens), None if last_s is None else now_s - last_s)
             self._last_token_s[index] = now_s
+            self._num_tokens[index] += len(event.tokens)
+        if event.finish_reason is not None:
+            self._sequence_ended(index)
+
+    def _sequence_ended(self, index: int) -> None:
+        generation = self._generations[index]
+        timings = generation.timings
+        if timings.started_s is None or timings.first_token_s is None or timings.finished_s is None:
+            return  # it ended without a token
+        self._metrics.sequence_ended(
+            queued_s=timings.started_s - timings.queued_s,
+            generated_s=max(0.0, timings.finished_s - timings.first_token_s),
+            prompt_tokens=len(generation.request.prompt_tokens),
+            generated_tokens=self._num_tokens[index],
+        )
 
 
 def _failure(event: GenerationEvent) -> TeneralError:
@@ -386,4 +407,5 @@ async def _submit(service: Service, call: Call, fmt: Asked, sequences: Sequences
             requests = [replace(each, adapter=adapter) for each in requests]
         sequences.submit(engine, requests)
     service.metrics.prompt_taken(fmt.num_prompt_tokens)
+    call.prompt_tokens = fmt.num_prompt_tokens
     call.limit(service.limits.request_timeout_s)

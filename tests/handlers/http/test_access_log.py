@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
+
+from teneral.handlers.http.logs import JsonLines
 
 
 @pytest.fixture
@@ -21,7 +25,62 @@ async def test_a_request_is_one_line_with_its_status_size_time_and_id(start: Any
             "/v1/completions", {"prompt": "x", "max_tokens": 1}, headers={"x-request-id": "mine"}
         )
     (line,) = lines()
-    assert re.fullmatch(rf"POST /v1/completions 200 {len(answer.body)} bytes \d+\.\d ms mine", line)
+    assert re.fullmatch(
+        rf"POST /v1/completions 200 {len(answer.body)} bytes \d+\.\d ms mine 1\+1 tokens first after \d+\.\d ms",
+        line,
+    )
+
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.mark.parametrize(
+    ("parent", "is_taken"),
+    [
+        (f"00-{TRACE}-00f067aa0ba902b7-01", True),
+        (f"01-{TRACE}-00f067aa0ba902b7-01-more", True),
+        (f"00-{TRACE}-00f067aa0ba902b7-01-more", False),
+        (f"ff-{TRACE}-00f067aa0ba902b7-01", False),
+        (f"00-{TRACE.upper()}-00f067aa0ba902b7-01", False),
+        (f"00-{'0' * 32}-00f067aa0ba902b7-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE}", False),
+    ],
+)
+async def test_the_callers_trace_stands_in_the_line(
+    start: Any, lines: Any, parent: str, is_taken: bool
+) -> None:
+    async with start() as server:
+        await server.get("/v1/models", headers={"traceparent": parent})
+    assert lines()[0].endswith(f" trace {TRACE}") is is_taken
+
+
+async def test_a_line_in_json_has_the_figures_under_their_names(
+    start: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "teneral.http.access")
+    async with start() as server:
+        headers = {"x-request-id": "mine", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        await server.post(
+            "/v1/completions", {"prompt": "x", "max_tokens": 3, "ignore_eos": True}, headers=headers
+        )
+    (record,) = [record for record in caplog.records if record.name == "teneral.http.access"]
+    line = json.loads(JsonLines().format(record))
+    assert (line["status"], line["path"], line["request_id"]) == (200, "/v1/completions", "mine")
+    assert (line["prompt_tokens"], line["generated_tokens"], line["trace_id"]) == (1, 3, TRACE)
+    assert 0 < line["first_token_s"] <= line["duration_s"]
+    assert line["timestamp"].endswith("Z")
+    assert line["level"] == "info"
+
+
+def test_a_traceback_is_one_line_of_json() -> None:
+    try:
+        raise ValueError("no\nway")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "b.py", 1, "it broke", (), sys.exc_info())
+    text = JsonLines().format(record)
+    assert "\n" not in text
+    assert "ValueError: no\nway" in json.loads(text)["error"]
 
 
 async def test_a_stream_is_logged_at_its_end_with_what_was_sent(start: Any, lines: Any) -> None:

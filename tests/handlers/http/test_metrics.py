@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.load import patience_s
 
+from teneral import __version__
 from teneral.runtime.engine.options import EngineStatistics
 from teneral.runtime.metrics import Histogram, Metrics, numbers_in
 
@@ -69,6 +71,35 @@ def test_what_the_engine_counts_of_drafts_has_names_of_its_own_and_only_those() 
     assert found["teneral_proposals_total", "accepted"] == 5
     assert found["teneral_proposals_total", "rejected"] == 2
     assert not any(f"teneral_engine_{name}" == sample for name in counts for sample, _ in found)
+
+
+async def test_a_sequence_is_counted_at_its_end_with_its_queue_and_its_tokens(start: Any) -> None:
+    async with start() as server:
+        for _ in range(2):
+            body = {"prompt": "a b c", "max_tokens": 5, "ignore_eos": True, "n": 2}
+            usage = (await server.post("/v1/completions", body)).json["usage"]
+        found = samples(server.service.metrics, {})
+        assert (await server.get("/version")).json == {"version": __version__}
+    for name in (
+        "queue_seconds",
+        "generation_seconds",
+        "sequence_prompt_tokens",
+        "sequence_generated_tokens",
+    ):
+        assert found[f"teneral_{name}_count", ""] == 4
+    assert found["teneral_sequence_prompt_tokens_sum", ""] == 4 * usage["prompt_tokens"]
+    assert found["teneral_sequence_generated_tokens_sum", ""] == 4 * 5
+    assert found["teneral_sequence_generated_tokens_bucket", "16.0"] == 4
+    assert found["teneral_generation_seconds_sum", ""] > 0
+
+
+def test_the_versions_and_the_process_are_among_the_metrics() -> None:
+    found = samples(Metrics(), {})
+    assert {labels for name, labels in found if name == "teneral_build_info"} == {
+        f"{platform.python_version()},{__version__}"
+    }
+    assert found["process_resident_memory_bytes", ""] > 1 << 20
+    assert found["process_cpu_seconds_total", ""] > 0
 
 
 def test_tokens_of_one_step_share_its_time() -> None:

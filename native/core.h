@@ -127,6 +127,10 @@ typedef struct tn_interleave_args {
 
 TN_EXPORT int tn_interleave(const tn_interleave_args *args);
 
+/* The same planes, of zigzag differences (2d, or -2d - 1 where d is negative), added to the elements that are there
+ * (modulo 2^bits). `num_planes` is 2 or 4. Not to be repeated. */
+TN_EXPORT int tn_add_differences(const tn_interleave_args *args);
+
 /* Values of a sparse tensor, to their places among its elements (scatter.c; docs/format.md, "Sparse encodings").
  *
  * Elements from `begin` on are written until the last value has its place, or until all elements are; with no values,

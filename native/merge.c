@@ -58,6 +58,31 @@ int tn_merge(const tn_merge_args *args) {
     return TN_OK;
 }
 
+int tn_add_differences(const tn_interleave_args *args) {
+    if (args->size != sizeof *args) return TN_REFUSED;
+    const uint8_t *const *from = args->planes;
+    switch (args->num_planes) {
+    case 2: {
+        uint16_t *out = args->out;
+        const uint8_t *low = from[0], *high = from[1];
+        for (int64_t i = 0; i < args->count; i++) {
+            const uint16_t zigzag = (uint16_t)(low[i] | high[i] << 8);
+            out[i] = (uint16_t)(out[i] + (uint16_t)((zigzag >> 1) ^ -(zigzag & 1)));
+        }
+        return TN_OK;
+    }
+    case 4: {
+        uint32_t *out = args->out;
+        for (int64_t i = 0; i < args->count; i++) {
+            const uint32_t zigzag = (uint32_t)(from[0][i] | from[1][i] << 8 | from[2][i] << 16) | (uint32_t)from[3][i] << 24;
+            out[i] += (zigzag >> 1) ^ -(zigzag & 1);
+        }
+        return TN_OK;
+    }
+    default: return TN_REFUSED;
+    }
+}
+
 int tn_interleave(const tn_interleave_args *args) {
     if (args->size != sizeof *args) return TN_REFUSED;
     const uint8_t *const *from = args->planes;

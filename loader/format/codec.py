@@ -254,10 +254,12 @@ def _add_differences(
     ]
     begin = 0
     for count, *pieces in zip(counts, *planes, strict=True):
-        differences = scratch.room.words[: count * width]
-        _merge_bytes(differences, pieces)
-        add_difference(elements[begin : begin + differences.size].view(word), differences.view(word))
-        begin += differences.size
+        out = elements[begin : begin + count * width]
+        if not native.add_differences(out, pieces):
+            differences = scratch.room.words[: out.size]
+            _merge_bytes(differences, pieces)
+            add_difference(out.view(word), differences.view(word))
+        begin += out.size
 
 
 def encode_differences(dtype: str, data: Bytes, base: Bytes) -> dict[Tier, list[CodedPlane]]:

@@ -1,4 +1,4 @@
-"""Planes → elements by the native core: `tn_merge`, `tn_interleave` and `tn_scatter` of core.h.
+"""Planes → elements by the native core: `tn_merge`, `tn_interleave`, `tn_add_differences`, `tn_scatter`.
 
 Importing this loads nothing; the first call does. What it is handed was checked by `codec.py`:
 sizes of planes, unused bits, exponents. It does not know encodings.
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_PLANES = 5  # of a field
 _INTERLEAVED = (2, 4, 8)  # bytes an element
+_ADDED = (2, 4)
 
 
 class MergeArgs(ctypes.Structure):
@@ -118,8 +119,18 @@ def interleave(out: Bytes, planes: Sequence[Bytes]) -> bool:
     """Write elements of `len(planes)` bytes, whose planes these are, into `out`, bytes; False as
     `merge`.
     """
-    function = _interleave_function()
-    if function is None or len(planes) not in _INTERLEAVED or _address(out) % len(planes):
+    return len(planes) in _INTERLEAVED and _by_planes(_interleave_function(), out, planes)
+
+
+def add_differences(out: Bytes, planes: Sequence[Bytes]) -> bool:
+    """Add zigzag differences of `len(planes)` bytes, whose planes these are, to the elements in
+    `out`, bytes; False as `merge`.
+    """
+    return len(planes) in _ADDED and _by_planes(_add_differences_function(), out, planes)
+
+
+def _by_planes(function: Callable[..., int] | None, out: Bytes, planes: Sequence[Bytes]) -> bool:
+    if function is None or _address(out) % len(planes):
         return False
     args = InterleaveArgs(
         size=ctypes.sizeof(InterleaveArgs),
@@ -129,7 +140,7 @@ def interleave(out: Bytes, planes: Sequence[Bytes]) -> bool:
         num_planes=len(planes),
     )
     status = function(ctypes.byref(args))
-    assert status == 0, f"tn_interleave refused: {status}"
+    assert status == 0, f"the native core refused planes of elements: {status}"
     return True
 
 
@@ -181,6 +192,16 @@ def _merge_function() -> Callable[..., int] | None:
 @functools.cache
 def _interleave_function() -> Callable[..., int] | None:
     return _function("tn_interleave", InterleaveArgs)
+
+
+@functools.cache
+def _add_differences_function() -> Callable[..., int] | None:
+    loaded = library()
+    if loaded is None:
+        return None
+    loaded.check_struct("tn_interleave_args", InterleaveArgs)
+    function: Callable[..., int] = loaded.functions.tn_add_differences
+    return function
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from tests.support.checkpoints import (
     read_back,
 )
 from tests.support.load import patience_s
+from tests.support.native import ISAS
+from tests.support.native import loaded as loaded_library
 from tests.support.paced import PacedSource
 from tests.support.reference_reader import read_weights
 
@@ -45,6 +47,7 @@ from teneral.loader.load.load import WeightLoad
 from teneral.loader.load.options import LoadOptions, Order
 from teneral.loader.load.plan import RowParts
 from teneral.loader.load.process_load import ProcessLoad
+from teneral.loader.native import merge
 from teneral.loader.sources.base import Source, SourceOptions
 from teneral.loader.sources.based import BasedSource
 from teneral.loader.sources.file.store import FileStore
@@ -140,6 +143,7 @@ def test_differences_are_the_pages() -> None:
     assert difference(words, base).tolist() == [2, 3, 0, 0xFFFF]
 
 
+@pytest.mark.parametrize("way", [*ISAS, None])
 @settings(max_examples=30, deadline=None)
 @given(
     dtype=st.sampled_from(["BF16", "F16", "F32", "I64", "I8", "BOOL", "F8_E4M3"]),
@@ -147,7 +151,9 @@ def test_differences_are_the_pages() -> None:
     kind=st.sampled_from(["near", "noise", "zeros", "same"]),
     seed=st.integers(0, 1 << 16),
 )
-def test_segments_of_differences_come_back(dtype: str, count: int, kind: str, seed: int) -> None:
+def test_segments_of_differences_come_back(
+    way: str | None, dtype: str, count: int, kind: str, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     width = DTYPE_BITS[dtype] // 8
     base = rng.integers(0, 256, count * width, dtype=np.uint8)
@@ -166,9 +172,18 @@ def test_segments_of_differences_come_back(dtype: str, count: int, kind: str, se
         part += content
     tensor = Tensor(0, "w", dtype, (count,), 0, Encoding.BYTES, 0)
     segment = Segment(0, 0, count, tuple(planes), is_delta=True)
-    out = base.copy()
-    codec.decode_planes(tensor, segment, tier, memoryview(bytes(part)), out, codec.Scratch())
-    assert np.array_equal(out, data)
+    functions = None if way is None else loaded_library(way).functions
+    for shift in (0, 1):  # numbers at odd addresses, too
+        memory = np.full(shift + base.size + 8, 0x5A, np.uint8)
+        out = memory[shift : shift + base.size]
+        out[:] = base
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                merge, "_add_differences_function", lambda: functions and functions.tn_add_differences
+            )
+            codec.decode_planes(tensor, segment, tier, memoryview(bytes(part)), out, codec.Scratch())
+        assert np.array_equal(out, data)
+        assert (memory[shift + base.size :] == 0x5A).all()
 
 
 # Packing and loading

@@ -88,6 +88,12 @@ def test_serving_never_needs_transformers() -> None:
     assert "transformers" not in loaded
 
 
+def test_onnxruntime_is_imported_for_onnx_models_alone() -> None:
+    server = "import teneral.handlers.app, teneral.runtime.instance, teneral.handlers.platforms.kserve.api"
+    assert not loaded_by(f"{server}, teneral.runtime.onnx.pack") & {"onnx", "onnxruntime"}
+    assert "torch" not in loaded_by("import teneral.runtime.onnx.start, teneral.runtime.onnx.sessions")
+
+
 def test_a_server_imports_what_a_platform_needs_when_that_platform_asks() -> None:
     loaded = loaded_by("import teneral.handlers.serve, teneral.handlers.app")
     platforms = ("sagemaker", "cloudevents", "runpod", "aws_lambda.command", "kserve.api")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import onnx
 import onnxruntime as ort
@@ -27,6 +27,7 @@ from .check import (
     refuse,
     tensor_bytes,
 )
+from .order import Node, late_constants, nodes_of
 from .spec import (
     FILE_NAME,
     MIN_EXTERNAL_BYTES,
@@ -89,11 +90,6 @@ def _optimised(path: Path, stem: Path, entries: dict[str, str]) -> Path:
     return stem.with_suffix(".onnx")
 
 
-class _Node(NamedTuple):
-    proto: onnx.NodeProto
-    uses: tuple[str, ...]  # of graphs in it, too
-
-
 def prepare(path: Path, out: Path, segment_bytes: int) -> None:
     """Make all files of the artifact of `path` in the empty folder `out`: skeletons, weights, their description.
     Segments have about `segment_bytes` of weights, or more.
@@ -120,7 +116,7 @@ class _Cutter:
         self._out = out
         graph = model.graph
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
-        self._nodes = [_Node(node, tuple(dict.fromkeys(_uses(node)))) for node in graph.node]
+        self._nodes = late_constants(nodes_of(graph), self._initializers)
         self._inputs = [value for value in graph.input if value.name not in self._initializers]
         self._outputs = [value.name for value in graph.output]
         self._external = {
@@ -145,7 +141,7 @@ class _Cutter:
         segments = [
             self._segment(number, begin, end, types) for number, (begin, end) in enumerate(pairwise(bounds))
         ]
-        self._skeleton(WHOLE_NAME, self._nodes, [value.name for value in self._inputs], self._outputs, types)
+        self._write_whole(types)
         spec = OnnxSpec(
             tuple(self._value(value) for value in self._inputs),
             tuple(self._value(value) for value in self._model.graph.output),
@@ -153,6 +149,11 @@ class _Cutter:
         )
         (self._out / FILE_NAME).write_bytes(spec.dump())
         self._write_weights(spec)
+
+    def _write_whole(self, types: dict[str, str]) -> None:
+        """The skeleton of all nodes, in ONNX Runtime's order, as a default session of the original file has them."""
+        inputs = [value.name for value in self._inputs]
+        self._skeleton(WHOLE_NAME, nodes_of(self._model.graph), inputs, self._outputs, types)
 
     def _crossing_spans(self) -> dict[str, tuple[int, int]]:
         """Values that nodes make: by whom, and by whom they are last used (an output: behind all nodes)."""
@@ -189,6 +190,15 @@ class _Cutter:
         probe.CopyFrom(self._model)
         have = set(self._outputs)
         probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in have)
+        session = self._open(probe)
+        self._types_found = {
+            value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())
+        }
+        self._shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
+        return self._types_found
+
+    def _open(self, model: onnx.ModelProto) -> ort.InferenceSession:
+        """A session that only says what the model's values are."""
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
@@ -197,12 +207,7 @@ class _Cutter:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self._folder)
         )
-        session = ort.InferenceSession(probe.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        self._types_found = {
-            value.name: value.type for value in (*session.get_inputs(), *session.get_outputs())
-        }
-        self._shapes = {value.name: value.shape for value in (*session.get_inputs(), *session.get_outputs())}
-        return self._types_found
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     def _segment(self, number: int, begin: int, end: int, types: dict[str, str]) -> SegmentSpec:
         nodes = self._nodes[begin:end]
@@ -222,7 +227,7 @@ class _Cutter:
     def _skeleton(
         self,
         file: str,
-        nodes: Sequence[_Node],
+        nodes: Sequence[Node],
         inputs: Sequence[str],
         outputs: Sequence[str],
         types: dict[str, str],
@@ -233,6 +238,8 @@ class _Cutter:
         graph = model.graph
         graph.name = file
         graph.node.extend(node.proto for node in nodes)
+        if file == WHOLE_NAME:  # optimisations of the serving process need the shapes that are known
+            graph.value_info.extend(self._model.graph.value_info)
         own = {value.name: value for value in (*self._inputs, *self._model.graph.output)}
         for values, names in ((graph.input, inputs), (graph.output, outputs)):
             for name in names:
@@ -326,19 +333,6 @@ def _dimension(size: Any) -> int | str | None:
     if isinstance(size, int):
         return size if size >= 0 else None
     return size[:200] if isinstance(size, str) and size else None
-
-
-def _uses(node: onnx.NodeProto, depth: int = 0) -> Iterator[str]:
-    """Names of values that a node takes, also by graphs in it."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-            own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-            own.update(name for inner in graph.node for name in inner.output)
-            wanted = [name for inner in graph.node for name in _uses(inner, depth + 1)]
-            yield from (
-                name for name in (*wanted, *(value.name for value in graph.output)) if name not in own
-            )
 
 
 def _placeholder(tensor: onnx.TensorProto) -> onnx.TensorProto:

@@ -156,7 +156,11 @@ def vit() -> Made:
     x = net.op("ReduceMean", net.norm(x, width), axes=[1], keepdims=0)
     net.op("MatMul", x, net.weight(width, 32), name="image_embeds")
     net.output("image_embeds", ["batch", 32])
-    return Made(net.model(), {"pixels": net.rng.standard_normal((3, 3, 32, 32)).astype("f4")})
+    # With the shapes of all values, as exporters write them: fusions ask for them.
+    return Made(
+        onnx.shape_inference.infer_shapes(net.model()),
+        {"pixels": net.rng.standard_normal((3, 3, 32, 32)).astype("f4")},
+    )
 
 
 def bert() -> Made:

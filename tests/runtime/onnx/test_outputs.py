@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from tests.support.onnx_artifacts import Packed, pack_model, pack_named
 from tests.support.onnx_models import MODELS, Array, Made, Net, expected
@@ -24,6 +25,7 @@ from teneral.runtime.onnx.sessions import (
     WholeModel,
     check_providers,
 )
+from teneral.runtime.onnx.spec import WHOLE_NAME
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -70,6 +72,18 @@ def test_weights_are_stored_once_in_the_order_of_their_use(packed: Packed) -> No
     for number, segment in enumerate(spec.segments):
         assert all(by_name[name].group <= number for name in segment.weights)
     assert all(tensor.size_bytes >= 1024 for tensor in manifest.tensors)
+
+
+def test_the_whole_graph_keeps_the_shapes_that_were_known(tmp_path: Path) -> None:
+    packed = pack_named("vit", tmp_path)
+    known = {value.name for value in onnx.load(packed.path, load_external_data=False).graph.value_info}
+    data = packed.files(packed.source).read(WHOLE_NAME)
+    assert data is not None
+    kept = onnx.ModelProto.FromString(data).graph
+    assert known & {name for node in kept.node for name in node.output} <= {
+        value.name for value in kept.value_info
+    }
+    assert len(kept.value_info) > 10
 
 
 def test_a_run_follows_the_weights(bert: Packed) -> None:

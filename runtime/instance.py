@@ -367,9 +367,13 @@ class Instance:
         return settings
 
     def _build(self) -> None:
-        if seems_onnx(self.config.model) and is_onnx(self._opened.result()[1]):
-            self._start_onnx()  # without what other models are made of
-            return
+        if seems_onnx(self.config.model):
+            from .onnx.start import import_ahead
+
+            import_ahead(self.timeline)  # while the manifest is being parsed
+            if is_onnx(self._opened.result()[1]):
+                self._start_onnx()  # without what other models are made of
+                return
         from ..loader.device.detect import choose_device
         from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,23 +27,30 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
 
 
+def import_ahead(timeline: Timeline) -> None:
+    """Import what a runner needs. Raises nothing: `open_runner` says what is missing."""
+    with timeline.span("process", "import onnxruntime"), suppress(ImportError):
+        from . import runner, sessions  # noqa: F401
+
+
 def open_runner(
     files: ModelFiles, load: AnyLoad, config: ServeConfig, timeline: Timeline
 ) -> tuple[OnnxRunner, Callable[[], bool]]:
     """A runner over weights that are still arriving, and a function that makes the whole session of them, once all are
     exact, and has the runner use it; it says whether it did. Raises `ModelError` and `CheckpointError`.
     """
-    with timeline.span("process", "import onnxruntime"):
-        try:
-            from .runner import OnnxRunner
-            from .sessions import SegmentedModel, WholeModel, check_providers
-        except ImportError as error:
-            if (error.name or "").partition(".")[0] != "onnxruntime":
-                raise
-            raise ModelError(
-                "this is an ONNX model, and onnxruntime is not installed",
-                hint="Install it: pip install 'teneral[onnx]'",
-            ) from error
+    if "onnxruntime" not in sys.modules:
+        import_ahead(timeline)
+    try:
+        from .runner import OnnxRunner
+        from .sessions import SegmentedModel, WholeModel, check_providers
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "onnxruntime":
+            raise
+        raise ModelError(
+            "this is an ONNX model, and onnxruntime is not installed",
+            hint="Install it: pip install 'teneral[onnx]'",
+        ) from error
     data = files.read(FILE_NAME)
     if data is None:
         raise CheckpointError(f"the artifact has no {FILE_NAME}", where=FILE_NAME)

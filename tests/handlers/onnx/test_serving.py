@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from tests.support.http_server import Server, running_server
 from tests.support.onnx_artifacts import Packed, pack_named
 from tests.support.onnx_models import Array, expected
-from tests.support.paced import PacedSource, reads_of
+from tests.support.paced import WAIT_S, PacedSource, reads_of
 from tests.support.store_server import StoreServer
 
 from teneral import cli
@@ -208,6 +209,17 @@ async def test_a_damaged_weight_fails_the_instance(bert: Packed, tmp_path: Path)
     with Instance(ServeConfig(model=str(tmp_path / "artifact"), threads=1)) as instance:
         failure = await asyncio.to_thread(instance.ended.result, 60)
     assert isinstance(failure, TeneralError)
+
+
+def test_without_onnxruntime_the_extra_is_named(bert: Packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("runner", "sessions"):
+        monkeypatch.delitem(sys.modules, f"teneral.runtime.onnx.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with Instance(ServeConfig(model=str(bert.artifact), threads=1)) as instance:
+        failure = instance.ended.result(WAIT_S)
+    assert failure is not None
+    assert "onnxruntime is not installed" in str(failure)
+    assert "teneral[onnx]" in failure.hint
 
 
 def test_pack_verify_and_inspect_by_the_command_line(

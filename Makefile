@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # All targets share one .venv.
 .NOTPARALLEL:
 
-.PHONY: demo demo-chat test quick check bench wheel clean
+.PHONY: demo demo-chat test quick check bench wheel docs clean
 
 demo: ## pack the demo model, cold-start it, ask it something, draw the waterfall
 	@scripts/setup
@@ -38,5 +38,8 @@ wheel: ## build the wheel into dist/
 	@rm -rf build # setuptools would pack what earlier builds left there
 	@.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
+docs: ## the site of docs/, in build/site
+	@scripts/docs
+
 clean: ## remove what the commands above made
-	rm -rf .venv .demo .demo-models build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .docs-site .demo .demo-models build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,69 @@
+"""The pages of docs/: each has a place in the site's order, and every link leads somewhere. Nothing is fetched."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:(?<=\n\n)|\A)(?:    .*(?:\n|\Z)|\n)+")
+_LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+_HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+
+
+def places(entry: Any) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for each in entry.values() if isinstance(entry, dict) else entry:
+            yield from places(each)
+
+
+def prose(page: Path) -> str:
+    """Without blocks of code, which may hold brackets of their own."""
+    return _INDENTED.sub("\n", _FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """As Python-Markdown makes them of headings."""
+    found = set()
+    for title in _HEADING.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
+        found.add(
+            re.sub(
+                r"[-\s]+",
+                "-",
+                re.sub(r"[^\w\s-]", "", plain.encode("ascii", "ignore").decode()).strip().lower(),
+            )
+        )
+    return found
+
+
+def test_every_page_has_one_place_in_the_sites_order() -> None:
+    listed = Counter(places(SITE["nav"]))
+    assert listed == Counter(str(page.relative_to(DOCS)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in _LINK.findall(prose(page)):
+        if re.match(r"(?:https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or not place.is_relative_to(DOCS):
+            broken.append(target)  # the site holds docs/ alone
+        elif anchor and place.suffix == ".md" and anchor not in anchors(place):
+            broken.append(target)
+    assert broken == []

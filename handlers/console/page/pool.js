@@ -3,10 +3,10 @@
 async function readPool() {
   const pool = await getJson("/v1/pool"), panel = byId("panel-load");
   if (!byId("pool-load")) panel.append(el("div", { id: "pool-models" }), el("div", { id: "pool-load" }));
-  showState({ state: pool.state, model: `pool of ${Object.keys(pool.models).length} models` });
+  showState({ state: pool.state, model: `pool of ${Object.keys(pool.models).length} ${Object.keys(pool.models).length === 1 ? "model" : "models"}` });
   const memory = pool.memory;
   show(byId("pool-models"),
-    heading([el("em", {}, whole(instancesOf(pool).length)), " instances of ", whole(Object.keys(pool.models).length), " models"]),
+    heading([el("em", {}, whole(instancesOf(pool).length)), instancesOf(pool).length === 1 ? " instance of " : " instances of ", whole(Object.keys(pool.models).length), Object.keys(pool.models).length === 1 ? " model" : " models"]),
     el("section", { class: "card" }, el("h2", {}, "Memory"),
       stack([{ kind: "in-use", amount: memory.used_bytes }, { kind: "pinned", amount: Math.max(0, memory.reserved_bytes - memory.used_bytes) }], memory.budget_bytes,
         `used ${bytes(memory.used_bytes)}, reserved ${bytes(memory.reserved_bytes)} of ${bytes(memory.budget_bytes)}`),

@@ -75,7 +75,13 @@ def open_runner(
                 detail["providers"] = ", ".join(whole.providers)
                 return whole
 
-            return runner.exchange(make, load.manifest.weight_bytes)
+            try:
+                return runner.exchange(make, load.manifest.weight_bytes)
+            except ModelError as error:
+                if config.ort_providers is not None:  # the segments are not what was asked for
+                    raise
+                logger.error("the model stays in segments: %s", error)
+                return False
 
     return runner, exchange
 

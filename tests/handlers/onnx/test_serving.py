@@ -21,7 +21,9 @@ from teneral import cli
 from teneral.handlers.function.handler import Handler
 from teneral.loader.errors import TeneralError
 from teneral.runtime.config import ServeConfig
+from teneral.runtime.errors import ModelError
 from teneral.runtime.instance import Instance
+from teneral.runtime.onnx import sessions
 
 Context = Any
 
@@ -209,6 +211,22 @@ async def test_a_damaged_weight_fails_the_instance(bert: Packed, tmp_path: Path)
     with Instance(ServeConfig(model=str(tmp_path / "artifact"), threads=1)) as instance:
         failure = await asyncio.to_thread(instance.ended.result, 60)
     assert isinstance(failure, TeneralError)
+
+
+async def test_a_whole_session_that_cannot_be_made_leaves_the_segments(
+    bert: Packed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ModelError("no whole session today")
+
+    monkeypatch.setattr(sessions.WholeModel, "__init__", refuse)
+    body = {"inputs": {name: array.tolist() for name, array in bert.made.inputs.items()}}
+    async with serving(bert) as server:
+        await server.eventually(lambda: "no whole session today" in caplog.text)
+        assert (await server.post("/invoke", body)).status == 200
+    with Instance(ServeConfig(model=str(bert.artifact), threads=1, ort_providers="cpu")) as instance:
+        failure = await asyncio.to_thread(instance.ended.result, WAIT_S)
+    assert isinstance(failure, ModelError)
 
 
 def test_without_onnxruntime_the_extra_is_named(bert: Packed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,13 +43,13 @@ def copy(artifact: Path, tmp_path: Path) -> Path:
 
 
 def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
-    """Run a command that must fail with this code, without a traceback. Returns what it said."""
+    """Run a command that must fail with this code, without a traceback. Returns its standard error."""
     capsys.readouterr()
     assert cli.run(list(arguments)) == code
-    said = capsys.readouterr().err
-    assert said.startswith("teneral: ")
-    assert "Traceback" not in said
-    return said
+    printed = capsys.readouterr().err
+    assert printed.startswith("teneral: ")
+    assert "Traceback" not in printed
+    return printed
 
 
 def test_packing_inspecting_verifying_and_unpacking_agree(
@@ -69,8 +69,8 @@ def test_packing_inspecting_verifying_and_unpacking_agree(
 
 
 def test_a_missing_artifact_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = fails(capsys, 3, "inspect", str(tmp_path / "nowhere"))
-    assert "nowhere" in said
+    printed = fails(capsys, 3, "inspect", str(tmp_path / "nowhere"))
+    assert "nowhere" in printed
 
 
 def test_a_truncated_manifest_is_refused(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,8 +80,8 @@ def test_a_truncated_manifest_is_refused(copy: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_wrong_pin_is_refused(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = fails(capsys, 8, "inspect", f"{artifact}@b3:{'0' * 64}")
-    assert "pinned" in said
+    printed = fails(capsys, 8, "inspect", f"{artifact}@b3:{'0' * 64}")
+    assert "pinned" in printed
 
 
 def test_a_damaged_part_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,8 +106,8 @@ def test_packing_over_an_artifact_needs_force(
 def test_a_directory_without_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "notes.txt").write_text("no weights here")
-    said = fails(capsys, 10, "pack", str(tmp_path / "in"), str(tmp_path / "out"), "--quiet")
-    assert "safetensors" in said
+    printed = fails(capsys, 10, "pack", str(tmp_path / "in"), str(tmp_path / "out"), "--quiet")
+    assert "safetensors" in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -144,8 +144,8 @@ def test_a_missing_tensor_is_refused_by_name(
 def test_a_port_in_use_is_named(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = fails(capsys, 13, "serve", str(artifact), "--host", "127.0.0.1", "--port", str(port))
-    assert str(port) in said
+        printed = fails(capsys, 13, "serve", str(artifact), "--host", "127.0.0.1", "--port", str(port))
+    assert str(port) in printed
 
 
 def test_no_credentials_are_explained(
@@ -156,8 +156,8 @@ def test_no_credentials_are_explained(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    said = fails(capsys, 4, "inspect", "s3://bucket/model", "--endpoint-url", "http://127.0.0.1:9")
-    assert "credentials" in said
+    printed = fails(capsys, 4, "inspect", "s3://bucket/model", "--endpoint-url", "http://127.0.0.1:9")
+    assert "credentials" in printed
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_what_a_handler_raises_is_shown_and_debug_is_named(
     (tmp_path / "broken.py").write_text("def handler(event, context):\n    return event['missing_key']\n")
     (tmp_path / "event.json").write_text("{}")
     arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
-    said = fails(capsys, 14, "invoke", f"{tmp_path}/broken.py:handler", *arguments)
-    assert "KeyError" in said
-    assert "--debug" in said
+    printed = fails(capsys, 14, "invoke", f"{tmp_path}/broken.py:handler", *arguments)
+    assert "KeyError" in printed
+    assert "--debug" in printed
     assert "return event['missing_key']" in caplog.text  # without a logging configuration, on standard error
 
 
@@ -222,8 +222,8 @@ def test_an_event_that_is_not_json_is_refused(
 ) -> None:
     (tmp_path / "event.json").write_text("{")
     arguments = ("--model", str(artifact), "--event", str(tmp_path / "event.json"))
-    said = fails(capsys, 2, "invoke", "teneral.handlers.generate:handler", *arguments)
-    assert "event.json" in said
+    printed = fails(capsys, 2, "invoke", "teneral.handlers.generate:handler", *arguments)
+    assert "event.json" in printed
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema": 99}', "<html>"])
@@ -276,7 +276,7 @@ def test_ctrl_c_while_the_command_line_is_read_shows_no_traceback(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_output_that_cannot_be_written_is_told(artifact: Path) -> None:
+def test_output_that_cannot_be_written_is_an_error(artifact: Path) -> None:
     command = [sys.executable, "-m", "teneral", "inspect", str(artifact)]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
@@ -303,7 +303,7 @@ def test_packing_that_is_ended_by_a_signal_leaves_nothing_behind(
         while process.poll() is None and not list(tmp_path.glob("out/**/*.tmp")):
             time.sleep(0.002)
         process.send_signal(number)
-        said = process.communicate(timeout=patience_s(60))[1]
+        printed = process.communicate(timeout=patience_s(60))[1]
     assert process.returncode == code
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     assert not (tmp_path / "out").exists()

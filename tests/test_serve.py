@@ -35,11 +35,11 @@ class Server:
         command = [sys.executable, "-m", "teneral", "serve", str(model), "--host", "127.0.0.1", "--port", "0"]
         self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        said = ""
-        while not (found := re.search(r" on http://\S+:(\d+)$", said)):
+        output = ""
+        while not (found := re.search(r" on http://\S+:(\d+)$", output)):
             line = self.process.stderr.readline()
-            assert line, said
-            said += line
+            assert line, output
+            output += line
         self.port = int(found[1])
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
@@ -133,9 +133,9 @@ def test_a_signal_ends_an_idle_server_well(server: Server, number: int) -> None:
     server.ask("POST", "/v1/completions", COMPLETION)
     assert server.end(number) == 0
     assert server.process.stderr is not None
-    said = server.process.stderr.read()
-    assert "POST /v1/completions 200" in said
-    assert "torch" not in said  # which tells of its caches at level info, when it ends
+    output = server.process.stderr.read()
+    assert "POST /v1/completions 200" in output
+    assert "torch" not in output  # which tells of its caches at level info, when it ends
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -189,11 +189,11 @@ def test_a_server_whose_loader_is_killed_says_so_and_ends(
                 os.kill(child, signal.SIGKILL)
             assert server.process.wait(WAIT_S) == 17
             assert server.process.stderr is not None
-            said = server.process.stderr.read()
+            output = server.process.stderr.read()
         finally:
             server.close()
-    assert "killed by signal 9" in said
-    assert "Traceback" not in said
+    assert "killed by signal 9" in output
+    assert "Traceback" not in output
 
 
 def children(pid: int) -> list[int]:
@@ -212,7 +212,7 @@ def test_a_server_whose_model_is_not_there_says_so_and_ends(tmp_path: Path) -> N
     assert "Traceback" not in ended.stderr
 
 
-def test_who_came_before_the_load_failed_is_told_so_and_not_cut_off(tmp_path: Path) -> None:
+def test_requests_before_the_load_failed_get_the_error_and_are_not_cut_off(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

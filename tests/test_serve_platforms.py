@@ -50,7 +50,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def next_told(process: subprocess.Popen[str]) -> str:
+def next_line_with_address(process: subprocess.Popen[str]) -> str:
     """The next line that is none of the log's."""
     assert process.stderr is not None
     while re.match(r"\d{4}-\d\d-\d\d ", line := process.stderr.readline()):
@@ -69,7 +69,7 @@ def serving(command: list[str], **variables: str) -> Iterator[tuple[subprocess.P
     )
     assert process.stderr is not None
     try:
-        yield process, next_told(process)
+        yield process, next_line_with_address(process)
     finally:
         process.kill()
         process.wait()
@@ -91,8 +91,8 @@ def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes
 def test_sagemaker_starts_it_with_serve_and_nothing_else(artifact: Path) -> None:
     port = free_port()
     command = ["-c", SERVE_WITH_FOLDER, str(artifact), "serve"]
-    with serving(command, SAGEMAKER_BIND_TO_PORT=str(port)) as (process, said):
-        assert said.strip().endswith(f":{port}")
+    with serving(command, SAGEMAKER_BIND_TO_PORT=str(port)) as (process, first_line):
+        assert first_line.strip().endswith(f":{port}")
         assert ask(port, "GET", "/ping")[0] in (200, 503)
         status, body = ask(port, "POST", "/invocations", COMPLETION)
         assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 4)
@@ -136,9 +136,9 @@ def test_cloud_run_says_which_port_and_sends_events(artifact: Path) -> None:
     port = free_port()
     with serving(["-m", "teneral", "serve", str(artifact)], PORT=str(port), K_SERVICE="summaries") as (
         process,
-        said,
+        first_line,
     ):
-        assert said.strip().endswith(f":{port}")
+        assert first_line.strip().endswith(f":{port}")
         event = {"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "data": COMPLETION}
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
         headers = {"Content-Type": "application/cloudevents+json"}
@@ -161,7 +161,7 @@ def test_runpods_load_balancer_asks_another_port_how_it_is(artifact: Path) -> No
         RUNPOD_ENDPOINT_ID="endpoint",
     ) as (process, _):
         assert process.stderr is not None
-        assert re.search(rf"\b{health_port}$", next_told(process).strip())
+        assert re.search(rf"\b{health_port}$", next_line_with_address(process).strip())
         assert ask(health_port, "GET", "/ping")[0] in (200, 204)
         assert ask(port, "GET", "/ping")[0] in (200, 204)
         assert ask(health_port, "GET", "/metrics")[0] == 401

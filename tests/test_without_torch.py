@@ -50,13 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def imports_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def imports_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr, of every process that is started here and of its children."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
 
 
 def imported(stderr: str) -> set[str]:
-    """Top-level modules, of what a process has told."""
+    """Top-level modules of a process's report."""
     lines = (
         line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")
     )
@@ -134,9 +134,9 @@ def test_neither_does_an_invocation(folder: Path, tmp_path: Path) -> None:
     done = run(
         "invoke", f"{folder / 'mine.py'}:handler", "--model", str(folder / "packed"), "--event", str(event)
     )
-    told = json.loads(done.stdout)
-    assert isinstance(told["answer"], str)
-    assert forbidden(set(told["modules"])) == []
+    reply = json.loads(done.stdout)
+    assert isinstance(reply["answer"], str)
+    assert forbidden(set(reply["modules"])) == []
     assert forbidden(imported(done.stderr)) == []
 
 

@@ -1,6 +1,6 @@
 """Planes that were made to hurt: bombs, lies about sizes, cut and swapped bytes.
 
-They stand behind a digest, but whoever writes a whole artifact writes its digests too.
+A digest protects them, but the writer of a whole artifact writes its digests too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONTENT = bytes(np.random.default_rng(0).normal(120, 3, 3000).astype(np.uint8))
 def decoded(
     src: bytes, size_bytes: int = len(CONTENT), frame_bytes: int = 1000, *, frames_a_piece: int = 1
 ) -> bytes:
-    """What the frames hold, read a few at a time. Checks that nothing beside it is written, come what may."""
+    """What the frames hold, read a few at a time. Checks that nothing outside of it is ever written."""
     memory = np.full(64 + size_bytes + 64, 0xEE, np.uint8)
     content = memory[64:-64]
     reader = zstd.FrameReader(memoryview(src), frame_bytes)

@@ -196,7 +196,7 @@ def test_what_a_newer_version_may_have_written_is_called_so(path: str) -> None:
     "path",
     ["", "blobs/0/", "files/0/", "groups/0/", "groups/0/tensors/0/", "parts/0/", "parts/0/segments/0/"],
 )
-def test_keys_that_nobody_knows_are_refused_as_a_newer_versions(path: str) -> None:
+def test_unknown_keys_are_refused_as_a_newer_versions(path: str) -> None:
     error = refused(encoded(changed(f"{path}extra", 1)))
     assert "'extra' is unknown" in str(error)
     assert "newer Teneral" in error.hint

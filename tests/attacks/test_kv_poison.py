@@ -30,7 +30,7 @@ BLOCK_SIZE = 4
 
 
 class PoisoningAllocator(BlockAllocator):
-    """Fills blocks with NaN when nobody refers to them any more, and when somebody begins to."""
+    """Fills blocks with NaN when their last reference goes, and when their first comes."""
 
     def __init__(self, num_blocks: int, storage: KVStorage) -> None:
         super().__init__(num_blocks)
@@ -114,7 +114,7 @@ def alone(decoder: Decoder) -> Iterator[dict[tuple[int, ...], tuple[int, ...]]]:
 
 
 def test_the_poison_works(decoder: Decoder) -> None:
-    """A block that is read though it is not one's own fails whoever reads it."""
+    """A read of another sequence's block fails the reader."""
     with Poisoned(decoder, num_blocks=30) as rig:
         prompt = tuple(range(12))
         rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY)).result(TIMEOUT_S)
@@ -165,7 +165,7 @@ def test_whatever_happens_to_its_blocks_an_answer_is_that_of_an_engine_of_its_ow
                 assert len(result.tokens) == num_tokens
         rig.engine.check_integrity()
         num_cached = [generation.num_cached_tokens for generation, _, _ in asked]
-        assert any(number % BLOCK_SIZE for number in num_cached), "nobody began in the middle of a block"
+        assert any(number % BLOCK_SIZE for number in num_cached), "no request began in the middle of a block"
         statistics = rig.engine.statistics()
         assert statistics.prefix_hit_tokens_total > 0
         assert statistics.prefix_evictions_total > 0

@@ -103,7 +103,7 @@ OUTCOME = span(
 )  # fmt: skip
 
 
-def test_what_was_predicted_stands_beside_what_came_from_the_load_s_beginning_on() -> None:
+def test_predictions_and_measured_times_count_from_the_load_s_beginning() -> None:
     found = predictions.of_timeline(timeline(DECIDED, OUTCOME))
     assert found.decision == "draft-first: time for 9 proposals"
     assert (found.rate_mb_s, found.draft_s, found.exact_s, found.num_proposals) == (200.0, 2.1, 4.2, 9)
@@ -156,10 +156,10 @@ def result() -> dict[str, Any]:
     facts = report.begin("draft", model="<a & b>", weights=draft.RANDOM_WEIGHTS, rounds=1, num_tokens=4)
     facts |= {"latency_ms": 15.0, "stored_bytes": stored, "results": [link], "left_out": []}
     memory = {"rate_mb_s": 50.0, "peak_mib": {AHEAD: 1302.0, WITHOUT: 1300.0}}
-    said: dict[str, Any] = json.loads(
+    report_json: dict[str, Any] = json.loads(
         json.dumps(facts | {"memory": memory, "refine": {"1": 8.2, "2": 10.6}, "failed": {}})
     )
-    return said
+    return report_json
 
 
 def test_a_token_s_time_is_the_median_of_that_token_s_times() -> None:

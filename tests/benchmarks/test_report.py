@@ -19,13 +19,13 @@ HOLD = "data = bytearray(b'x') * ({} << 20); print('held', flush=True); input()"
 
 
 def test_a_report_says_where_when_and_how() -> None:
-    said = report.begin("some_benchmark", model="some-shape")
-    assert said["command"].startswith("python -m benchmarks.some_benchmark")
-    assert said["model"] == "some-shape"
-    assert {"name", "cores", "cpu", "memory_gib", "kernel", "python"} == set(said["machine"])
-    assert said["versions"]["numpy"]
-    assert said["load_average"] >= 0
-    assert said["date"].endswith("UTC")
+    head = report.begin("some_benchmark", model="some-shape")
+    assert head["command"].startswith("python -m benchmarks.some_benchmark")
+    assert head["model"] == "some-shape"
+    assert {"name", "cores", "cpu", "memory_gib", "kernel", "python"} == set(head["machine"])
+    assert head["versions"]["numpy"]
+    assert head["load_average"] >= 0
+    assert head["date"].endswith("UTC")
 
 
 def test_a_kept_command_names_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

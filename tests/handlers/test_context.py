@@ -54,7 +54,7 @@ def until(condition):
         time.sleep(0.005)
 
 
-def test_it_says_who_asks_for_what_and_with_which_session(host):
+def test_it_has_the_request_and_the_session_of_the_caller(host):
     context = Context(host, request_id="r-1", session="s-7")
     assert (context.request_id, context.session, context.model.name) == ("r-1", "s-7", "small")
     assert repr(context) == "Context(request_id='r-1', model='small')"
@@ -368,7 +368,7 @@ def test_a_text_too_long_to_embed_is_named(context):
         context.model.embed(["a", "b" * 100])
 
 
-async def test_an_embedding_that_nobody_waits_for_gives_its_place_back(host, context, make_context):
+async def test_an_abandoned_embedding_gives_its_place_back(host, context, make_context):
     host.encoder.gate.clear()
     running = asyncio.create_task(context.model.aembed("x"))
     while host.real_embedder.statistics().batches_total + host.real_embedder.statistics().queued == 0:

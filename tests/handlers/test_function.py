@@ -271,7 +271,7 @@ RAISING = [raises, raises_async, raises_later, raises_later_async]
 
 
 @pytest.mark.parametrize("function", RAISING)
-async def test_an_exception_is_told_and_kept_as_the_cause(handlers, context, function):
+async def test_an_exception_is_reported_and_kept_as_the_cause(handlers, context, function):
     with pytest.raises(HandlerError, match="raised ValueError: no good") as caught:
         await results(handlers(function), ValueError("no good"), context)
     assert isinstance(caught.value.__cause__, ValueError)
@@ -454,9 +454,9 @@ def test_a_shipped_handler_is_found_by_its_module():
     assert load_handler("teneral.handlers.generate:handler").kind is HandlerKind.SYNC
 
 
-def test_a_file_may_import_what_lies_beside_it(module):
-    module("VALUE = 7\n", name="beside.py")
-    path = module("import beside\ndef handler(event, context):\n    return beside.VALUE\n")
+def test_a_file_may_import_modules_of_its_folder(module):
+    module("VALUE = 7\n", name="neighbour.py")
+    path = module("import neighbour\ndef handler(event, context):\n    return neighbour.VALUE\n")
     assert load_handler(f"{path}:handler").function(None, None) == 7
 
 
@@ -494,7 +494,7 @@ def test_a_dataclass_in_a_file_works(module):
         ("mine.py:keywords", "cannot be called with"),
     ],
 )
-def test_what_cannot_be_a_handler_is_told(module, spec, message):
+def test_an_invalid_handler_is_an_error(module, spec, message):
     module(
         "NUMBER = 1\ndef one(event): pass\ndef three(event, context, more): pass\n"
         "def keywords(*, event, context): pass\n"

@@ -31,7 +31,7 @@ from teneral.loader.tools.pack.pack import pack
 
 WAIT_S = patience_s(90)
 LIMIT_BYTES = 512 * MIB  # Python and torch fit
-HEADER_READ_BYTES = 128 << 10  # of a safetensors file, whose header's size nobody knows before
+HEADER_READ_BYTES = 128 << 10  # of a safetensors file, whose header's size is unknown before
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 6}  # 721 MiB in bf16
 
 
@@ -63,7 +63,7 @@ def _write_zeros(path: Path) -> None:
 
 
 WEIGHT_BYTES = 721 * MIB
-BESIDE_BYTES = (
+SERVING_BYTES = (
     150 * MIB
 )  # for the weights' way here and half of the server: the check passed, and then it was killed
 
@@ -106,7 +106,7 @@ def test_a_model_larger_than_the_containers_memory_is_refused_before_its_weights
 def test_memory_for_the_weights_but_not_for_serving_them_is_refused_and_not_killed(
     bucket: Path, cgroup: MemoryCgroup, kind: str
 ) -> None:
-    cgroup.set_limit(WEIGHT_BYTES + BESIDE_BYTES)
+    cgroup.set_limit(WEIGHT_BYTES + SERVING_BYTES)
     with StoreServer(bucket.parent) as store:
         command = [sys.executable, "-m", "teneral", "serve", f"{store.url}/bucket/{kind}", "--port", "0"]
         ended = subprocess.run(
@@ -118,7 +118,7 @@ def test_memory_for_the_weights_but_not_for_serving_them_is_refused_and_not_kill
     assert not [entry for entry in log if "/blobs/" in entry.key]
 
 
-def test_a_load_counts_what_serving_needs_beside_what_is_taken_already(bucket: Path) -> None:
+def test_a_load_counts_the_need_of_serving_less_the_memory_already_taken(bucket: Path) -> None:
     source = FileStore(bucket / "packed")
     manifest = open_artifact(source)
     options = LoadOptions(available_bytes=manifest.weight_bytes + 200 * MIB, serving_bytes=MIB)

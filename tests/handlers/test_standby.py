@@ -101,9 +101,9 @@ def test_a_signal_to_the_client_drains_the_standby(pool: Pool, model: Path, numb
     pool.wait_full()
     server = Server(model, pool.path)
     server.complete()
-    code, said = server.end(number)
+    code, output = server.end(number)
     assert code == 0
-    assert "on http://127.0.0.1" in said, "the standby writes where the client would have"
+    assert "on http://127.0.0.1" in output, "the standby writes where the client would have"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port))
 
@@ -151,12 +151,12 @@ def _chat_workers(process_id: int) -> list[int]:
     ]
 
 
-def test_an_error_of_the_model_is_said_where_it_was_asked_for(pool: Pool, tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_printed_by_the_client(pool: Pool, tmp_path: Path) -> None:
     pool.wait_full()
     server = Server(tmp_path / "nowhere", pool.path)
-    _, said = server.process.communicate(timeout=WAIT_S)
+    _, output = server.process.communicate(timeout=WAIT_S)
     assert server.process.returncode == 3
-    assert "nowhere" in said
+    assert "nowhere" in output
 
 
 def test_the_standby_has_the_clients_environment_and_folder(pool: Pool, model: Path, tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_a_killed_standby_is_an_error_that_says_so(pool: Pool, model: Path) -> N
         if number not in (os.getpid(), server.process.pid) and _listens(number, server.port)
     )
     os.kill(listener, signal.SIGKILL)
-    _, said = server.process.communicate(timeout=WAIT_S)
+    _, output = server.process.communicate(timeout=WAIT_S)
     assert server.process.returncode == 1
-    assert "ended without a word" in said
+    assert "ended without a word" in output
 
 
 def _listens(process_id: int, port: int) -> bool:
@@ -309,7 +309,7 @@ def test_what_is_no_order_changes_nothing(pool: Pool, sent: bytes) -> None:
 
 
 def test_a_client_that_gives_up_leaves_no_open_file_behind(pool: Pool) -> None:
-    """It waits for a signal at most: were its standard error held, whoever reads that would wait for ever."""
+    """It waits for a signal at most: were its standard error held, a reader would wait for ever."""
     pool.wait_full()
     reading, writing = os.pipe()
     with socket.socket(socket.AF_UNIX) as sock, socket.create_server(("127.0.0.1", 0)) as listener:
@@ -328,7 +328,7 @@ def test_a_client_that_gives_up_leaves_no_open_file_behind(pool: Pool) -> None:
     with os.fdopen(reading, "rb") as stream:
         os.set_blocking(reading, False)
         until_s = time.monotonic() + WAIT_S
-        while stream.read(1) is None:  # b"" once nobody holds the other end
+        while stream.read(1) is None:  # b"" once no process holds the other end
             assert time.monotonic() < until_s
             time.sleep(0.02)
 

@@ -83,7 +83,7 @@ def test_parallel_work_ends_in_a_standby(model: Path, tmp_path: Path, flags: tup
             assert status == 200, answer
             right = [1024.0**3, 1.0]
             assert answer[:3] == [right, right, 3]
-            assert answer[3] >= 2  # OpenMP's two, and whatever began beside them
+            assert answer[3] >= 2  # OpenMP's two, and any that began at the same time
             assert "taken over by a standby" in server.marks()
 
 
@@ -95,9 +95,9 @@ def test_openmps_threads_sleep_unless_the_user_says_otherwise(
     flags = (handler, "--backend", "torch")
     with Server(model, tmp_path / "absent.sock", *flags, environment=environment) as server:
         assert server.get("/invoke", {}) == (200, expected)
-        code, said = server.end()
+        code, log = server.end()
     assert code == 0
-    assert _policies_read(said) == [expected]
+    assert _policies_read(log) == [expected]
 
 
 @pytest.mark.parametrize(("users", "expected"), [(None, "passive"), ("active", "active")])
@@ -112,14 +112,14 @@ def test_openmps_threads_sleep_in_a_standby_unless_the_user_says_otherwise(
         with Server(model, pool.path, handler, "--backend", "torch", environment=environment) as server:
             assert server.get("/invoke", {}) == (200, expected)
             assert "taken over by a standby" in server.marks()
-            code, said = server.end()
+            code, log = server.end()
     assert code == 0
-    assert _policies_read(said) == [expected]
+    assert _policies_read(log) == [expected]
 
 
-def _policies_read(said: str) -> list[str]:
+def _policies_read(log: str) -> list[str]:
     """What each GNU OpenMP library in there has read. By how often its threads look before they sleep: it calls
     "passive" also what is no policy at all, 300,000 times.
     """
-    counts = map(int, re.findall(r"GOMP_SPINCOUNT *= *'(\d+)'", said))
+    counts = map(int, re.findall(r"GOMP_SPINCOUNT *= *'(\d+)'", log))
     return ["passive" if count == 0 else "active" if count > 10**9 else f"{count} times" for count in counts]

@@ -89,19 +89,19 @@ def test_helm_lints_the_chart():
 
 @needs_helm
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"idle_timeout_s": 3601}, "idle_timeout_s"),
         ({"min_warm": "many"}, "min_warm"),
         ({"minWarm": 2}, "minWarm"),
     ],
 )
-def test_helm_refuses_what_the_schema_does_not_have(change, told):
+def test_helm_refuses_what_the_schema_does_not_have(change, message):
     values = yaml.safe_load(render_text(PLAIN, "helm").stream())
     values["models"]["m"] |= change
     result = helm("template", "release", str(CHART), values=json.dumps(values))
     assert result.returncode != 0
-    assert told in result.stderr
+    assert message in result.stderr
 
 
 @needs_helm

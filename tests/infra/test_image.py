@@ -181,7 +181,7 @@ def free_port() -> int:
 
 @needs_image
 @pytest.mark.timeout(300)
-def test_the_built_image_answers_is_healthy_and_ends_when_it_is_told_to():
+def test_the_built_image_answers_is_healthy_and_ends_on_sigterm():
     port = free_port()
     outer = start("serve", "/mnt", "--name", "demo", port=port)
     try:

@@ -45,7 +45,7 @@ def test_what_is_committed_is_what_is_rendered(platform, capsys):
 def test_kubernetes_takes_the_reference_pool(platform):
     documents = [document.body for document in render(read_pool(REFERENCE), platform).documents]
     if unknown := check_kubernetes(documents):
-        pytest.skip(f"no schemas beside the checkout for {', '.join(sorted(unknown))}")
+        pytest.skip(f"no schemas next to the checkout for {', '.join(sorted(unknown))}")
 
 
 @pytest.mark.parametrize("platform", KUBERNETES)

@@ -1,4 +1,4 @@
-"""What a platform cannot do is refused with a code, or said: E5, E6, E7, W1 to W4."""
+"""An unsupported key is refused with a code, or reported: E5, E6, E7, W1 to W4."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_instance_without_its_size_is_e2(key):
         ("fargate", "target_concurrency", 4, "W2"),
     ],
 )
-def test_what_is_left_out_or_approximated_is_said_with_its_line(platform, key, value, code):
+def test_an_omitted_or_approximated_key_is_reported_with_its_line(platform, key, value, code):
     warnings = render_text(with_key(key, value), platform).warnings
     found = [warning for warning in warnings if warning.place.key.endswith(key)]
     assert [warning.code for warning in found] == [code]
@@ -175,8 +175,8 @@ def test_the_command_writes_checks_and_names_what_differs(tmp_path, capsys):
     file.write_text(PLAIN.replace("min_warm = 1", "min_warm = 2"))
     capsys.readouterr()
     assert run([*arguments, "--check", str(out)]) == 1
-    told = capsys.readouterr().out
-    assert '+        autoscaling.knative.dev/min-scale: "2"' in told
+    printed = capsys.readouterr().out
+    assert '+        autoscaling.knative.dev/min-scale: "2"' in printed
     (out / "old.service.yaml").write_text((out / "m.service.yaml").read_text())
     assert run([*arguments, "-o", str(out)]) == 0
     assert "old.service.yaml is not rendered any more" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rendered documents by tools that do not install beside Teneral: `scripts/conformance-infra` brings them."""
+"""Rendered documents by tools that Teneral cannot install with it: `scripts/conformance-infra` brings them."""
 
 from __future__ import annotations
 

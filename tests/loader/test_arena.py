@@ -1,4 +1,4 @@
-"""Slabs: where they lie, and that they outlive whoever made them."""
+"""Slabs: their places, and their life beyond their maker's."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_huge_pages_that_become_slow_are_given_up(
     assert flag in flags_of(slab, slab.size - 1)
 
 
-def test_prefaulting_stops_when_told_to() -> None:
+def test_prefaulting_can_be_stopped() -> None:
     asked = []
 
     def stopped() -> bool:

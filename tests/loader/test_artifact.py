@@ -1,4 +1,4 @@
-"""Opening what stands at an address, and pinning it."""
+"""Opening the model at an address, and pinning it."""
 
 from __future__ import annotations
 

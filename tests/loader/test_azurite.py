@@ -112,7 +112,7 @@ def test_objects_are_listed_by_prefix(store: AzStore) -> None:
         store.delete(name)
 
 
-def test_refusals_are_told_apart(store: AzStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_distinguished(store: AzStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotFoundError, match="there is no none"):
         store.stat("none")
     missing = AzStore("az://no-such-container/x")

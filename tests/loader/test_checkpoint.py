@@ -37,7 +37,7 @@ class Unlistable(MemoryStore):
 
 
 class Guarded(Unlistable):
-    """As a bucket that one may read from but not list: absent objects are said to be denied."""
+    """As a bucket that one may read from but not list: absent objects are reported as denied."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         raise AccessDeniedError("listing is denied", may_be_absent=True)

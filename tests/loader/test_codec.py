@@ -112,7 +112,7 @@ FLOAT_ENCODINGS = [
 
 
 def float_encoding(name: str) -> tuple[str, Encoding, dict[Tier, int]]:
-    """The dtype, the encoding, and the mantissa bits that each of its tiers knows, told from the name alone."""
+    """The dtype, the encoding, and the mantissa bits that each of its tiers knows, from the name alone."""
     family, *numbers = name.split(".")
     dtype, mantissa_bits = FLOATS[family]
     known = dict(zip((Tier.SKETCH, Tier.DRAFT)[-len(numbers) :], map(int, numbers), strict=True))

@@ -41,8 +41,8 @@ class Platform:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 platform.requests.append((self.path, self.headers.get("Authorization")))
-                said = platform.answer
-                status, body = (said, b"no") if isinstance(said, int) else (200, said)
+                reply = platform.answer
+                status, body = (reply, b"no") if isinstance(reply, int) else (200, reply)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 if status == 302:
@@ -58,11 +58,11 @@ class Platform:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def gives(self, key: str, *, expires_in_s: float | None = 6 * 3600, token: str | None = "token") -> None:
-        said = {"AccessKeyId": key, "SecretAccessKey": "secret", "Token": token, "RoleArn": "arn:x"}
+        reply = {"AccessKeyId": key, "SecretAccessKey": "secret", "Token": token, "RoleArn": "arn:x"}
         if expires_in_s is not None:
             then = time.gmtime(time.time() + expires_in_s)
-            said["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", then)
-        self.answer = json.dumps(said).encode()
+            reply["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", then)
+        self.answer = json.dumps(reply).encode()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -254,7 +254,7 @@ def test_the_relative_address_goes_first() -> None:
     assert endpoint.origin.host == "169.254.170.2"
 
 
-def test_where_there_are_none_at_all_the_ways_to_give_them_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials_the_error_lists_the_ways_to_give_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boto3.session.Session, "get_credentials", lambda _: None)
     with pytest.raises(AccessDeniedError, match="there are no credentials"):
         CredentialChain({}, profile=None).get()

@@ -168,7 +168,7 @@ def test_a_server_that_ignores_if_match_is_found_out_by_its_own_etag(bucket: Buc
 
 @only_packed
 def test_two_first_answers_of_different_versions_are_not_both_believed(bucket: Bucket) -> None:
-    """Both are on their way before either has told its version, and both bring the right bytes."""
+    """Both are in flight before the version of either is known, and both bring the right bytes."""
     together = threading.Barrier(2, timeout=WAIT_S)
 
     def react(number: int, request: Request) -> Fault | None:
@@ -201,12 +201,12 @@ def test_weak_etags_are_compared_here_and_never_sent(bucket: Bucket) -> None:
 def test_without_etags_the_time_of_change_tells_and_without_that_the_digest(
     bucket: Bucket, mtime_s: float, kind: type[TeneralError]
 ) -> None:
-    told = {"ETag": ""} if mtime_s else {"ETag": "", "Last-Modified": ""}
+    versions = {"ETag": ""} if mtime_s else {"ETag": "", "Last-Modified": ""}
 
     def react(number: int, request: Request) -> Fault:
         if number == BEFORE:
             bucket.replace(mtime_s=mtime_s)
-        return Fault(headers=told)
+        return Fault(headers=versions)
 
     ranges = Ranges(react)
     bucket.server.set_fault(ranges)
@@ -246,7 +246,7 @@ def test_a_hedge_never_patches_a_range_from_two_versions(tmp_path: Path) -> None
             store.load(connections=1)
 
 
-def test_hedges_and_resumed_ranges_ask_for_the_version_that_others_were_told(tmp_path: Path) -> None:
+def test_hedges_and_resumed_ranges_ask_for_the_version_of_the_others(tmp_path: Path) -> None:
     with faulty_store(tmp_path) as store:
         faults = {BEFORE: Fault(stall_after_bytes=5_000), 2 * BEFORE: Fault(cut_after_bytes=5_000)}
         ranges = Ranges(lambda number, request: faults.get(number))
@@ -261,7 +261,7 @@ def num_blobs(store: FaultyStore) -> int:
 
 
 class Forgetful(MemoryStore):
-    """Answers as told, whatever version is asked for."""
+    """Gives its set answer, whatever version is asked for."""
 
     def __init__(self, versions: Iterator[str | None], objects: dict[str, bytes]) -> None:
         super().__init__(objects)

@@ -81,7 +81,7 @@ def test_a_web_address_cannot_be_written_to() -> None:
 # Reading
 
 
-def test_a_missing_folder_is_told_from_a_missing_file(tmp_path: Path, store: FileStore) -> None:
+def test_a_missing_folder_differs_from_a_missing_file(tmp_path: Path, store: FileStore) -> None:
     with pytest.raises(NotFoundError, match="nowhere does not exist") as caught:
         FileStore(tmp_path / "nowhere").stat("config.json")
     assert caught.value.name == ""
@@ -92,7 +92,7 @@ def test_a_missing_folder_is_told_from_a_missing_file(tmp_path: Path, store: Fil
         FileStore(tmp_path / "nowhere").list()
 
 
-def test_a_file_in_place_of_the_folder_is_said_to_be_one(folder: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_reported_as_a_file(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"x")
     with pytest.raises(NotFoundError, match="is a file, not a folder"):
         FileStore(folder / "model.safetensors").stat("config.json")
@@ -215,7 +215,7 @@ def small_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-def test_no_space_is_said_and_nothing_is_left(folder: Path, store: FileStore, small_files: int) -> None:
+def test_no_space_is_an_error_and_nothing_is_left(folder: Path, store: FileStore, small_files: int) -> None:
     with (
         pytest.raises(NoSpaceError, match=r"large\.bin") as caught,
         store.create("blobs/large.bin") as writer,
@@ -225,7 +225,7 @@ def test_no_space_is_said_and_nothing_is_left(folder: Path, store: FileStore, sm
     assert files(folder) == []
 
 
-def test_a_writer_that_nobody_has_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_writer_leaves_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "new" / "artifact")
     store.create("blobs/one")
     assert files(tmp_path) == ["new", "new/artifact", "new/artifact/blobs"]

@@ -1,4 +1,4 @@
-"""Gates: when they open, and what those who wait are told."""
+"""Gates: their opening, and the errors of waiting readers."""
 
 from __future__ import annotations
 

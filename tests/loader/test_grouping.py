@@ -85,7 +85,7 @@ LAYERS_IN_FORWARD_ORDER = {
         "norm1.weight self_attn.in_proj_weight self_attn.in_proj_bias self_attn.out_proj.weight norm2.weight "
         "linear1.weight linear1.bias linear2.weight",
     ),
-    "names nobody knows come last": (
+    "unknown names come last": (
         "layers.0.",
         "self_attn.q_proj.weight mlp.down_proj.weight zebra.weight aardvark.temperature zebra.bias",
     ),
@@ -101,7 +101,7 @@ def grouped(*names: str) -> dict[str, list[str]]:
 def test_a_layer_lies_in_the_order_in_which_it_runs(family: str) -> None:
     prefix, order = LAYERS_IN_FORWARD_ORDER[family]
     names = [prefix + rest for rest in order.split()]
-    if family == "names nobody knows come last":
+    if family == "unknown names come last":
         assert grouped(*names)["layers.0"][:2] == names[:2]
     else:
         assert grouped(*names) == {"layers.0": names}
@@ -128,7 +128,7 @@ def test_a_decoder_is_embedding_layers_by_number_and_head() -> None:
         ("model.rotary_emb.inv_freq mysterious.thing", "score.weight qa_outputs.bias"),
     ],
 )  # fmt: skip
-def test_what_stands_outside_layers_is_needed_first_or_last(embed: str, head: str) -> None:
+def test_tensors_outside_layers_are_needed_first_or_last(embed: str, head: str) -> None:
     groups = grouped(*embed.split(), *head.split(), "layers.0.fc1.weight")
     assert {name: sorted(members) for name, members in groups.items() if name != "layers.0"} == {
         "embed": sorted(embed.split()),

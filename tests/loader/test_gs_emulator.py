@@ -99,7 +99,7 @@ def test_objects_are_listed_by_prefix(store: Store) -> None:
     assert list(store.list()) == []
 
 
-def test_a_missing_object_and_a_missing_bucket_are_told_apart(store: Store) -> None:
+def test_a_missing_object_and_a_missing_bucket_are_distinguished(store: Store) -> None:
     with pytest.raises(NotFoundError, match="there is no none"):
         store.stat("none")
     missing = open_store("gs://no-such-bucket/x")

@@ -171,9 +171,9 @@ def test_requests_name_the_project_that_pays(server: GsServer, monkeypatch: pyte
 # Credential files
 
 
-def give_file(folder: Path, monkeypatch: pytest.MonkeyPatch, said: object) -> Path:
+def give_file(folder: Path, monkeypatch: pytest.MonkeyPatch, settings: object) -> Path:
     path = folder / "credentials.json"
-    path.write_text(said if isinstance(said, str) else json.dumps(said))
+    path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
     return path
 
@@ -204,8 +204,8 @@ class TokenService:
             return 200, {}, b'{"access_token": "federated", "expires_in": 3600}'
         if call.path == "/impersonate":
             assert call.headers["authorization"] == "Bearer federated"
-            said = {"accessToken": "token-1", "expireTime": "2100-01-01T00:00:00Z"}
-            return 200, {}, json.dumps(said).encode()
+            settings = {"accessToken": "token-1", "expireTime": "2100-01-01T00:00:00Z"}
+            return 200, {}, json.dumps(settings).encode()
         if call.path == "/subject":
             assert call.headers["metadata"] == "True"
             return 200, {}, b'{"token": "from-url"}'
@@ -246,13 +246,13 @@ def test_federation_may_impersonate_an_account_and_ask_an_address(
 def test_the_login_of_gcloud_is_found_and_used(
     server: GsServer, store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {
+    settings = {
         "client_id": "id",
         "client_secret": "s",
         "refresh_token": "r",
         "token_uri": f"{server.url}/v1/token",
     }
-    path = give_file(tmp_path, monkeypatch, {"type": "authorized_user", **said})
+    path = give_file(tmp_path, monkeypatch, {"type": "authorized_user", **settings})
     path.rename(tmp_path / "application_default_credentials.json")
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
@@ -265,7 +265,7 @@ def test_the_login_of_gcloud_is_found_and_used(
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("settings", "message"),
     [
         ({"type": "service_account", "private_key": "secret"}, "RS256"),
         ({"type": "gdch"}, "'gdch'"),
@@ -277,9 +277,9 @@ def test_the_login_of_gcloud_is_found_and_used(
     ],
 )
 def test_a_credential_file_that_cannot_be_used_says_why(
-    store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object, message: str
+    store: GsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: object, message: str
 ) -> None:
-    give_file(tmp_path, monkeypatch, said)
+    give_file(tmp_path, monkeypatch, settings)
     with pytest.raises(AccessDeniedError, match=message) as caught:
         store.stat("blob")
     assert "secret" not in str(caught.value).replace("client_secret", "")

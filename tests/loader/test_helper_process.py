@@ -27,7 +27,7 @@ def main(socket_fd, *fds):
         sock.sendall(b"%d %d %s\\n" % (os.getpid(), os.getppid(), content))
         while data := sock.recv(100):
             if data == b"raise":
-                raise ValueError("told to")
+                raise ValueError("on purpose")
             sock.sendall(data)
 
 if __name__ == "__main__":
@@ -170,7 +170,7 @@ def test_a_helper_that_fails_says_why_and_has_a_status(package: Path, fork: bool
         "print('status', helper.wait())\n",
     )
     assert done.stdout.strip() == "status 1"
-    assert "ValueError: told to" in done.stderr
+    assert "ValueError: on purpose" in done.stderr
     assert done.stdout.count("status") == 1, "the fork ran on in its owner's code"
 
 

@@ -102,7 +102,7 @@ def test_a_kept_connection_that_the_server_closed_costs_no_attempt(
     assert source.statistics().retries == 0
 
 
-def test_nobody_listening_is_an_error_with_an_address(opened: Callable[..., HttpSource]) -> None:
+def test_no_listener_is_an_error_with_an_address(opened: Callable[..., HttpSource]) -> None:
     with ScriptedServer() as gone:
         url = gone.url
     with pytest.raises(

@@ -82,7 +82,7 @@ def test_a_sketch_has_columns_where_there_is_one(artifact: MemoryStore) -> None:
     assert "sketch" not in render_table(describe(open_artifact(artifact), artifact.url))
 
 
-def test_a_dtype_without_tiers_is_said_to_be_exact_only() -> None:
+def test_a_dtype_without_tiers_is_reported_as_exact_only() -> None:
     contents = llama_contents(hidden=64)
     contents["model.layers.0.quantized.weight"] = random_content("F8_E4M3", (40, 40))
     contents["model.layers.0.half.weight"] = random_content("F16", (40, 40))

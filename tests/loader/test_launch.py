@@ -1,4 +1,4 @@
-"""What a loader's process imports before it is told what to load."""
+"""The imports of a loader's process before its task arrives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not is_possible(), reason="needs memory files")
 
 
 class _Waiting:
-    """A process that nobody tells anything, once it has imported what comes after its task and waits."""
+    """A process without a task, once it has imported what follows and waits."""
 
     def __init__(self) -> None:
         self._prepared = Prepared()

@@ -116,7 +116,7 @@ def test_cuts_are_even_and_end_exactly(size_bytes: int, most_bytes: int) -> None
     connection_bytes_per_s=st.floats(1e6, 1e9),
     sizes=st.lists(st.integers(MIN_RANGE_BYTES, 16 * MIB), min_size=4, max_size=40),
 )
-def test_latency_and_rate_are_told_apart_by_ranges_of_different_sizes(
+def test_latency_and_rate_are_separated_by_ranges_of_different_sizes(
     first_byte_s: float, connection_bytes_per_s: float, sizes: list[int]
 ) -> None:
     sizes = [*sizes, MIN_RANGE_BYTES, 16 * MIB]
@@ -140,7 +140,7 @@ def test_any_measurements_give_a_usable_link(reads: list[tuple[int, float]]) -> 
 
 
 def settled_width(rate_of: dict[int, float], limits: ReadLimits = LIMITS) -> int:
-    """Where trying ends when so many connections give these rates."""
+    """The number of connections found when these numbers give these rates."""
     width = first_width(limits)
     while not width.is_settled:
         width = widen(width, rate_of[width.connections], 100_000 * MIB, limits, is_fed=True)
@@ -189,7 +189,7 @@ LATENCY_S = (0.01, 0.03)
 def simulate(
     tuner: LinkTuner, *, left_bytes: int, connection_bytes_per_s: float, link_bytes_per_s: float
 ) -> float:
-    """A load of so many bytes whose connections share a link evenly, tick by tick; how long it took."""
+    """The time of a load of that size whose connections share a link evenly, tick by tick."""
     now_s = 0.0
     latencies = random.Random(1)
     reads: list[list[float]] = []  # of those under way: size, bytes left, when it began, when its bytes come

@@ -222,7 +222,7 @@ def test_rows_hold_their_values_as_soon_as_their_parts_are_there_in_whatever_ord
         load.check_integrity()
 
 
-def test_who_waits_for_parts_of_a_load_that_fails_is_told() -> None:
+def test_a_failed_load_fails_the_wait_for_its_parts() -> None:
     built = build_artifact(LAYERS, draft_elements=3_000, refine_elements=3_000)
     source = PacedSource(built.store)
     source.fail(lambda: UnavailableError("gone"))
@@ -539,11 +539,11 @@ def test_a_refusal_says_what_the_memory_would_be_for() -> None:
     ) as caught:
         WeightLoad(built.store, built.manifest, options=options)
     largest = max(part.size_bytes for part in built.manifest.parts)
-    beside = caught.value.needed_bytes - built.manifest.weight_bytes - (64 << 20)
-    assert largest <= beside < largest + 4096
+    extra = caught.value.needed_bytes - built.manifest.weight_bytes - (64 << 20)
+    assert largest <= extra < largest + 4096
 
 
-def test_a_model_that_fits_with_one_part_beside_it_is_loaded() -> None:
+def test_a_model_that_fits_with_one_part_of_staging_is_loaded() -> None:
     built = build_artifact(LAYERS)
     largest = max(part.size_bytes for part in built.manifest.parts)
     room = LoadOptions(available_bytes=built.manifest.weight_bytes + largest + 4096)

@@ -286,7 +286,7 @@ def test_loads_side_by_side_share_a_cache_that_is_too_small_for_both(root: Path,
     assert sum(path.stat().st_size for path in entries(tmp_path / "small")) <= budget_bytes
 
 
-def test_plain_safetensors_are_not_cached_and_it_is_said_once(tmp_path: Path) -> None:
+def test_plain_safetensors_are_not_cached_and_this_is_logged_once(tmp_path: Path) -> None:
     source = model_store(llama_contents(num_layers=2))
     manifest = open_artifact(source)
     with WeightLoad(source, manifest, options=options(tmp_path)) as load:

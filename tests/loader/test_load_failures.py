@@ -1,4 +1,4 @@
-"""Loads that go wrong: who is told what, that nothing unverified is used, and that every thread ends."""
+"""Loads that fail: the errors of readers, no use of unverified bytes, and the end of every thread."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_read_that_fails_ends_the_load_and_names_part_and_source() -> None:
         assert_ended(load)
 
 
-def test_everybody_who_waits_is_told_of_a_failure() -> None:
+def test_a_failure_reaches_every_waiting_reader() -> None:
     built = build_artifact(LAYERS)
     source = PacedSource(built.store)
     source.fail(lambda: UnavailableError("gone"))

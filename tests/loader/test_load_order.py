@@ -1,4 +1,4 @@
-"""Which tier of a load comes first, who decides it, and what whoever computes with a draft may rely on meanwhile."""
+"""The first tier of a load, the decision about it, and the guarantees for readers of a draft."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_on_a_slow_link_the_draft_is_chosen_to_come_first_and_the_timeline_says_
     tiers = tiers_read(source)
     assert tiers == sorted(tiers)  # "draft" before "refine"
     (decision,) = decisions(timeline)
-    said = decision.attributes
-    assert decision.name == f"draft-first: {said['why']}"
-    assert said["order"] == "draft-first"
-    assert ("sooner" if sends_drafts else "proposals") in str(said["why"])
-    assert 0.2 <= said["draft_s"] < said["exact_s"]
-    assert said["rate_bytes_per_s"] > 0
-    assert said["num_proposals"] >= 4
+    decided = decision.attributes
+    assert decision.name == f"draft-first: {decided['why']}"
+    assert decided["order"] == "draft-first"
+    assert ("sooner" if sends_drafts else "proposals") in str(decided["why"])
+    assert 0.2 <= decided["draft_s"] < decided["exact_s"]
+    assert decided["rate_bytes_per_s"] > 0
+    assert decided["num_proposals"] >= 4
 
 
 def test_where_all_is_there_before_anything_can_use_it_the_exact_weights_come_in_order() -> None:
@@ -181,9 +181,9 @@ def test_the_speed_of_the_nodes_cache_decides_nothing_about_what_it_lacks(
         held.release()
         for group in built.manifest.groups:
             load.wait(group.index, timeout_s=WAIT_S)
-        said = decisions(timeline)[0].attributes
+        decided = decisions(timeline)[0].attributes
         rate = load.statistics().link.rate_bytes_per_s  # goes on to change, as much as a busy machine likes
-        assert rate / 10 < said["rate_bytes_per_s"] < rate * 10
+        assert rate / 10 < decided["rate_bytes_per_s"] < rate * 10
 
 
 @pytest.mark.parametrize("order", [Order.EXACT, Order.DRAFT_FIRST])
@@ -437,7 +437,7 @@ def test_what_this_process_uses_no_other_process_refines(folder: Path, gated: Ga
 
 
 @needs_memory_files
-def test_a_child_that_is_killed_while_it_refines_keeps_nobody_from_what_there_is(gated: GatedStore) -> None:
+def test_a_child_that_is_killed_while_it_refines_blocks_no_reader(gated: GatedStore) -> None:
     load = ProcessLoad.start(gated.url, options=LoadOptions(order=Order.DRAFT_FIRST))
     load.wait(0, Tier.DRAFT, timeout_s=WAIT_S)
     with load.reading(0):

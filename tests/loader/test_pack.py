@@ -259,7 +259,7 @@ def test_shapes_that_every_layer_has_are_not_compared() -> None:
 # -- destinations
 
 
-def test_an_artifact_is_not_replaced_unless_told() -> None:
+def test_an_artifact_is_not_replaced_without_force() -> None:
     source, store = model_store(llama_contents()), MemoryStore()
     pack(source, store)
     before = names_in(store)
@@ -286,7 +286,7 @@ def test_force_on_an_empty_place_just_packs() -> None:
     assert verify(store).ok
 
 
-def test_force_replaces_a_manifest_that_nobody_can_read() -> None:
+def test_force_replaces_an_unreadable_manifest() -> None:
     store = MemoryStore({"manifest.json": b"not a manifest"})
     pack(model_store(llama_contents()), store, force=True)
     assert verify(store).ok
@@ -316,7 +316,7 @@ def test_old_objects_that_cannot_be_removed_are_named() -> None:
     assert "6 objects of the replaced artifact could not be removed" in result.render()
 
 
-def test_a_model_can_be_packed_beside_its_own_files_but_only_once(tmp_path: Path) -> None:
+def test_a_model_can_be_packed_into_its_own_folder_but_only_once(tmp_path: Path) -> None:
     for name, data in model_objects(llama_contents()).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -363,7 +363,7 @@ def test_packing_without_threads_is_refused() -> None:
 
 
 class Failing(MemoryStore):
-    """Runs `fail` after so many writes into blobs."""
+    """Runs `fail` after that number of writes into blobs."""
 
     def __init__(self, num_writes: int, fail: Callable[[], None]) -> None:
         super().__init__()
@@ -426,7 +426,7 @@ def test_a_source_that_changes_meanwhile_is_noticed_and_leaves_nothing_behind(sm
     assert names_in(store) == []
 
 
-def test_what_cannot_be_removed_after_a_failure_is_said() -> None:
+def test_leftovers_that_cannot_be_removed_are_reported() -> None:
     class Clinging(Failing):
         def delete(self, name: str) -> None:
             raise UnavailableError("the store went away", name=name)

@@ -221,7 +221,7 @@ def test_a_quantised_artifact_packs_again_from_its_safetensors_with_exact_scales
     assert {tensor.encoding.tiers for tensor in again.tensors} == {(Tier.DRAFT,)}
 
 
-def test_scales_of_gptq_are_stored_exact_beside_a_draft_of_the_rest() -> None:
+def test_scales_of_gptq_are_stored_exact_with_a_draft_of_the_rest() -> None:
     contents = llama_contents(num_layers=1, hidden=64, dtype="F16")
     for kind, shape, dtype in (
         ("qweight", (8, 64), "I32"),

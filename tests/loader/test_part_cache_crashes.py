@@ -75,7 +75,7 @@ class Node(RuleBasedStateMachine):
         buffer = bytearray(PARTS[number])
         found = load.read_into(DIGESTS[number], start, memoryview(buffer)[start:])
         if found and blake3(buffer).digest() != DIGESTS[number]:
-            assert DIGESTS[number].hex() in self.damaged, "a file that nobody damaged is wrong"
+            assert DIGESTS[number].hex() in self.damaged, "an undamaged file is wrong"
             assert load.reject(DIGESTS[number])
             assert not load.read_into(DIGESTS[number], start, memoryview(buffer)[start:])
         load.offer(DIGESTS[number], memoryview(PARTS[number]))

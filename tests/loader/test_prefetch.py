@@ -121,7 +121,7 @@ def test_whatever_ranges_take_it_in_whatever_order_it_is_what_is_stored(
     assert reader._slices == []
 
 
-def test_nobody_gets_bytes_of_another_place(store: FaultyStore, source: HttpSource) -> None:
+def test_no_reader_gets_bytes_of_another_place(store: FaultyStore, source: HttpSource) -> None:
     manifest = store.built.manifest
     first, blob = manifest.parts[0], manifest.blobs[0].name
     reader = begun(source, manifest)
@@ -208,7 +208,7 @@ def test_what_was_read_ahead_binds_the_load_to_its_version(store: FaultyStore, s
     path = store.folder / manifest.blobs[0].name
     content = path.read_bytes()
     path.unlink()
-    path.write_bytes(content)  # the same bytes, but nobody knows that
+    path.write_bytes(content)  # the same bytes, which no version shows
     with pytest.raises(ChangedError):
         load(store, source, reader)
 
@@ -234,7 +234,7 @@ def test_a_manifest_is_shown_part_by_part_before_it_is_checked() -> None:
     assert len(seen) == 3
 
 
-def test_a_part_of_a_blob_that_there_is_not_is_shown_to_nobody() -> None:
+def test_a_part_of_a_missing_blob_is_never_shown() -> None:
     built = whole_parts()
     data = dump_manifest(built.manifest).replace(b'"blob":0,', b'"blob":7,')
 
@@ -246,7 +246,7 @@ def test_a_part_of_a_blob_that_there_is_not_is_shown_to_nobody() -> None:
         parse_manifest(data, look=look)
 
 
-def test_a_pinned_manifest_that_was_replaced_is_shown_to_nobody(store: FaultyStore) -> None:
+def test_a_pinned_manifest_that_was_replaced_is_never_shown(store: FaultyStore) -> None:
     data = dump_manifest(store.built.manifest)
 
     def look(weight_bytes: int, blob: Blob, part: Part) -> bool:

@@ -1,4 +1,4 @@
-"""A load in a process of its own gives what one in this process gives, and nobody waits for a child that is gone."""
+"""A load in a process of its own equals one in this process, and no reader waits for a dead child."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_parts_can_be_waited_for_alone(artifact: Path) -> None:
     table = RowParts(load.manifest, "model.embed_tokens.weight")
     load.wait_parts(table.holding([0, 5]), timeout_s=WAIT_S)
     assert load.join(WAIT_S)
-    load.wait_parts(table.all, timeout_s=WAIT_S)  # asked for when nobody is there any more to answer
+    load.wait_parts(table.all, timeout_s=WAIT_S)  # requested when no process can answer any more
 
 
 def test_a_wish_reaches_the_child_while_it_waits_for_the_store(slow: str) -> None:
@@ -170,7 +170,7 @@ def test_errors_cross_processes_whole(error: TeneralError) -> None:
     assert str(copy) == str(error)
 
 
-def test_a_killed_child_fails_whoever_waits_and_says_why(slow: str) -> None:
+def test_a_killed_child_fails_waiting_readers_with_the_reason(slow: str) -> None:
     load = ProcessLoad.start(slow)
     manifest = load.manifest
     os.kill(load._child.pid, signal.SIGKILL)
@@ -180,7 +180,7 @@ def test_a_killed_child_fails_whoever_waits_and_says_why(slow: str) -> None:
     load.close()
 
 
-def test_cancelling_ends_the_child_and_whoever_waits(slow: str) -> None:
+def test_cancelling_ends_the_child_and_waiting_readers(slow: str) -> None:
     load = ProcessLoad.start(slow)
     manifest = load.manifest
     errors: list[BaseException] = []

@@ -299,7 +299,7 @@ def test_the_end_wakes_those_who_hoped_for_more_and_gives_the_staging_back() -> 
     assert (staging.used_bytes, staging.capacity_bytes) == (0, 0)
 
 
-def test_what_nobody_has_asked_for_is_counted_by_tier_without_what_is_on_its_way() -> None:
+def test_unrequested_bytes_are_counted_by_tier_without_those_in_flight() -> None:
     work, plan = queue_of(two_layers(), range_bytes=1000, order=Order.DRAFT_FIRST)
     sizes = [step.part.size_bytes for step in plan.steps]
     assert work.left_bytes() == [0, sizes[0] + sizes[1], sizes[2] + sizes[3]]
@@ -337,7 +337,7 @@ def first_seen(reads: list[Read]) -> list[int]:
 
 
 class Workers:
-    """Threads that read and decode everything, and change the order after so many reads. No bytes are moved."""
+    """Threads that read and decode everything, and change the order after some reads. No bytes are moved."""
 
     def __init__(self, work: WorkQueue, changes: Mapping[int, Order]) -> None:
         self.pieces: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""Nobody computes with weights that are just being refined, whether both happen in one process or in two."""
+"""Refine locks: no reader computes with weights that are being refined, in one process or in two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fd() -> Iterator[int]:
     os.close(number)
 
 
-@pytest.fixture(params=["in one process", "beside another process"])
+@pytest.fixture(params=["in one process", "in two processes"])
 def locks(request: pytest.FixtureRequest, fd: int) -> RefineLocks:
     return RefineLocks(NUM_GROUPS, shared_fd=None if request.param == "in one process" else fd)
 
@@ -177,7 +177,7 @@ def test_a_holder_that_is_killed_lets_go(fd: int, other: OtherProcess, kind: str
     locks.close()
 
 
-def test_closing_waits_for_nobody_elsewhere_and_keeps_nothing_apart_any_more(
+def test_closing_waits_for_no_other_process_and_keeps_nothing_apart_any_more(
     fd: int, other: OtherProcess
 ) -> None:
     locks = RefineLocks(NUM_GROUPS, shared_fd=fd)

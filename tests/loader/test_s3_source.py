@@ -217,7 +217,7 @@ def test_an_expired_token_that_cannot_be_renewed_is_an_error(
     assert len(seen) == 1
 
 
-def test_without_credentials_the_ways_to_give_them_are_told(
+def test_without_credentials_the_error_lists_the_ways_to_give_them(
     server: StoreServer, opened: Callable[..., S3Store], environment: pytest.MonkeyPatch
 ) -> None:
     environment.delenv("AWS_ACCESS_KEY_ID")
@@ -264,11 +264,11 @@ def test_a_named_profile_goes_before_the_environment(
 
 
 def test_a_profile_that_does_not_exist_is_named(opened: Callable[..., S3Store], tmp_path: Path) -> None:
-    with pytest.raises(AccessDeniedError, match="nobody"):
-        read(opened(profile="nobody"))
+    with pytest.raises(AccessDeniedError, match="missing"):
+        read(opened(profile="missing"))
     (tmp_path / "aws-config").write_text("[default]\n")
-    with pytest.raises(AccessDeniedError, match="nobody"):
-        opened(profile="nobody")
+    with pytest.raises(AccessDeniedError, match="missing"):
+        opened(profile="missing")
 
 
 # Refusals

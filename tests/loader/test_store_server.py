@@ -198,7 +198,7 @@ def test_bytes_never_leave_faster_than_the_rate_over_all_connections(tmp_path: P
         assert time.monotonic() - began_s >= 2_000_000 / 20e6 - 0.01
 
 
-def test_a_pacer_gives_nobody_more_than_the_rate() -> None:
+def test_a_pacer_never_gives_more_than_the_rate() -> None:
     pacer, began_s = Pacer(100), time.monotonic()
     for _ in range(40):
         pacer.wait(SLICE_BYTES)
@@ -243,16 +243,16 @@ def test_it_says_how_many_bytes_it_has_sent_while_it_serves(tmp_path: Path) -> N
         assert process.stdin is not None
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        told = set()
+        counts = set()
         for _ in range(2):
             with urlopen(f"{url}/b/x") as answer:
                 answer.read()
         until_s = time.monotonic() + WAIT_S
-        while 10 not in told and time.monotonic() < until_s:  # the client has a byte before it is noted
+        while 10 not in counts and time.monotonic() < until_s:  # the client has a byte before it is noted
             process.stdin.write("\n")
-            told.add(int(process.stdout.readline()))
+            counts.add(int(process.stdout.readline()))
         process.terminate()
-    assert max(told) == 10
+    assert max(counts) == 10
     assert process.returncode == 0
 
 

@@ -59,7 +59,7 @@ def test_a_reader_that_gets_nothing_while_others_do_is_behind(readers: Callable[
     assert set(readers().pass_time(0.5, all_at(20 * MIB, _3=0))) == {3}
 
 
-def test_a_trickle_beside_a_flood_is_behind(readers: Callable[..., Readers]) -> None:
+def test_a_trickle_during_a_flood_is_behind(readers: Callable[..., Readers]) -> None:
     assert set(readers().pass_time(1, all_at(20 * MIB, _3=10_000))) == {3}
 
 
@@ -68,7 +68,7 @@ def test_a_connection_half_as_fast_as_others_is_left_alone(readers: Callable[...
 
 
 @pytest.mark.parametrize("rate_bytes_s", [1_000, 20_000, 125_000, 5_000_000])
-def test_on_a_slow_link_where_all_are_slow_nobody_is_behind(
+def test_on_a_slow_link_where_all_are_slow_none_is_behind(
     readers: Callable[..., Readers], rate_bytes_s: float
 ) -> None:
     assert readers().pass_time(60, all_at(rate_bytes_s)) == []
@@ -130,7 +130,7 @@ def test_zero_turns_hedging_off(readers: Callable[..., Readers]) -> None:
     assert readers(after_s=0).pass_time(60, all_at(20 * MIB, _3=0)) == []
 
 
-def test_nobody_asks_twice_while_the_store_is_busy(readers: Callable[..., Readers]) -> None:
+def test_no_range_is_requested_twice_while_the_store_is_busy(readers: Callable[..., Readers]) -> None:
     made = readers()
     made.throttle.refused(asked_s=0, wish_s=20)
     assert made.pass_time(5, all_at(20 * MIB, _3=0)) == []

@@ -52,7 +52,7 @@ def test_successes_let_the_requests_grow_again_one_a_round_until_all_are_back() 
     assert throttle.limit == math.inf
 
 
-def test_one_refusal_stops_nobody_and_the_second_in_a_row_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_refusal_stops_no_reader_and_the_second_in_a_row_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "uniform", lambda _, most: most)  # the longest pauses that chance gives
     throttle = with_under_way(8)
     refuse(throttle)

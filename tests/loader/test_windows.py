@@ -109,7 +109,7 @@ def test_the_next_window_is_read_before_the_last_group_of_this_one_is_taken(buil
         slabs = load.slabs()
         held = source.hold(reads_of(built.manifest, second))
         next(slabs)
-        held.wait_reached()  # for the read to begin, while nobody asks for its group
+        held.wait_reached()  # for the read to begin, before its group is requested
         held.release()
         assert [group for group, _ in slabs] == [1, 2, 3, 4, 5]
 

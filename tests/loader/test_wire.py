@@ -64,7 +64,7 @@ def begin_a_large_body(wire: Wire, server: socket.socket) -> None:
 
 
 def test_who_begins_to_wait_as_steps_do_is_woken_by_the_first_byte(pair: tuple[Wire, socket.socket]) -> None:
-    """A body whose connection fell behind goes on like that, beside the second one."""
+    """A body whose connection fell behind goes on like that, parallel to the second one."""
     wire, server = pair
     begin_a_large_body(wire, server)
     view = memoryview(bytearray(100))

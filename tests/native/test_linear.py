@@ -102,7 +102,7 @@ def inputs(draw: st.DrawFn, num_in: int, max_rows: int = 20) -> Array:
 
 
 def assert_close(out: Array, x: Array, means: Array) -> None:
-    """Within what fp32 sums of so many products may be off."""
+    """The bound on the error of fp32 sums of that number of products."""
     expected = widened(x) @ means.T
     allowed = np.abs(widened(x)) @ np.abs(means).T * 4e-7 * np.log2(2 + means.shape[1]) + 1e-36
     assert (np.abs(out - expected) <= allowed).all()

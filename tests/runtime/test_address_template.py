@@ -44,7 +44,7 @@ def test_it_is_known_in_which_buckets_an_address_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "at most"),
         ("s3://results/{key}" + "x" * MAX_TEMPLATE_CHARS, "at most"),
@@ -67,14 +67,14 @@ def test_it_is_known_in_which_buckets_an_address_can_be() -> None:
         ("s3://results/a b{key}", "no spaces, braces"),
     ],
 )
-def test_invalid_values_are_refused(text: str, said: str) -> None:
+def test_invalid_values_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("variable", ["TENERAL_BATCH_OUTPUT", "TENERAL_BATCH_ANSWERS"])
-def test_a_wrong_template_is_told_when_the_configuration_is_read(variable: str) -> None:
+def test_a_wrong_template_is_an_error_when_the_configuration_is_read(variable: str) -> None:
     good = {
         "TENERAL_BATCH_OUTPUT": "s3://out/{bucket}/{key}",
         "TENERAL_BATCH_ANSWERS": "s3://out/{queue}/{id}",

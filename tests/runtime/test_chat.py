@@ -264,7 +264,7 @@ def test_any_conversation_is_rendered_as_transformers_renders_it(ours, oracle, n
     assert got == expected
 
 
-def test_the_date_is_told_as_it_is_here(template):
+def test_the_date_is_local(template):
     year = time.strftime("%Y")
     assert template("{{ strftime_now('%Y') }}").render(USER) in (year, time.strftime("%Y"))
 
@@ -321,7 +321,7 @@ def test_invalid_messages_are_refused_where_they_are_wrong(ours, messages, param
     assert caught.value.param == param
 
 
-def test_what_the_template_says_is_told_to_the_caller(ours):
+def test_the_template_s_own_error_reaches_the_caller(ours):
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         ours["inst"].render(CONVERSATIONS["wrong"])
     assert caught.value.param == "messages"
@@ -475,7 +475,7 @@ def test_closing_ends_the_process_and_rendering_starts_another(template):
     assert one.render(USER) == "fine"
 
 
-def test_a_template_that_nobody_holds_ends_its_process():
+def test_an_unreferenced_template_ends_its_process():
     one = ChatTemplate({"default": "fine"}, {})
     one.render(USER)
     process_id = one.process_id
@@ -523,7 +523,7 @@ def test_one_that_waits_ends_where_the_model_has_no_template():
         template.render(USER)
 
 
-def test_the_time_is_told_as_it_is_where_the_server_was_asked_for(monkeypatch):
+def test_the_time_is_that_of_the_server_s_client(monkeypatch):
     """Not where the process that waited was started."""
     monkeypatch.setenv("TZ", "UTC+3")
     worker = ChatWorker()
@@ -531,8 +531,8 @@ def test_the_time_is_told_as_it_is_where_the_server_was_asked_for(monkeypatch):
     one = ChatTemplate({"default": "{{ strftime_now('%d %H') }}"}, {}, worker=worker)
     there = timezone(timedelta(hours=5))
     before = datetime.now(there)
-    told = one.render(USER)
-    assert told in [when.strftime("%d %H") for when in (before, datetime.now(there))]
+    rendered = one.render(USER)
+    assert rendered in [when.strftime("%d %H") for when in (before, datetime.now(there))]
     one.close()
 
 
@@ -553,9 +553,9 @@ def test_many_threads_share_one_process(template):
     assert answers == {text: text for text in texts}
 
 
-def test_a_python_that_cannot_be_started_is_told(template, monkeypatch):
+def test_a_python_that_cannot_be_started_is_an_error(template, monkeypatch):
     monkeypatch.setattr("sys.executable", "/no/such/python")
     one = template("fine")
-    one.start()  # says nothing: perhaps nobody will chat
+    one.start()  # logs nothing: perhaps no chat will come
     with pytest.raises(ModelError, match="could not be started"):
         one.render(USER)

@@ -1,4 +1,4 @@
-"""Which backend computes: what was asked for, what a model needs, and what is installed; and it is said."""
+"""The choice of a backend: the requested one, the model's needs, the installed ones, and the log."""
 
 from __future__ import annotations
 

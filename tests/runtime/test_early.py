@@ -49,7 +49,7 @@ def wait_until(condition):
 
 
 def num_proposed(rig):
-    """Proposals that nobody has judged yet."""
+    """Proposals that are not checked yet."""
     lanes = [(each, each.draft) for each in rig.engine._roster.running]
     return sum(len(lane.tokens) - each.num_tokens for each, lane in lanes if lane is not None)
 
@@ -153,7 +153,7 @@ def test_drafted_tokens_are_sent_at_once_and_what_follows_is_exact(artifact):
         tokens = [token for event in (*drafted, *rest) for token in event.tokens]
         assert len(tokens) == 40
         assert rig.engine.statistics().drafted_tokens_total == num_drafted
-    # Given what was said, the exact model says just this.
+    # Given that beginning, the exact model continues like this.
     engine = exact_engine()
     request = GenerationRequest("r", (*PROMPTS[1], *tokens[:num_drafted]), 40 - num_drafted, sampling=GREEDY)
     assert list(engine.submit(request).result(TIMEOUT_S).tokens) == tokens[num_drafted:]
@@ -264,7 +264,7 @@ def test_an_end_token_of_the_draft_is_only_a_proposal(artifact, expected):
         assert result.finish_reason is FinishReason.STOP
 
 
-def test_the_timeline_has_the_draft_beside_what_followed(artifact):
+def test_the_timeline_has_the_draft_and_the_steps_after_it(artifact):
     with EarlyRig(artifact) as rig:
         rig.start()
         generation = rig.submit(PROMPTS[1])

@@ -1,7 +1,7 @@
-"""Whoever comes and goes while the weights arrive, and in whatever order these do: exact tokens are the exact model's.
+"""Requests that come and go while the weights arrive, in any order: exact tokens are the exact model's.
 
 Requests, cancellations, refinements and the time that drafting is given are drawn at random; the engine's thread runs
-beside them. What each request got is compared with a reference that knows no engine: the model step by step.
+at the same time. What each request got is compared with a reference that knows no engine: the model step by step.
 """
 
 from __future__ import annotations
@@ -141,15 +141,15 @@ def exact_decoder(computed: str) -> Decoder:
 
 
 @cache
-def continuation(computed: str, ask: Ask, said: tuple[int, ...]) -> tuple[int, ...]:
-    """The whole answer, if it begins with `said` and the exact model goes on."""
+def continuation(computed: str, ask: Ask, drafted_text: tuple[int, ...]) -> tuple[int, ...]:
+    """The whole answer, if it begins with `beginning` and the exact model goes on."""
     request = ask.request
     state = SamplingState(request)
     stepper = Stepper(exact_decoder(computed))
-    tokens = list(said)
-    for token in said:
+    tokens = list(drafted_text)
+    for token in drafted_text:
         state.add(token)
-    work: Sequence[int] = [*request.prompt_tokens, *said]
+    work: Sequence[int] = [*request.prompt_tokens, *drafted_text]
     while len(tokens) < ask.max_tokens and not (tokens and tokens[-1] in request.stop_token_ids):
         logits = stepper.step({"s": work})["s"][-1:]
         (choice,) = choose_tokens(logits.numpy(), [state])
@@ -219,9 +219,7 @@ def test_whatever_happens_meanwhile_exact_tokens_are_those_of_the_exact_model(
             time.sleep(0.001)
 
 
-def test_who_has_ended_but_is_not_yet_known_to_have_drafts_nothing_more_and_disturbs_nobody(
-    computed, artifact, monkeypatch
-):
+def test_a_request_that_is_ending_drafts_nothing_more_and_disturbs_no_other(computed, artifact, monkeypatch):
     """The thread that cancels is held up between the end and the moment in which the engine hears of it."""
     ask = Ask(prompt=2, sampling=0, is_draft=False, max_tokens=20, stop_every=0)
     with rig_of(artifact, computed) as rig:

@@ -135,7 +135,7 @@ def test_the_callers_of_the_last_batch_are_given_time_to_come_back():
         assert [len(batch) for batch in rig.model.batches] == [3, 3]
 
 
-def test_whoever_does_not_come_back_is_waited_for_no_longer_than_the_delay():
+def test_an_absent_caller_is_waited_for_no_longer_than_the_delay():
     with Rig(start=False, max_delay_s=0.01) as rig:
         futures = [rig.embed([number]) for number in range(3)]
         rig.embedder.start()

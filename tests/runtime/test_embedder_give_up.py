@@ -1,4 +1,4 @@
-"""A call that nobody waits for any more costs no more than the batch that is under way."""
+"""An abandoned call costs no more than the current batch."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_sequence_joins_while_another_goes_on():
         assert rig.model.batch_sizes[:2] == [1, 2]
 
 
-def test_a_long_prompt_is_computed_in_chunks_beside_the_others():
+def test_a_long_prompt_is_computed_in_chunks_together_with_the_others():
     with EngineRig(max_prefill_tokens=8, max_step_tokens=32, max_running=4) as rig:
         rig.model.gate.clear()
         first = rig.submit(max_tokens=30)
@@ -176,7 +176,7 @@ def test_preemption_loses_nothing(sampling):
     assert tight == roomy
 
 
-def test_a_preempted_sequence_is_told_no_token_twice():
+def test_a_preempted_sequence_gets_no_token_twice():
     with EngineRig(num_blocks=12, model=ToyDecoder(max_context=48)) as rig:
         generations = [rig.submit((number,), max_tokens=40) for number in range(4)]
         for number, generation in enumerate(generations):

@@ -97,7 +97,7 @@ def test_several_at_once_copy_from_one_block_that_somebody_uses() -> None:
         assert rig.engine.statistics().preemptions_total == 0
 
 
-def test_in_a_full_pool_the_block_to_copy_from_keeps_nobody_from_running() -> None:
+def test_in_a_full_pool_the_block_to_copy_from_blocks_no_sequence() -> None:
     """The sequence needs all blocks, the one that it could copy from among them: it computes."""
     with EngineRig(num_blocks=6) as rig:
         finish(rig.submit((*STEM, 3), max_tokens=3))
@@ -139,7 +139,7 @@ def test_who_gets_no_place_copies_nothing_and_holds_nothing() -> None:
 
 
 def test_what_came_from_elsewhere_can_be_begun_when_somebody_has_used_it() -> None:
-    """Blocks of a snapshot come without their tokens; whoever finds them knows these."""
+    """Blocks of a snapshot come without their tokens; the request that finds them knows these."""
     with EngineRig() as rig:
         finish(rig.submit((*STEM, 3), max_tokens=1))
         prefixes = rig.engine._roster.lending.prefixes
@@ -236,7 +236,7 @@ def test_so_it_does_in_steps_of_many_tokens(kind: KVKind, at: int) -> None:
 def without_and_with(
     decoder: object, kind: KVKind, prompt: tuple[int, ...], at: int, **options: object
 ) -> tuple[GenerationResult, GenerationResult]:
-    """What is said to a prompt that is `REAL_STEM`'s up to a token, computed whole and from there on."""
+    """The answer to a prompt that is `REAL_STEM`'s up to a token, computed whole and from there on."""
     assert isinstance(decoder, Decoder)
     warm = engine_of(decoder, kind, **options)
     cold = engine_of(decoder, kind, prefix_cache=False, **options)

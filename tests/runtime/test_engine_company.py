@@ -86,7 +86,7 @@ asked = st.builds(
 )
 
 
-def said(
+def answers_of(
     decoder: Any, kind: KVKind, requests: Sequence[Asked], *, num_blocks: int, **options: Any
 ) -> list[Any]:
     """What an engine says to these when they come together: tokens and log-probabilities."""
@@ -120,9 +120,9 @@ def test_a_request_gets_the_bits_that_it_gets_alone(model, kind, requests, chunk
     decoder = decoder_of(model)
     own = library()
     assert own is not None
-    alone = [said(decoder, kind, [each], num_blocks=200, prefix_cache=False)[0] for each in requests]
+    alone = [answers_of(decoder, kind, [each], num_blocks=200, prefix_cache=False)[0] for each in requests]
     own.functions.tn_set_threads(threads)
-    together = said(
+    together = answers_of(
         decoder,
         kind,
         requests,
@@ -140,8 +140,8 @@ def test_sequences_that_begin_again_say_the_same():
     requests = [
         Asked(0, tuple(range(number, number + 30)), 30, SamplingParams(temperature=0)) for number in range(6)
     ]
-    roomy = said(decoder, KVKind.MODEL, requests, num_blocks=200)
-    assert said(decoder, KVKind.MODEL, requests, num_blocks=18, max_running=6) == roomy
+    roomy = answers_of(decoder, KVKind.MODEL, requests, num_blocks=200)
+    assert answers_of(decoder, KVKind.MODEL, requests, num_blocks=18, max_running=6) == roomy
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_cancelling_frees_the_blocks_with_the_next_step():
 
 @contextmanager
 def ended_halfway(generation, end):
-    """Inside, `end` has marked the generation as ended in another thread, and has not yet told the engine."""
+    """Inside, `end` has marked the generation as ended in another thread, and has not yet notified the engine."""
     reached, go_on = threading.Event(), threading.Event()
     tell_engine = generation._on_end
 
@@ -74,7 +74,7 @@ def wait_until_nothing_runs(engine):
     assert engine.statistics().running == 0
 
 
-def test_a_cancellation_that_is_half_done_when_the_step_ends_disturbs_nobody():
+def test_a_cancellation_that_is_half_done_when_the_step_ends_disturbs_no_other():
     with EngineRig() as rig:
         rig.model.gate.clear()
         generation = rig.submit(max_tokens=50)

@@ -44,11 +44,11 @@ def test_at_least_one_token_is_left_to_compute():
 
 def test_a_continued_conversation_keeps_its_own_answer():
     with EngineRig() as rig:
-        said = finish(rig.submit(PROMPT, max_tokens=10)).tokens
-        again = rig.submit((*PROMPT, *said, 5), max_tokens=3)
-        assert finish(again).tokens == rig.expected((*PROMPT, *said, 5), 3)
+        answer = finish(rig.submit(PROMPT, max_tokens=10)).tokens
+        again = rig.submit((*PROMPT, *answer, 5), max_tokens=3)
+        assert finish(again).tokens == rig.expected((*PROMPT, *answer, 5), 3)
         # All but what stood in a block that was not full, or was never computed: the last token.
-        assert again.num_cached_tokens == (len(PROMPT) + len(said) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert again.num_cached_tokens == (len(PROMPT) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
 def test_sequences_that_run_share_their_beginning():

@@ -49,13 +49,13 @@ def starting_order(generations: Iterable[Generation]) -> list[str]:
 
 def test_a_session_finds_its_conversation_after_traffic_that_has_everything_else_given_up() -> None:
     with EngineRig(num_blocks=20) as rig:
-        said = finish(rig.submit(PROMPT, max_tokens=6, session="mine")).tokens
+        answer = finish(rig.submit(PROMPT, max_tokens=6, session="mine")).tokens
         forgotten = (9, *PROMPT)
         finish(rig.submit(forgotten, max_tokens=6))
         traffic(rig, range(20))
-        again = rig.submit((*PROMPT, *said, 5), max_tokens=3, session="mine")
-        assert finish(again).tokens == rig.expected((*PROMPT, *said, 5), 3)
-        assert again.num_cached_tokens == (len(PROMPT) + len(said) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        again = rig.submit((*PROMPT, *answer, 5), max_tokens=3, session="mine")
+        assert finish(again).tokens == rig.expected((*PROMPT, *answer, 5), 3)
+        assert again.num_cached_tokens == (len(PROMPT) + len(answer) - 1) // BLOCK_SIZE * BLOCK_SIZE
         other = rig.submit(forgotten, max_tokens=1)
         finish(other)
         assert other.num_cached_tokens == 0
@@ -63,7 +63,7 @@ def test_a_session_finds_its_conversation_after_traffic_that_has_everything_else
         assert (statistics.sessions, statistics.pinned_blocks) == (1, 7)
 
 
-def test_pins_are_no_obstacle_to_whoever_needs_the_whole_pool() -> None:
+def test_pins_never_block_a_request_for_the_whole_pool() -> None:
     with EngineRig(num_blocks=20, model=ToyDecoder(max_context=80)) as rig:
         for number in range(3):
             finish(rig.submit([number] * 12, max_tokens=1, session=f"s{number}"))
@@ -87,7 +87,7 @@ def test_sessions_are_given_up_before_anybody_is_preempted() -> None:
         assert rig.engine.statistics().preemptions_total == 0
 
 
-def test_a_session_that_nobody_comes_back_to_is_unpinned() -> None:
+def test_an_idle_session_is_unpinned() -> None:
     with EngineRig(session_idle_s=0.0) as rig:
         finish(rig.submit(PROMPT, max_tokens=1, session="s"))
         finish(rig.submit((1,), max_tokens=1))
@@ -147,7 +147,7 @@ def test_tenants_share_tokens_not_requests() -> None:
         assert first_half.count("short") >= 8
 
 
-def test_who_gives_no_tenant_is_told_apart_by_the_salt() -> None:
+def test_without_a_tenant_the_salt_distinguishes_requests() -> None:
     with held_rig(max_running=1) as rig:
         many = [rig.submit((1,), max_tokens=2, cache_salt="a", request_id="many") for _ in range(20)]
         one = rig.submit((1,), max_tokens=2, cache_salt="b", request_id="one")
@@ -253,7 +253,7 @@ def test_batch_work_may_fill_half_of_the_queue() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_under_pressure_every_token_is_right_whoever_asked(seed: int) -> None:
+def test_under_pressure_every_token_of_every_request_is_right(seed: int) -> None:
     chance = random.Random(seed)
     stems = [tuple(chance.randrange(60) for _ in range(chance.randrange(1, 30))) for _ in range(4)]
     options = {

@@ -73,7 +73,7 @@ def test_chunks_and_preemption_change_no_token(model, sampling):
     assert tight == roomy
 
 
-def test_embeddings_are_the_encoders_whoever_else_is_in_the_batch():
+def test_embeddings_are_the_encoders_in_any_batch():
     oracle = tiny_model("bert")
     encoder = build_model(config_json(oracle), DictWeights(tensors_of(oracle)))
     texts = [list(prompt) for prompt in PROMPTS]

@@ -43,7 +43,7 @@ def test_it_is_what_happens_when_everybody_takes_all_the_steps_that_they_may(
 
 
 @given(running=LENGTHS, before=LENGTHS, num_places=NUM_PLACES, data=st.data())
-def test_nobody_waits_longer_when_others_end_sooner(
+def test_no_wait_grows_when_others_end_sooner(
     running: list[int], before: list[int], num_places: int, data: st.DataObject
 ) -> None:
     running = running[:num_places]

@@ -1,4 +1,4 @@
-"""Whose turn it is: tenants are served tokens in equal shares, and nobody waits for ever."""
+"""Fair order: tenants are served tokens in equal shares, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_pause_does_not_cancel_what_a_tenant_owes() -> None:
     assert names([admit_first(waiting) for _ in range(50)]) == "a" * 50
 
 
-def test_when_nobody_is_left_everybody_begins_anew() -> None:
+def test_when_no_request_is_left_all_accounts_begin_anew() -> None:
     waiting: WaitingList[Ask] = WaitingList()
     greedy = Ask("greedy", 1_000)
     waiting.join(greedy)

@@ -18,13 +18,13 @@ TEXTS = ["", "the rain in Spain stays", "<|im_end|> and l'été 蜻蛉", "no " *
 
 
 @pytest.fixture(scope="module")
-def said() -> Any:
+def tokenizer_json() -> Any:
     return tokenizer_files(32_000, encoder=False)["tokenizer.json"]
 
 
 @pytest.fixture(scope="module")
-def whole(said: Any) -> LocalBackend:
-    return LocalBackend.from_file(json.dumps(said, ensure_ascii=False).encode(), {})
+def whole(tokenizer_json: Any) -> LocalBackend:
+    return LocalBackend.from_file(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})
 
 
 def tokens_of(backend: GrowingBackend | LocalBackend, text: str) -> tuple[list[int], Any, str]:
@@ -32,8 +32,8 @@ def tokens_of(backend: GrowingBackend | LocalBackend, text: str) -> tuple[list[i
     return tokens, backend.offsets(text), backend.decode(tokens[:9], skip_special_tokens=False)
 
 
-def test_it_says_the_same_before_and_after(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
+def test_it_says_the_same_before_and_after(tokenizer_json: Any, whole: LocalBackend) -> None:
+    backend = GrowingBackend(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})
     assert not backend.is_whole
     assert not backend.has_decoded.is_set()
     for text in TEXTS[:-1]:
@@ -48,8 +48,8 @@ def test_it_says_the_same_before_and_after(said: Any, whole: LocalBackend) -> No
     assert backend.id_to_piece(300) == whole.id_to_piece(300)
 
 
-def test_a_text_that_needs_all_of_it_has_it_parsed(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
+def test_a_text_that_needs_all_of_it_has_it_parsed(tokenizer_json: Any, whole: LocalBackend) -> None:
+    backend = GrowingBackend(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda text: tokens_of(backend, text), TEXTS * 3))
     assert answers == [tokens_of(whole, text) for text in TEXTS * 3]
@@ -61,8 +61,8 @@ def test_a_small_one_is_whole_at_once() -> None:
     assert GrowingBackend(data, {}).is_whole
 
 
-def test_completing_under_those_who_ask_changes_nothing(said: Any, whole: LocalBackend) -> None:
-    backend = GrowingBackend(json.dumps(said, ensure_ascii=False).encode(), {})
+def test_completing_under_those_who_ask_changes_nothing(tokenizer_json: Any, whole: LocalBackend) -> None:
+    backend = GrowingBackend(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})
     expected = tokens_of(whole, TEXTS[1])
     thread = threading.Thread(target=backend.complete)
     answers = [tokens_of(backend, TEXTS[1])]
@@ -72,9 +72,9 @@ def test_completing_under_those_who_ask_changes_nothing(said: Any, whole: LocalB
     assert all(answer == expected for answer in answers)
 
 
-def test_what_cannot_be_parsed_is_an_error_from_then_on(said: Any) -> None:
-    model = said["model"] | {"merges": [*said["model"]["merges"], "no such"]}
-    backend = GrowingBackend(json.dumps(said | {"model": model}, ensure_ascii=False).encode(), {})
+def test_what_cannot_be_parsed_is_an_error_from_then_on(tokenizer_json: Any) -> None:
+    model = tokenizer_json["model"] | {"merges": [*tokenizer_json["model"]["merges"], "no such"]}
+    backend = GrowingBackend(json.dumps(tokenizer_json | {"model": model}, ensure_ascii=False).encode(), {})
     assert backend.encode("the", add_special_tokens=True)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):

@@ -145,7 +145,7 @@ def test_an_instance_says_when_it_is_ready(artifact: MemoryStore) -> None:
     assert instance.state is State.DRAINING
 
 
-def test_nobody_waits_longer_than_the_configuration_says(artifact: MemoryStore, tmp_path: Path) -> None:
+def test_no_request_waits_longer_than_the_configuration_allows(artifact: MemoryStore, tmp_path: Path) -> None:
     file = tmp_path / "teneral.toml"
     file.write_text("max_wait_s = 2\n")
     assert resolve({"model": "m"}, {}).max_wait_s is None
@@ -269,7 +269,7 @@ def test_a_tensor_that_is_not_what_was_packed_fails_the_instance_by_its_name(art
         failure = instance.ended.result(WAIT_S)
         assert isinstance(failure, IntegrityError)
         assert tensor.name in failure.message
-        with pytest.raises(IntegrityError):  # nobody goes on with such weights
+        with pytest.raises(IntegrityError):  # no request goes on with such weights
             running.result(WAIT_S)
         with pytest.raises(IntegrityError):
             instance.engine.result(WAIT_S).submit(request())
@@ -299,7 +299,7 @@ def test_the_timeline_says_what_is_computed_in_and_why(tmp_path: Path, asked: st
     }
 
 
-def test_the_dtype_follows_the_cpu_unless_told(checkpoint: Path) -> None:
+def test_the_dtype_follows_the_cpu_by_default(checkpoint: Path) -> None:
     with Instance(CONFIG, source=FileStore(checkpoint)) as instance:
         instance.engine.result(WAIT_S)
         [built] = [span for span in instance.timeline.spans() if (span.lane, span.name) == ("model", "build")]

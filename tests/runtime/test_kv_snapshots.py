@@ -139,7 +139,7 @@ def test_an_export_keeps_what_has_other_names(artifact, tmp_path):
     assert len(stored.hashes) == 9  # the second one's beginning was there
 
 
-def test_a_prefix_that_is_longer_than_the_pool_holds_beside_others_is_exported_whole(artifact, tmp_path):
+def test_a_prefix_that_does_not_fit_the_pool_with_others_is_exported_whole(artifact, tmp_path):
     texts = [PrefixText(f"p{number}", str(number) * 100 + SYSTEM, False) for number in range(4)]
     settings = ServeConfig(model=str(artifact), loader="thread", kv_bytes=32 * 16 * 2 * 4 * 3 * 16, threads=1)
     report = export_prefixes(settings, str(tmp_path / "kv"), texts)
@@ -239,7 +239,7 @@ def test_the_common_beginning_is_as_long_as_it_can_be(lists, common):
 
 
 @pytest.mark.parametrize(
-    ("given_text", "said"),
+    ("given_text", "message"),
     [
         ("name", "NAME=FILE"),
         ("name=", "NAME=FILE"),
@@ -250,10 +250,10 @@ def test_the_common_beginning_is_as_long_as_it_can_be(lists, common):
         ("a={binary}", "not UTF-8"),
     ],
 )
-def test_an_invalid_prefix_is_refused(tmp_path, given_text, said):
+def test_an_invalid_prefix_is_refused(tmp_path, given_text, message):
     files = {name: tmp_path / name for name in ("path", "empty", "binary")}
     for name, content in (("path", b"text"), ("empty", b""), ("binary", b"\xff\xfe")):
         files[name].write_bytes(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_prefix(given_text.format(**files), is_system=False)
     assert read_prefix(f"a={files['path']}", is_system=True) == PrefixText("a", "text", True)

@@ -49,7 +49,7 @@ def full_rig(
     return rig, running
 
 
-def test_who_would_wait_longer_is_refused_and_told_how_long() -> None:
+def test_a_request_that_would_wait_longer_is_refused_with_the_time() -> None:
     rig, running = full_rig([20, 7, 12], max_wait_s=6.5)
     with rig:
         with pytest.raises(CapacityError, match=r"free only in 7\.0 s.*more than 6\.5 s") as caught:
@@ -128,14 +128,14 @@ def test_a_cancelled_sequence_counts_no_longer() -> None:
         rig.submit(max_tokens=1)
 
 
-def test_while_no_step_was_measured_nobody_is_refused() -> None:
+def test_while_no_step_was_measured_no_request_is_refused() -> None:
     rig, _ = full_rig([100], step_s=None, max_wait_s=0.0)
     with rig:
         for _ in range(20):
             rig.submit(max_tokens=100).cancel()
 
 
-def test_without_a_bound_nobody_is_refused_for_it() -> None:
+def test_without_a_bound_no_request_is_refused_for_it() -> None:
     rig, _ = full_rig([100], step_s=1e6)
     with rig:
         rig.submit(max_tokens=1).cancel()
@@ -173,7 +173,7 @@ def test_batch_work_may_wait_for_however_long() -> None:
         rig.engine.require_room("", BATCH)
 
 
-def test_batch_work_keeps_nobody_waiting_who_is_interactive() -> None:
+def test_batch_work_delays_no_interactive_request() -> None:
     rig, _ = full_rig([100], priority=BATCH, max_wait_s=1.0)
     with rig:
         rig.submit((50,), max_tokens=1, priority=BATCH)
@@ -204,7 +204,7 @@ def test_who_belongs_to_a_request_that_was_taken_is_taken_too() -> None:
         assert rig.engine.statistics().queued == 2
 
 
-def test_where_blocks_are_short_and_not_places_nobody_is_refused() -> None:
+def test_where_blocks_are_short_and_not_places_no_request_is_refused() -> None:
     num_blocks = 40 // BLOCK_SIZE
     model = ToyDecoder(max_context=40)
     with EngineRig(model=model, num_blocks=num_blocks, max_running=4, max_wait_s=0.0) as rig:
@@ -216,7 +216,7 @@ def test_where_blocks_are_short_and_not_places_nobody_is_refused() -> None:
             rig, 10.0 * (number > 0)
         )  # once it was planned with them
         model.gate.set()
-        # Places are free, but no blocks: nobody knows for how long these and who comes behind them will wait.
+        # Places are free, but no blocks: the wait of these and of later requests is unknown.
         later = []
         while not all(each.ended for each in large):
             later.append(rig.submit((1,), max_tokens=1))

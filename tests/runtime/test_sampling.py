@@ -155,7 +155,7 @@ def test_top_p_keeps_the_smallest_set_of_a_large_vocabulary(logits, top_p):
     assert tokens <= largest
 
 
-def test_top_p_keeps_exactly_so_many_of_equal_tokens():
+def test_top_p_keeps_an_exact_number_of_equal_tokens():
     assert set(draw(torch.zeros(8), 200, top_p=0.5)) == {0, 1, 2, 3}
 
 

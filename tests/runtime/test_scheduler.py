@@ -45,7 +45,7 @@ def test_nothing_to_do_is_an_empty_plan():
     assert (plan.preempted, plan.admitted, plan.shares) == ((), (), ())
 
 
-def test_a_prompt_is_computed_whole_when_nobody_decodes():
+def test_a_prompt_is_computed_whole_when_no_sequence_decodes():
     plan = plan_step([], [Job("a", 40)], 100, LIMITS)
     assert tokens_of(plan) == {"a": 40}
     assert plan.shares[0].is_last
@@ -83,7 +83,7 @@ def test_no_more_sequences_run_than_allowed():
     assert list(plan.admitted) == waiting[:4]
 
 
-def test_who_does_not_fit_waits_and_nobody_overtakes():
+def test_a_request_that_does_not_fit_waits_and_none_overtakes():
     running = [decoding("a", 8)]
     plan = plan_step(running, [Job("large", 60), Job("small", 2)], 10, LIMITS)
     assert plan.admitted == ()
@@ -183,7 +183,7 @@ def test_batch_work_makes_way_when_no_place_is_free():
     ]
     assert names_of(make_way(running, queue_of(3), 100, LIMITS, all_their_own)) == ["batch 2"]
     assert names_of(make_way(running, queue_of(3, 3), 100, LIMITS, all_their_own)) == ["batch 2", "batch 1"]
-    # a third one gets no place, whoever leaves
+    # a third one gets no place, whichever leaves
     assert names_of(make_way(running, queue_of(3, 3, 3), 100, LIMITS, all_their_own)) == [
         "batch 2",
         "batch 1",
@@ -197,14 +197,14 @@ def test_batch_work_makes_way_when_blocks_are_missing_and_only_then():
     assert names_of(make_way(running, queue_of(3), 6, LIMITS, all_their_own)) == ["batch"]
 
 
-def test_nobody_makes_way_in_vain():
+def test_no_sequence_is_preempted_in_vain():
     running = [decoding("a", 9), decoding("batch", 9, is_batch=True)]
     assert make_way(running, queue_of(50), 6, LIMITS, all_their_own) == ()
     # nor for the second, when only the first can be helped
     assert names_of(make_way(running, queue_of(3, 50), 6, LIMITS, all_their_own)) == ["batch"]
 
 
-def test_what_is_interactive_makes_way_for_nobody():
+def test_interactive_requests_are_never_preempted_for_others():
     assert (
         make_way([decoding(str(number), 9) for number in range(4)], queue_of(1), 0, LIMITS, all_their_own)
         == ()

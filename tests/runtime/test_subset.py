@@ -64,9 +64,9 @@ def gpt() -> Tokenizer:
 def llama3() -> Tokenizer:
     """Whole words first; a pattern; what begins a text; NFC."""
     tokenizer = gpt()
-    said = json.loads(tokenizer.to_str())
-    said["model"]["ignore_merges"] = True
-    tokenizer = Tokenizer.from_str(json.dumps(said))
+    tokenizer_json = json.loads(tokenizer.to_str())
+    tokenizer_json["model"]["ignore_merges"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_json))
     tokenizer.normalizer = normalizers.NFC()
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,16 +110,16 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def file_of(tokenizer: Tokenizer, *, paired: bool = False) -> dict[str, Any]:
-    said: dict[str, Any] = json.loads(tokenizer.to_str())
-    merges = said["model"]["merges"]
-    said["model"]["merges"] = merges if paired else [" ".join(merge) for merge in merges]
-    return said
+    tokenizer_json: dict[str, Any] = json.loads(tokenizer.to_str())
+    merges = tokenizer_json["model"]["merges"]
+    tokenizer_json["model"]["merges"] = merges if paired else [" ".join(merge) for merge in merges]
+    return tokenizer_json
 
 
 def both(
-    said: dict[str, Any], special_tokens: dict[str, str] = SPECIAL
+    tokenizer_json: dict[str, Any], special_tokens: dict[str, str] = SPECIAL
 ) -> tuple[SubsetTokenizer, LocalBackend]:
-    data = json.dumps(said, ensure_ascii=False).encode()
+    data = json.dumps(tokenizer_json, ensure_ascii=False).encode()
     with patch.object(subset, "MIN_FILE_BYTES", 0):
         made = SubsetTokenizer.from_file(data, special_tokens)
     assert made is not None
@@ -181,9 +181,9 @@ def test_it_has_the_same_pieces(kind: str) -> None:
 
 
 def test_a_vocabulary_in_any_order_is_as_good() -> None:
-    said = file_of(gpt())
-    said["model"]["vocab"] = dict(reversed(said["model"]["vocab"].items()))
-    part, whole = both(said)
+    tokenizer_json = file_of(gpt())
+    tokenizer_json["model"]["vocab"] = dict(reversed(tokenizer_json["model"]["vocab"].items()))
+    part, whole = both(tokenizer_json)
     assert part.encode(STORY, add_special_tokens=True) == whole.encode(STORY, add_special_tokens=True)
     assert [part.id_to_piece(token) for token in range(300)] == [
         whole.id_to_piece(token) for token in range(300)
@@ -215,9 +215,9 @@ def test_a_real_size_says_the_same() -> None:
 
 
 def change(**changes: Any) -> dict[str, Any]:
-    said = file_of(gpt())
-    said["model"] |= changes
-    return said
+    tokenizer_json = file_of(gpt())
+    tokenizer_json["model"] |= changes
+    return tokenizer_json
 
 
 OTHERS: dict[str, Any] = {
@@ -256,6 +256,6 @@ def test_small_files_are_left_to_the_library() -> None:
 
 
 def test_what_the_library_refuses_is_refused() -> None:
-    said = file_of(gpt()) | {"pre_tokenizer": {"type": "Absurd"}}
+    tokenizer_json = file_of(gpt()) | {"pre_tokenizer": {"type": "Absurd"}}
     with patch.object(subset, "MIN_FILE_BYTES", 0), pytest.raises(ModelError, match="cannot be read"):
-        SubsetTokenizer.from_file(json.dumps(said, ensure_ascii=False).encode(), {})
+        SubsetTokenizer.from_file(json.dumps(tokenizer_json, ensure_ascii=False).encode(), {})

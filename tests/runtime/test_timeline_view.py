@@ -103,7 +103,7 @@ def test_every_style_is_ended_in_its_line():
         )
 
 
-def test_a_terminal_is_not_told_what_to_do_by_a_name():
+def test_a_name_cannot_control_a_terminal():
     timeline = Timeline(started_at=0.0)
     timeline.add("process", "\x1b]0;owned\x07\x1b[2J", 0.0, 1.0)
     timeline.add("request", "queued", 0.0, 1.0, request="\x1b[31m")
@@ -155,7 +155,7 @@ def test_a_server_that_has_long_been_up_still_shows_its_cold_start():
     assert "1 more requests are not shown" in drawn
 
 
-def test_spans_that_were_dropped_are_told():
+def test_dropped_spans_are_reported():
     drawn = render({**cold_start(), "dropped_spans": 12}, width=100, color=False)
     assert "12 spans were dropped" in drawn
 

@@ -1,4 +1,4 @@
-"""Which characters tokens stand for: the same from a tokenizer in this process and from one beside it."""
+"""Token offsets: the same from a tokenizer in this process and from one in another."""
 
 from __future__ import annotations
 

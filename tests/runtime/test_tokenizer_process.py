@@ -157,7 +157,7 @@ def test_a_child_that_was_killed_is_started_again(folder: Path, local: TextToken
     tokenizer.close()
 
 
-def test_a_child_that_is_killed_while_it_loads_is_said(folder: Path) -> None:
+def test_a_child_that_is_killed_while_it_loads_is_an_error(folder: Path) -> None:
     process = process_for(folder)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(ModelError, match="status -9") as caught:
@@ -166,7 +166,7 @@ def test_a_child_that_is_killed_while_it_loads_is_said(folder: Path) -> None:
     process.close()
 
 
-def test_what_is_wrong_with_the_files_is_said(folder: Path, tmp_path: Path) -> None:
+def test_the_error_names_the_fault_of_the_files(folder: Path, tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
@@ -176,7 +176,7 @@ def test_what_is_wrong_with_the_files_is_said(folder: Path, tmp_path: Path) -> N
         process_for(tmp_path / "nowhere").load(manifest)
 
 
-def test_closing_ends_the_child_and_whoever_waits_for_it(folder: Path) -> None:
+def test_closing_ends_the_child_and_waiting_callers(folder: Path) -> None:
     process = process_for(folder)
     tokenizer = process.load(manifest_of(folder))
     pid = process.pid

@@ -1,4 +1,4 @@
-"""What is left out of torch's import is not missed by serving, and comes back to who asks for it."""
+"""Modules omitted from torch's import: serving does not need them, and an explicit import loads them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_model_answers_the_same_without_it(tmp_path: Path, family: str, embeds
 
 
 @pytest.mark.skipif(torch_version() not in TRIMMABLE, reason=f"torch {torch_version()} is imported whole")
-def test_who_asks_for_it_by_name_gets_it() -> None:
+def test_an_explicit_import_loads_it() -> None:
     program = (
         "from teneral.runtime.torch_import import import_torch\n"
         "assert import_torch(trim=True)\n"

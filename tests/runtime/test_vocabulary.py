@@ -51,8 +51,8 @@ def written(
     vocab: dict[str, int], merges: list[Any], *, style: str = "spaced", before: dict[str, Any] | None = None
 ) -> bytes:
     model = {"type": "BPE", "vocab": vocab, "merges": merges}
-    said = {"version": "1.0", **(before or {}), "model": model}
-    return json.dumps(said, ensure_ascii=False, **STYLES[style]).encode()
+    tokenizer_json = {"version": "1.0", **(before or {}), "model": model}
+    return json.dumps(tokenizer_json, ensure_ascii=False, **STYLES[style]).encode()
 
 
 @settings(max_examples=300, deadline=None)
@@ -73,7 +73,7 @@ def test_it_says_what_the_file_says(
         st.lists(st.tuples(*[st.sampled_from(pieces)] * 2), min_size=1, max_size=20, unique=True)
     )
     is_paired = data.draw(st.booleans())
-    if not is_paired:  # which of two spaces is the cut, nobody could say
+    if not is_paired:  # which of two spaces is the cut is unknown
         pairs = [pair for pair in pairs if not any(" " in side for side in pair)] or [("a", "b")]
     found = Vocabulary(
         written(vocab, pairs if is_paired else [" ".join(pair) for pair in pairs], style=style)
@@ -108,10 +108,10 @@ def test_it_reads_what_the_library_writes(is_pretty: bool) -> None:
 
 
 def test_it_reads_a_large_one() -> None:
-    said = tokenizer_files(32_000, encoder=False)["tokenizer.json"]
-    found = Vocabulary(json.dumps(said, ensure_ascii=False).encode())
-    assert found.tokens_of(said["model"]["vocab"]) == said["model"]["vocab"]
-    merges = [tuple(merge.split(" ")) for merge in said["model"]["merges"]]
+    tokenizer_json = tokenizer_files(32_000, encoder=False)["tokenizer.json"]
+    found = Vocabulary(json.dumps(tokenizer_json, ensure_ascii=False).encode())
+    assert found.tokens_of(tokenizer_json["model"]["vocab"]) == tokenizer_json["model"]["vocab"]
+    merges = [tuple(merge.split(" ")) for merge in tokenizer_json["model"]["merges"]]
     assert found.ranks_of(merges) == {merge: rank for rank, merge in enumerate(merges)}
 
 
@@ -181,10 +181,11 @@ def test_a_changed_file_is_refused_or_read_as_it_is(
     place %= len(data)
     data = data[:place] + put + data[place + num_cut :]
     try:
-        said = json.loads(data)
-        vocab = said["model"]["vocab"]
+        tokenizer_json = json.loads(data)
+        vocab = tokenizer_json["model"]["vocab"]
         merges = [
-            tuple(merge) if is_paired else tuple(merge.split(" ", 1)) for merge in said["model"]["merges"]
+            tuple(merge) if is_paired else tuple(merge.split(" ", 1))
+            for merge in tokenizer_json["model"]["merges"]
         ]
         if any(len(merge) != 2 for merge in merges):
             merges = []
@@ -199,4 +200,7 @@ def test_a_changed_file_is_refused_or_read_as_it_is(
         assert found.tokens_of(["a", "b", "ab", '"', "\\", *vocab]) == vocab
         if merges:
             assert found.ranks_of(merges) == {merge: rank for rank, merge in enumerate(merges)}
-        assert found.rest == {**said, "model": {**said["model"], "vocab": {}, "merges": []}}
+        assert found.rest == {
+            **tokenizer_json,
+            "model": {**tokenizer_json["model"], "vocab": {}, "merges": []},
+        }

@@ -70,7 +70,7 @@ def weight_bytes(dtype: str, shape: Shape, rng: np.random.Generator) -> Bytes:
 
 
 def coarse(dtype: str, mantissa_bits: int, data: Bytes) -> Bytes:
-    """Floats of which only so many mantissa bits are known: the others are the middle of what they can be."""
+    """Floats of which only the first mantissa bits are known: the others are the middle of their range."""
     word, all_bits = {"BF16": ("<u2", 7), "F16": ("<u2", 10), "F32": ("<u4", 23)}[dtype]
     unknown = all_bits - mantissa_bits
     if unknown == 0:
@@ -89,9 +89,9 @@ def build_artifact(
     sketch_bits: int | None = None,
     sketch_elements: int = 100_000,
 ) -> BuiltArtifact:
-    """An artifact whose parts hold up to so many elements of their tier, however many tensors that takes.
+    """An artifact whose parts hold up to `part_elements` elements of their tier, of any number of tensors.
 
-    With `sketch_bits`, matrices of bf16 have a sketch of so many mantissa bits, and what is whole is in it.
+    With `sketch_bits`, matrices of bf16 have a sketch of that number of mantissa bits, and whole tensors are in it.
     """
     rng = np.random.default_rng(seed)
     groups: list[Group] = []

@@ -62,16 +62,16 @@ class AzServer(GsServer):
         self.token_calls.append(call)
         if call.path == IMDS_PATH:
             good = call.headers.get("metadata") == "true" and call.query["resource"].endswith("azure.com/")
-            said: dict[str, object] = {"expires_in": str(self.expires_in)}
+            reply: dict[str, object] = {"expires_in": str(self.expires_in)}
         elif call.path == "/msi/token":
             good = call.headers.get("x-identity-header") == "header" and "resource" in call.query
-            said = {"expires_on": "4102444800"}
+            reply = {"expires_on": "4102444800"}
         else:
             form = dict(parse_qsl(call.body.decode()))
             good = call.path.startswith("/tenant/") and form["client_assertion"] == "assertion"
-            said = {"expires_in": 3600}
-        said["access_token"] = max(self.tokens)
-        return (200, {}, json.dumps(said).encode()) if good else (400, {}, b"{}")
+            reply = {"expires_in": 3600}
+        reply["access_token"] = max(self.tokens)
+        return (200, {}, json.dumps(reply).encode()) if good else (400, {}, b"{}")
 
     def _refused(self, call: Call) -> Reply | None:
         given = call.headers.get("authorization", "")

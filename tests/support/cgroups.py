@@ -30,14 +30,14 @@ class MemoryCgroup:
 
 @contextmanager
 def memory_cgroup() -> Iterator[MemoryCgroup]:
-    """One of our own; skips the test where there can be none. Whoever is in it must have ended by the end."""
+    """A cgroup of the test's own; skips the test where there can be none. Its processes must have ended by the end."""
     is_v2 = (CGROUPS / "cgroup.controllers").exists()
     folder = (CGROUPS if is_v2 else CGROUPS / "memory") / f"teneral-test-{os.getpid()}"
     limit = "memory.max" if is_v2 else "memory.limit_in_bytes"
     try:
         folder.mkdir()
     except OSError:
-        pytest.skip("this system lets nobody make a cgroup")
+        pytest.skip("this system allows no cgroup")
     try:
         if not (folder / limit).exists():
             pytest.skip("this system limits no memory by cgroups")

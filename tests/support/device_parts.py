@@ -51,7 +51,7 @@ class CodedTensors:
 
 
 def code_tensors(tensors: Mapping[str, tuple[str, str, Bytes]], *, cut_at: int | None = None) -> CodedTensors:
-    """One group of tensors: dtype, encoding's name and bytes by name; cut into segments at so many elements."""
+    """One group of tensors: dtype, encoding's name and bytes by name; cut into segments of that number of elements."""
     offsets, slab_bytes = place_tensors([content.size for _, _, content in tensors.values()])
     made = []
     for index, ((name, (dtype, encoding, content)), offset) in enumerate(
@@ -97,7 +97,7 @@ def _code(
 
 
 def weights_like(dtype: str, count: int, seed: int = 0) -> Bytes:
-    """So many elements: half normally distributed floats, half any bits (NaNs, infinities, zeros among them)."""
+    """Elements: half normally distributed floats, half any bits (NaNs, infinities, zeros among them)."""
     rng = np.random.default_rng(seed)
     size_bytes = count * max(1, DTYPE_BITS[dtype] // 8)
     data = rng.integers(0, 256, size_bytes, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What an engine tells of drafts, written over what a real one says: for tests of what stands in front of it."""
+"""An engine's reports of drafts, written over a real engine's: for tests of the layers above."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from teneral.runtime.step.requests import FirstToken, GenerationEvent, Generatio
 def tell_of_drafts(
     engine: Engine, *, drafted: int = 0, accepted: int = 0, rejected: int = 0
 ) -> list[GenerationRequest]:
-    """From now on, the first `drafted` tokens of each sequence that allows it are said to be the draft's, and the first
-    event of each sequence tells of so many proposals. Returns the requests that the engine gets; the list grows.
+    """From now on, the first `drafted` tokens of each sequence that allows it count as the draft's, and the first
+    event of each sequence reports that number of proposals. Returns the requests that the engine gets; the list grows.
     """
     requests: list[GenerationRequest] = []
     submit = engine.submit

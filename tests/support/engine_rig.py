@@ -1,4 +1,4 @@
-"""An engine over the toy decoder, checked when a test leaves it: nobody waits, no block is lost."""
+"""An engine over the toy decoder, checked when a test leaves it: no request waits, no block is lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EngineRig:
         request_id: str = "r",
         **fields: Any,
     ) -> Generation:
-        """Greedy unless told."""
+        """Greedy by default."""
         fields.setdefault("sampling", GREEDY)
         return self.engine.submit(GenerationRequest(request_id, tuple(prompt), **fields), on_event)
 

@@ -139,7 +139,7 @@ class FakeRuntimeApi:
         _shut(self._listener)
         self._listener.close()
         self.drop_connections()
-        self._pending.put(None)  # whoever waits for an invocation passes it on
+        self._pending.put(None)  # a waiter for an invocation passes it on
         self.restore.set()
 
     def __enter__(self) -> Self:

@@ -89,7 +89,7 @@ def faulty_store(
 
 
 def first_ranges(number: int, fault: Fault, *, after: int = 0) -> FaultHook:
-    """Treat so many range requests as given, after so many that are answered well, and then no more."""
+    """Apply the fault to `count` range requests, after `after` good ones, and then no more."""
     seen = iter(range(1_000_000))
 
     def hook(request: Request) -> Fault | None:

@@ -135,8 +135,8 @@ class GsServer:
     def _metadata(self, call: Call) -> Reply:
         if call.headers.get("metadata-flavor") != "Google":
             return 403, {}, b"Missing Metadata-Flavor:Google header."
-        said = {"access_token": max(self.tokens), "expires_in": self.expires_in, "token_type": "Bearer"}
-        return 200, {"Metadata-Flavor": "Google"}, json.dumps(said).encode()
+        payload = {"access_token": max(self.tokens), "expires_in": self.expires_in, "token_type": "Bearer"}
+        return 200, {"Metadata-Flavor": "Google"}, json.dumps(payload).encode()
 
     def _get(self, call: Call, bucket: str, key: str) -> Reply:
         if key not in self.objects[bucket]:
@@ -166,12 +166,12 @@ class GsServer:
             key for key in self.objects[bucket] if key.startswith(call.query["prefix"]) and key > after
         )
         page = keys[: self._page_objects]
-        said: dict[str, Any] = {"kind": "storage#objects"}
+        payload: dict[str, Any] = {"kind": "storage#objects"}
         if page:  # as the real one: no items, no list
-            said["items"] = [resource(key, *self.objects[bucket][key]) for key in page]
+            payload["items"] = [resource(key, *self.objects[bucket][key]) for key in page]
         if len(keys) > len(page):
-            said["nextPageToken"] = page[-1]
-        return 200, {}, json.dumps(said).encode()
+            payload["nextPageToken"] = page[-1]
+        return 200, {}, json.dumps(payload).encode()
 
     def _upload(self, call: Call, bucket: str) -> Reply:
         key = call.query["name"]
@@ -235,8 +235,10 @@ def resource(key: str, content: bytes, generation: int) -> dict[str, str]:
 
 
 def problem(status: int, reason: str, message: str) -> Reply:
-    said = {"error": {"code": status, "message": message, "errors": [{"reason": reason, "message": message}]}}
-    return status, {"Content-Type": "application/json"}, json.dumps(said).encode()
+    payload = {
+        "error": {"code": status, "message": message, "errors": [{"reason": reason, "message": message}]}
+    }
+    return status, {"Content-Type": "application/json"}, json.dumps(payload).encode()
 
 
 def use_gs_account(patch: pytest.MonkeyPatch, server: GsServer) -> None:

@@ -62,7 +62,7 @@ class Server:
         return await self.request("POST", path, json=body, **kwargs)
 
     async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
-        """Of bytes the type is said to be JSON, whatever they are, where it is not given and no platform's."""
+        """Bytes have the type JSON, whatever they are, unless the type is given or a platform's."""
         if "data" in kwargs and path not in PLATFORM_PATHS and not path.startswith("/v2/"):
             kwargs["headers"] = {"Content-Type": "application/json", **kwargs.get("headers", {})}
         async with self.client.request(method, path, **kwargs) as response:

@@ -1,6 +1,6 @@
 """Validators of rendered documents that are not ours: schemas of the API servers, cfn-lint, SAM's translator.
 
-Each takes documents and raises AssertionError with what the validator said. Schemas of custom resources lie beside the
+Each takes documents and raises AssertionError with the validator's message. Schemas of custom resources lie next to the
 checkout, or where TENERAL_TEST_CRDS says (they are other projects' data); without them those kinds are named in a skip.
 """
 
@@ -18,7 +18,7 @@ import yaml
 
 CRDS = Path(os.environ.get("TENERAL_TEST_CRDS") or Path(__file__).parents[2].parent / "shared" / "crds")
 CRD_FILES = {
-    "Service": "kn-service.yaml",  # Knative's; plain Kubernetes' is told apart by its apiVersion
+    "Service": "kn-service.yaml",  # Knative's; plain Kubernetes' is distinguished by its apiVersion
     "Configuration": "kn-service.yaml",
     "Route": "kn-service.yaml",
     "InferenceService": "kserve-isvc.yaml",
@@ -161,8 +161,8 @@ def check_cloudformation(text: str) -> None:
     from cfnlint.config import ManualArgs
 
     matches = lint(text, config=ManualArgs(regions=["eu-central-1"], include_checks=["W", "E"]))
-    told = [f"{match.rule.id} {match.message} at {match.linenumber}" for match in matches]
-    assert not told, told
+    findings = [f"{match.rule.id} {match.message} at {match.linenumber}" for match in matches]
+    assert not findings, findings
 
 
 def check_policies(template: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Instances for tests of what stands in front of them: real parts around a tiny model, arriving when the test
+"""Instances for tests of the layers above them: real parts around a tiny model, arriving when the test
 says so.
 
 `TinyParts` is a tiny decoder with its tokenizer, loaded once; `StagedInstance` is a real `Instance` without

@@ -83,17 +83,17 @@ def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, k
     out = torch.full((len(heads), num_heads * own.head_dim), float("nan"), dtype=heads.dtype)
     numbers = (own.head_dim**-0.5 * 1.4426950408889634, heads.shape[1], num_heads, kv_heads, window)
     if len(tables.decoding):
-        # So many splits, of whole pieces each, as hold the longest of the contexts
+        # As many splits, of whole pieces each, as hold the longest of the contexts
         seen = min(window, int(tables.contexts.max()))
         piece = v.decode_keys(own)
         split_keys = max(1, -(-seen // (splits * piece))) * piece
         size = len(tables.decoding) * num_heads * splits
         parts = torch.full((size, own.head_dim), float("nan")), torch.full((size,), float("nan"))
-        told = (tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding)
+        step_arrays = (tables.starts, tables.contexts, tables.table_starts, tables.blocks, tables.decoding)
         launch(
             v.decode_variant(own, is_split=splits > 1),
             (len(tables.decoding), kv_heads, splits),
-            *(heads, keys, values, out, *parts, *told, *numbers, splits, split_keys),
+            *(heads, keys, values, out, *parts, *step_arrays, *numbers, splits, split_keys),
         )
         if splits > 1:
             launch(
@@ -102,7 +102,7 @@ def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, k
                 *(*parts, out, tables.starts, tables.decoding, num_heads, splits),
             )
     if len(tables.tiles):
-        told = (
+        step_arrays = (
             tables.starts,
             tables.lengths,
             tables.contexts,
@@ -113,6 +113,6 @@ def attention(launch, own, heads, keys, values, tables: StepTables, num_heads, k
         launch(
             v.chunk_variant(own),
             (len(tables.tiles), kv_heads),
-            *(heads, keys, values, out, *told, *numbers),
+            *(heads, keys, values, out, *step_arrays, *numbers),
         )
     return out

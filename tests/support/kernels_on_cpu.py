@@ -127,7 +127,7 @@ class KernelsOnCpu:
     def resolve(
         self, image: npt.NDArray[np.uint8], table_bytes: int, num: int
     ) -> list[npt.NDArray[np.uint64]]:
-        """The four arrays that a decompressor is told."""
+        """The four arrays of a decompressor's input."""
         arrays = [np.zeros(num, np.uint64) for _ in range(4)]
         self.resolve_at(image.ctypes.data, table_bytes, num, *(array.ctypes.data for array in arrays))
         return arrays

@@ -75,7 +75,7 @@ def contents_of(chain: Sequence[bytes], block_bytes: int) -> np.ndarray:
 
 
 def tokens_of(number: int, num_blocks: int) -> list[int]:
-    """A prompt of so many full blocks, like no other."""
+    """A prompt of that number of full blocks, unlike any other."""
     return [1000 * number + index for index in range(num_blocks * BLOCK_SIZE)]
 
 

@@ -34,7 +34,7 @@ def products(isa: str) -> Products:
 
 @contextmanager
 def threads(isa: str, number: int) -> Iterator[None]:
-    """Compute with so many threads inside."""
+    """Compute with that number of threads inside."""
     functions = loaded(isa).functions
     functions.tn_set_threads(number)
     try:

@@ -66,7 +66,7 @@ class Hold:
         self._condition.notify_all()
 
     def wait_reached(self, count: int = 1) -> None:
-        """Return when so many reads wait here, or have."""
+        """Return when that number of reads wait here, or have."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_reached >= count, WAIT_S):
                 raise TimeoutError(f"{self._num_reached} of {count} reads came to the hold")

@@ -31,7 +31,7 @@ class PoisonedLoad:
     ) -> None:
         self.paced = PacedSource(source)
         self.manifest = open_artifact(self.paced)
-        # So many that every read is asked for at once, and can be let go in any order.
+        # Enough for every read to be requested at once, and released in any order.
         options = LoadOptions(connections=64, decode_threads=1)
         self.load = ModuleLoad(
             module, self.paced, self.manifest, strict=strict, rename=rename, options=options
@@ -65,7 +65,7 @@ class PoisonedLoad:
 
     @contextmanager
     def arriving(self, groups: Iterable[int]) -> Iterator[None]:
-        """The groups come one after another, beside what is done inside."""
+        """The groups come one after another, in parallel with the block's code."""
 
         def run() -> None:
             for group in order:

@@ -49,9 +49,9 @@ class PoolRun:
 
     def __enter__(self) -> Self:
         until_s = time.monotonic() + WAIT_S
-        while not (found := re.search(r"pool of \d+ models on http://[^:]+:(\d+)", self.said)):
-            assert self.process.poll() is None, self.said
-            assert time.monotonic() < until_s, self.said
+        while not (found := re.search(r"pool of \d+ models on http://[^:]+:(\d+)", self.log)):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < until_s, self.log
             time.sleep(0.05)
         self.port = int(found[1])
         return self
@@ -61,7 +61,7 @@ class PoolRun:
             self.end()
 
     @property
-    def said(self) -> str:
+    def log(self) -> str:
         return self._log.read_text(errors="replace")
 
     def end(self, number: int = signal.SIGTERM) -> int:
@@ -85,8 +85,8 @@ class PoolRun:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
             answer = connection.getresponse()
-            told = {name.lower(): value for name, value in answer.getheaders()}
-            return Answer(answer.status, told, answer.read())
+            lower_case = {name.lower(): value for name, value in answer.getheaders()}
+            return Answer(answer.status, lower_case, answer.read())
 
     def complete(
         self, model: str, prompt: str = "a b c", headers: dict[str, str] | None = None, **more: Any

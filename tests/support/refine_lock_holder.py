@@ -64,7 +64,7 @@ class OtherProcess:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._said: queue.Queue[str] = queue.Queue()
+        self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.expect("ready")
@@ -75,7 +75,7 @@ class OtherProcess:
         self._process.stdin.flush()
 
     def expect(self, line: str) -> None:
-        assert self._said.get(timeout=WAIT_S) == line
+        assert self._lines.get(timeout=WAIT_S) == line
 
     def take(self, what: str) -> None:
         self.tell(f"take {what}")
@@ -87,10 +87,10 @@ class OtherProcess:
 
     def must_be_silent(self) -> None:
         try:
-            said = self._said.get(timeout=LOOK_S)
+            line_read = self._lines.get(timeout=LOOK_S)
         except queue.Empty:
             return
-        raise AssertionError(f"it did not wait, but said: {said}")
+        raise AssertionError(f"it did not wait, but wrote: {line_read}")
 
     def kill(self) -> None:
         self._process.kill()
@@ -109,7 +109,7 @@ class OtherProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.put(line.strip())
+            self._lines.put(line.strip())
 
 
 def write_patterns(fd: int, locks: RefineLocks, *, is_locked: bool) -> None:

@@ -1,4 +1,4 @@
-"""What stands between a client of SageMaker and a container: it takes requests as the service's API has them and asks
+"""A stand-in for SageMaker, between a client and a container: it takes requests as the service's API has them and asks
 the container as the service does.
 
 Only what the API names goes through, both ways, and a container has 60 s.

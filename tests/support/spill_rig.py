@@ -28,7 +28,7 @@ def chain(tokens: Sequence[int], seed: bytes) -> list[bytes]:
 
 
 class Clock:
-    """Seconds that pass when they are told to, and a microsecond at each look."""
+    """A clock whose seconds pass on demand, and a microsecond at each look."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

@@ -42,7 +42,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether it is there, and more than an exit status that nobody has asked for."""
+    """True while it exists, and is more than an uncollected exit status."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -192,5 +192,5 @@ class Server:
 
     def end(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
-        _, said = self.process.communicate(timeout=WAIT_S)
-        return self.process.returncode, said
+        _, log = self.process.communicate(timeout=WAIT_S)
+        return self.process.returncode, log

@@ -1,4 +1,4 @@
-"""What can be told from measurements."""
+"""Statistics of measurements."""
 
 from __future__ import annotations
 

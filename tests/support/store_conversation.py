@@ -89,7 +89,7 @@ class Conversation:
         return self._send(request, answer, fault)
 
     def _spoiled(self, request: Request, answer: Answer, fault: Fault) -> Answer:
-        """The answer as the fault wants it, where that is about what is said, not about how it is sent."""
+        """The answer as the fault wants it, where that is about the content, not about how it is sent."""
         headers, body, status = dict(answer.headers), answer.body, answer.status
         if isinstance(body, FileBody) and status == 206:
             size_bytes = self._service.objects.find(request.bucket, request.key).size_bytes

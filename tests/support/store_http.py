@@ -71,7 +71,7 @@ class RequestStream:
     def next_head(self, serial: int, connection: int) -> Request | None:
         """The next request's head, or None when the client has closed. Skips the rest of the last body."""
         if self._wants_continue:
-            self._body_left = 0  # it was never sent: the client was answered before it was told to go on
+            self._body_left = 0  # it was never sent: the client was answered before it could go on
         while self._body_left:
             self.read_body(1 << 20)
         while (end := self._buffer.find(b"\r\n\r\n")) < 0:

@@ -1,4 +1,4 @@
-"""A server that answers what it was told to, byte for byte: for answers that no sound server gives."""
+"""A server with scripted answers, byte for byte: for answers that no sound server gives."""
 
 from __future__ import annotations
 

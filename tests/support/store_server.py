@@ -209,7 +209,7 @@ def main() -> None:
 
 
 def _tell_sent(server: StoreServer) -> None:
-    """One answer a byte that is sent, until there is nobody to ask. Not through `sys.stdin`: its lock, held by a
+    """One answer a byte that is sent, until the other end closes. Not through `sys.stdin`: its lock, held by a
     thread that waits for ever, would keep the interpreter from ending.
     """
     while os.read(sys.stdin.fileno(), 1):

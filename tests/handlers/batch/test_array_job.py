@@ -1,4 +1,4 @@
-"""Children of AWS Batch's array jobs: each does its share without being told by a flag."""
+"""Children of AWS Batch's array jobs: each does its share without a flag."""
 
 from __future__ import annotations
 

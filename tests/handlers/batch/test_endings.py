@@ -178,7 +178,7 @@ def staged(staged_parts: TinyParts) -> Iterator[StagedInstance]:
 
 
 @pytest.mark.parametrize("is_openai", [False, True])
-def test_a_line_that_breaks_the_model_is_an_error_and_those_beside_it_are_not(
+def test_a_line_that_breaks_the_model_is_an_error_and_its_neighbours_are_not(
     run: Run, tmp_path: Path, staged: StagedInstance, is_openai: bool
 ) -> None:
     lines: list[dict[str, Any]] = prompts(12)
@@ -215,7 +215,7 @@ def test_no_line_is_blamed_for_a_model_that_is_broken(
     assert run(given, tmp_path / "out", host=staged, model_identity="m").failed == 0
 
 
-def test_an_instance_that_is_told_to_end_gives_the_job_back(
+def test_an_instance_that_must_end_gives_the_job_back(
     run: Run, tmp_path: Path, staged: StagedInstance
 ) -> None:
     given = write_lines(tmp_path / "in.jsonl", prompts(20, max_tokens=60))

@@ -135,7 +135,7 @@ def test_an_empty_input_has_an_empty_output(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_sampled_texts_are_the_same_whoever_computes_them(run: Run, tmp_path: Path) -> None:
+def test_sampled_texts_are_the_same_from_any_worker(run: Run, tmp_path: Path) -> None:
     lines: list[Any] = [{"prompt": "ab", "max_tokens": 8} for _ in range(6)]
     lines += [call(f"c{number}", "/v1/completions", {"prompt": "ab", "max_tokens": 8}) for number in range(6)]
     given = write_lines(tmp_path / "in.jsonl", lines)

@@ -137,7 +137,7 @@ class FinishedMeanwhile(MemoryStore):
 
 
 @pytest.mark.parametrize("kind", [MemoryStore, FinishedMeanwhile])
-def test_whoever_finishes_a_job_the_end_is_the_same(kind: type[MemoryStore]) -> None:
+def test_any_worker_that_finishes_a_job_leaves_the_same_end(kind: type[MemoryStore]) -> None:
     work, final = kind(), MemoryStore()
     for number in range(2):
         put(work, number, RECORD * 2)

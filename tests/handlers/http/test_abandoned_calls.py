@@ -48,7 +48,7 @@ def hanging() -> Iterator[Hanging]:
 
 
 async def leave(server: Server, hanging: Hanging, count: int) -> None:
-    """So many clients call the function and go away while it hangs."""
+    """Clients that call the function and disconnect while it hangs."""
     before = hanging.num_running
     clients = [asyncio.create_task(server.post("/invoke", "hang")) for _ in range(count)]
     await server.eventually(lambda: hanging.num_running == before + count)

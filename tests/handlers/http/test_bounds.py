@@ -1,4 +1,4 @@
-"""Everything that comes from outside has a bound, and whoever meets it is told so."""
+"""Every input from outside has a bound, and a client that exceeds it gets an error."""
 
 from __future__ import annotations
 

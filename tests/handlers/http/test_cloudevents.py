@@ -210,11 +210,11 @@ def pubsub(content: bytes | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "decoded"),
     [(b'{"prompt": "x"}', {"prompt": "x"}), ("grüße".encode(), "grüße"), (b"\xff", b"\xff"), (None, None)],
 )
 async def test_a_pushed_message_is_an_event_and_its_content_is_at_hand(
-    start: Any, content: bytes | None, said: Any
+    start: Any, content: bytes | None, decoded: Any
 ) -> None:
     seen = []
 
@@ -224,7 +224,7 @@ async def test_a_pushed_message_is_an_event_and_its_content_is_at_hand(
     async with start(handler=handler) as server:
         assert (await server.post("/", pubsub(content))).status == 204
         event, message = seen[0]
-        assert message == said
+        assert message == decoded
         assert event == {
             "specversion": "1.0",
             "id": "17",
@@ -267,7 +267,7 @@ async def test_without_a_function_an_encoder_embeds_what_the_event_brings(
         assert (await send(server, message)).status == 400
 
 
-# what is refused: 4xx, which nobody sends again, where sending again is of no use
+# permanent errors: 4xx, which no sender repeats
 
 
 @pytest.mark.parametrize(

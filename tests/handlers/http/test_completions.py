@@ -200,7 +200,7 @@ async def test_the_best_of_several_choices_are_the_likeliest(server: Any) -> Non
     assert (refused.status, refused.error["param"]) == (400, "best_of")
 
 
-async def test_max_tokens_is_16_unless_said(server: Any) -> None:
+async def test_max_tokens_is_16_by_default(server: Any) -> None:
     answer = await server.post("/v1/completions", {"prompt": "x", "ignore_eos": True})
     assert answer.json["usage"]["completion_tokens"] == 16
 

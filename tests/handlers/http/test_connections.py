@@ -158,7 +158,7 @@ def test_where_too_few_files_may_be_open_the_server_does_not_start(tmp_path: Pat
     assert "Traceback" not in ended.stderr
 
 
-async def test_a_connection_beyond_those_at_work_is_told_to_try_again(start: Any) -> None:
+async def test_a_connection_beyond_the_working_ones_gets_retry_after(start: Any) -> None:
     async with start(loaded=False, limits=Limits(max_connections=2)) as server:
         waiting = [
             asyncio.create_task(server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}))

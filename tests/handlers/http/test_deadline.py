@@ -144,9 +144,9 @@ async def test_a_function_sees_the_deadline_of_who_calls_it(start: Any) -> None:
 
     async with start(handler=tell, limits=Limits(request_timeout_s=60)) as server:
         assert 55 < (await server.post("/invoke", {})).json["remaining_s"] <= 60
-        told = (await server.post("/invoke", {}, **within(30_000))).json
-        assert 20 < told["remaining_s"] <= 30
-        assert told["has_deadline"]
+        reply = (await server.post("/invoke", {}, **within(30_000))).json
+        assert 20 < reply["remaining_s"] <= 30
+        assert reply["has_deadline"]
 
 
 @pytest.mark.parametrize("accept", ["*/*", "text/event-stream"])

@@ -82,7 +82,7 @@ async def test_an_invalid_extra_is_refused_by_name(
         assert param in refused.error["message"]
 
 
-async def test_nobody_gets_vectors_of_a_draft(start: Any, encoder_parts: TinyParts) -> None:
+async def test_vectors_never_come_from_a_draft(start: Any, encoder_parts: TinyParts) -> None:
     async with start(parts=encoder_parts) as server:
         refused = await server.post("/v1/embeddings", {"input": "x", **DRAFT})
         assert (refused.status, refused.error["param"]) == (400, "teneral.first_token")
@@ -134,9 +134,7 @@ async def test_an_exact_response_tells_of_proposals_and_of_no_drafted_token(
 
 
 @both_routes
-async def test_where_nothing_was_drafted_nothing_is_said_of_it(
-    start: Any, path: str, body: dict[str, Any]
-) -> None:
+async def test_without_drafted_tokens_no_count_appears(start: Any, path: str, body: dict[str, Any]) -> None:
     async with start() as server:
         answer = await server.post(path, body)
         assert set(answer.json["usage"]) == {
@@ -159,15 +157,15 @@ async def test_the_chunks_of_a_stream_tell_of_their_drafted_tokens_and_the_last_
         tell_of_drafts(engine_of(server), drafted=3, accepted=1)
         asked = {**body, **DRAFT, "stream_options": {"include_usage": True}}
         *chunks, last = await streamed(server, path, asked)
-        told = [chunk["teneral"]["drafted_tokens"] for chunk in chunks if "teneral" in chunk]
-        assert sum(told) == 3
+        counts = [chunk["teneral"]["drafted_tokens"] for chunk in chunks if "teneral" in chunk]
+        assert sum(counts) == 3
         assert "teneral" not in chunks[-1]
         assert "teneral" not in last
         assert last["usage"] == (await server.post(path, {**body, **DRAFT})).json["usage"]
         assert last["usage"]["completion_tokens_details"]["drafted_tokens"] == 3
 
 
-def test_drafted_tokens_whose_text_is_held_back_are_told_of_with_that_text() -> None:
+def test_drafted_tokens_whose_text_is_held_back_count_with_that_text() -> None:
     body = CompletionBody(prompt="x", stream=True)
     fmt = CompletionFormat(body, model="m", max_sequences=1, first_token=FirstToken.DRAFT)
     assert fmt.chunks((0, GenerationEvent("", (1,), num_drafted=1))) == []
@@ -177,7 +175,7 @@ def test_drafted_tokens_whose_text_is_held_back_are_told_of_with_that_text() -> 
     assert "teneral" not in json.loads(chunk)
 
 
-def test_in_a_chat_they_are_told_of_with_the_text_or_with_the_end_and_never_with_the_role() -> None:
+def test_in_a_chat_they_count_with_the_text_or_with_the_end_and_never_with_the_role() -> None:
     body = ChatBody(messages=[Message(role="user", content="x")], stream=True)
     fmt = ChatFormat(body, model="m", max_sequences=1, first_token=FirstToken.DRAFT)
     events_of_both = [

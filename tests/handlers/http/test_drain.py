@@ -72,7 +72,7 @@ async def test_an_answer_that_takes_too_long_is_a_503(start: Any) -> None:
         assert (answer.status, answer.error["code"]) == (503, "draining")
 
 
-async def test_who_still_waits_for_weights_is_told_as_well(start: Any) -> None:
+async def test_requests_that_wait_for_weights_get_the_error_as_well(start: Any) -> None:
     async with start(loaded=False, drain_timeout_s=0.05) as server:
         waiting = asyncio.create_task(server.post("/v1/completions", BODY))
         await server.eventually(lambda: server.service.admission.num_waiting == 1)

@@ -31,10 +31,10 @@ from teneral.runtime.errors import CapacityError, ContextLengthError, RequestErr
     ],
 )
 def test_each_error_has_its_status_and_code(error: Exception, status: int, code: str | None) -> None:
-    told = as_api_error(error)
-    assert (told.status, told.code) == (status, code)
-    assert json.loads(told.body())["error"]["type"] == (
-        "invalid_request_error" if status < 429 else told.kind
+    api_error = as_api_error(error)
+    assert (api_error.status, api_error.code) == (status, code)
+    assert json.loads(api_error.body())["error"]["type"] == (
+        "invalid_request_error" if status < 429 else api_error.kind
     )
 
 
@@ -61,5 +61,5 @@ def test_what_an_unforeseen_exception_says_is_kept_back() -> None:
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.2, "1"), (1.0, "1"), (2.1, "3")])
 def test_retry_after_is_in_whole_seconds(seconds: float, header: str) -> None:
-    told: Any = as_api_error(CapacityError("full", retry_after_s=seconds))
-    assert told.headers == {"Retry-After": header}
+    api_error: Any = as_api_error(CapacityError("full", retry_after_s=seconds))
+    assert api_error.headers == {"Retry-After": header}

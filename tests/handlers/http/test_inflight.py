@@ -46,7 +46,7 @@ async def test_what_outlasts_the_drain_is_ended_with_that_reason() -> None:
         await running
 
 
-async def test_inside_the_work_an_ending_can_be_told_from_a_cancellation() -> None:
+async def test_inside_the_work_an_ending_differs_from_a_cancellation() -> None:
     works = InFlight(8)
     seen: list[object] = []
 

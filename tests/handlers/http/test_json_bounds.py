@@ -114,7 +114,7 @@ def test_large_hostile_bodies_are_judged_by_passes_over_their_bytes(
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"[NaN]", "malformed"),
         (b"[Infinity]", "malformed"),
@@ -133,8 +133,8 @@ def test_large_hostile_bodies_are_judged_by_passes_over_their_bytes(
         (b'["\x01"]', "not JSON"),
     ],
 )
-def test_numbers_and_texts_that_are_none_are_refused(data: bytes, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+def test_numbers_and_texts_that_are_none_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         decoder.decode(data)
 
 

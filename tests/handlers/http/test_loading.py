@@ -72,7 +72,7 @@ async def test_a_stream_that_waits_at_a_gate_says_so(start: Any) -> None:
             assert events(await response.read())[-1] == "[DONE]"
 
 
-async def test_waiting_requests_are_bounded_and_the_next_one_is_told_to_come_back(start: Any) -> None:
+async def test_waiting_requests_are_bounded_and_the_next_one_gets_retry_after(start: Any) -> None:
     async with start(loaded=False, max_running=2, max_queued=1) as server:
         waiting = [asyncio.create_task(server.post("/v1/completions", BODY)) for _ in range(3)]
         await server.eventually(lambda: server.service.admission.num_waiting == 3)

@@ -47,7 +47,7 @@ async def test_what_is_posted_together_is_taken_together_with_one_wake_up() -> N
     assert wake_ups == 1
 
 
-async def test_beyond_the_bound_items_are_dropped_and_it_is_said_once() -> None:
+async def test_beyond_the_bound_items_are_dropped_and_logged_once() -> None:
     overflows = []
     mailbox, post = Bridge().open(3, lambda: overflows.append(True))
     for number in range(10):

@@ -99,9 +99,9 @@ async def test_a_thousand_disconnects_leak_nothing(start: Any) -> None:
         # It was as mixed as it was meant to be.
         assert statistics.ended_total["cancelled"] > 10
         assert statistics.ended_total["length"] > 10
-        told = server.metrics_text()
+        metrics = server.metrics_text()
         for status in ("200", "429", "499"):
-            assert f'status="{status}"' in told, status
+            assert f'status="{status}"' in metrics, status
     await server.eventually(lambda: not handler_threads())  # the function's were closed with the server
 
 

@@ -1,4 +1,4 @@
-"""Who comes when there is too much to do is told so before any work, and when to come back."""
+"""Overload: requests are refused before any work, with the time to come back."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_every_route_that_does_work_says_that_the_instance_is_ending(start
 
 @pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("path", sorted(GENERATING))
-async def test_a_full_queue_is_told_without_a_word_tokenised(start: Any, path: str, loaded: bool) -> None:
+async def test_a_full_queue_refuses_before_a_word_is_tokenised(start: Any, path: str, loaded: bool) -> None:
     async with start(loaded=loaded, max_running=1, max_queued=1) as server:
         if loaded:
             server.instance.model.hold()
@@ -73,7 +73,9 @@ async def test_a_full_queue_is_told_without_a_word_tokenised(start: Any, path: s
         assert [answer.status for answer in await asyncio.gather(*taken)] == [200, 200]
 
 
-async def test_a_full_embedder_is_told_without_a_text_tokenised(start: Any, encoder_parts: TinyParts) -> None:
+async def test_a_full_embedder_refuses_before_a_text_is_tokenised(
+    start: Any, encoder_parts: TinyParts
+) -> None:
     async with start(parts=encoder_parts) as server:
         embedder = server.instance.embedder.result()
         embedder._max_queued = -1

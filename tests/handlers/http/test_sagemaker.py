@@ -88,9 +88,7 @@ async def test_a_ping_is_answered_while_the_model_computes(start: Any) -> None:
 @pytest.mark.parametrize(
     ("fraction", "elapsed_s", "wait_s"), [(0, 9, 1), (0.5, 9, 9), (0.9, 9, 1), (0.01, 9, 30), (1, 9, 1)]
 )
-def test_who_finds_a_server_loading_is_told_when_to_come_back(
-    fraction: float, elapsed_s: float, wait_s: float
-) -> None:
+def test_a_server_that_loads_says_when_to_come_back(fraction: float, elapsed_s: float, wait_s: float) -> None:
     assert expected_wait_s(fraction, elapsed_s) == pytest.approx(wait_s)
 
 
@@ -231,7 +229,7 @@ async def test_accept_says_how_one_value_comes_back(
         assert answer.body == body
 
 
-async def test_a_function_is_told_what_the_client_says_of_its_request(start: Any) -> None:
+async def test_a_function_sees_the_client_s_attributes_of_its_request(start: Any) -> None:
     async with start(handler=lambda event, context: dict(context.platform)) as server:
         headers = {"X-Amzn-SageMaker-Custom-Attributes": "trace=7", "X-Amzn-SageMaker-Inference-Id": "i-1"}
         answer = await server.post("/invocations", {}, headers=headers)

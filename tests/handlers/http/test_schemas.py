@@ -138,5 +138,5 @@ def test_every_choice_has_a_seed_of_its_own_within_range(seed: int, choice: int)
     assert (own.seed == seed) == (choice == 0)
 
 
-def test_what_is_not_said_is_openais_default() -> None:
+def test_missing_fields_have_openais_defaults() -> None:
     assert sampling(CompletionBody(prompt="x")) == SamplingParams()

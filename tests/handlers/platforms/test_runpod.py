@@ -43,13 +43,13 @@ with_sdk = pytest.mark.skipif(
 @pytest.fixture
 def work(host: SmallHost) -> Callable[..., Worker]:
     def make(function: Callable[..., Any], **options: Any) -> Worker:
-        told: list[Any] = options.pop("told", [])
+        reported: list[Any] = options.pop("reported", [])
         return Worker(
             host,
             Handler(function),
             drain_timeout_s=0,
             num_unposted=lambda: 0,
-            tell_progress=lambda job, value: told.append((job["id"], value)),
+            tell_progress=lambda job, value: reported.append((job["id"], value)),
         )
 
     return make
@@ -97,11 +97,11 @@ async def test_an_error_is_the_jobs_error_without_a_traceback(
     whole = await work(fail).answer(job(1))
     first, streamed = [value async for value in work(fail_late).stream(job(1))]
     assert first == 1
-    for told in (whole, streamed):
-        assert set(told) == {"error"}
-        assert json.loads(told["error"])["error_type"] == kind
-        assert message in json.loads(told["error"])["error_message"]
-        assert "Traceback" not in told["error"]
+    for reported in (whole, streamed):
+        assert set(reported) == {"error"}
+        assert json.loads(reported["error"])["error_type"] == kind
+        assert message in json.loads(reported["error"])["error_message"]
+        assert "Traceback" not in reported["error"]
 
 
 async def test_a_job_that_is_stopped_cancels_its_function(work: Any) -> None:
@@ -122,16 +122,16 @@ async def test_a_job_that_is_stopped_cancels_its_function(work: Any) -> None:
     await ended.wait()
 
 
-async def test_progress_is_told_though_not_faster_than_anybody_reads(work: Any) -> None:
-    told: list[Any] = []
+async def test_progress_is_posted_at_a_bounded_rate(work: Any) -> None:
+    reported: list[Any] = []
 
     def report(event: Any, context: Any) -> None:
         for done in range(100):
             context.progress({"done": done})
 
-    await work(report, told=told).answer(job(1))
-    assert told[0] == ("job-1", {"done": 0})
-    assert len(told) < 10
+    await work(report, reported=reported).answer(job(1))
+    assert reported[0] == ("job-1", {"done": 0})
+    assert len(reported) < 10
 
 
 async def test_progress_that_is_no_json_is_the_functions_error(work: Any) -> None:
@@ -164,7 +164,7 @@ def whole(event, context):
             raise KeyError("broken")
         case {"progress": value}:
             context.progress(value)
-            return {"told": True}
+            return {"reported": True}
         case {"refresh": _}:
             return {"done": True, "refresh_worker": True}
         case {"hold": place, "until": other}:
@@ -262,7 +262,7 @@ def test_a_job_fails_with_its_error(whole: RunPodService, event: Any, kind: str)
 def test_progress_is_posted(whole: RunPodService) -> None:
     whole.submit("progress", {"progress": {"percent": 50}})
     whole.wait(lambda: whole.progress["progress"] == [{"percent": 50}])
-    assert whole.output_of("progress") == {"output": {"told": True}}
+    assert whole.output_of("progress") == {"output": {"reported": True}}
 
 
 @with_sdk
@@ -304,9 +304,9 @@ def test_what_a_function_yields_is_streamed_and_all_of_it_is_the_output(artifact
         assert service.streams["parts"] == numbers
 
         service.submit("broken", {"to": 3, "break": 1})
-        told = service.output_of("broken")
+        reported = service.output_of("broken")
         assert service.streams["broken"] == numbers[:1]
-        assert json.loads(told["error"])["error_message"] == "enough"
+        assert json.loads(reported["error"])["error_message"] == "enough"
         assert ended(process) == 0
 
 
@@ -341,7 +341,7 @@ def test_a_second_signal_ends_the_worker_at_once(artifact: Path, tmp_path: Path)
 
 
 @with_sdk
-def test_a_job_that_outlasts_the_drain_is_told_so(artifact: Path, tmp_path: Path) -> None:
+def test_a_job_that_outlasts_the_drain_gets_an_error(artifact: Path, tmp_path: Path) -> None:
     with worker(artifact, "whole", "--drain-timeout-s", "0") as (process, service):
         service.submit("held", {"hold": str(tmp_path / "held"), "until": str(tmp_path / "never")})
         wait_for(tmp_path / "held")

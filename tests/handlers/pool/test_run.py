@@ -169,7 +169,7 @@ def test_a_new_version_takes_over_under_load_without_a_failed_request(models: Pa
             until(lambda: pool.complete("m").headers["x-teneral-model"] == "m@2", "version 2 takes over")
             # A file that cannot be used changes nothing.
             pool.reload("version = 1\n[models.m]\nsorce = 1\n")
-            until(lambda: "sorce: is not a known key [E1]" in pool.said, "the bad file is logged")
+            until(lambda: "sorce: is not a known key [E1]" in pool.log, "the bad file is logged")
             pool.reload(file.replace("max_instances = 2", "max_instances = 2\npriority = 3"))
             time.sleep(0.5)
         assert not load.lost
@@ -363,9 +363,9 @@ def test_a_repository_is_served_without_a_file(
         assert "version 3" in pool.pool()["models"]["alpha"]["trouble"]
         capsys.readouterr()
         assert cli.run(["pool", "status", "--url", f"http://127.0.0.1:{pool.port}"]) == 0
-        said = capsys.readouterr().out
-        assert "alpha@2" in said
-        assert "alpha: version 3" in said
+        printed = capsys.readouterr().out
+        assert "alpha@2" in printed
+        assert "alpha: version 3" in printed
     assert cli.run(["pool", "status", "--url", f"http://127.0.0.1:{pool.port}"]) == 5
 
 

@@ -148,7 +148,7 @@ def test_every_request_ends_once_whatever_the_pool(
     assert (again.cold, again.instance_s) == (outcome.cold, outcome.instance_s)
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the Azure LLM traces are not beside this checkout")
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the Azure LLM traces are not next to this checkout")
 def test_the_real_traces_are_read() -> None:
     code = read_trace(TRACES / "AzureLLMInferenceTrace_code.csv", model="m")
     conv = read_trace(TRACES / "AzureLLMInferenceTrace_conv.csv", model="m")
@@ -254,8 +254,8 @@ def test_the_command_prints_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert read_profiles(tmp_path / "pool.measured.json")["m"].start_s == 0.5
     assert cli.run([*command, "--price", "0.10/h", "--html", str(tmp_path / "plan.html")]) == 0
-    said = capsys.readouterr().out
-    assert "cheapest with a first token's p99 of at most 3 s: min_warm=0" in said
+    printed = capsys.readouterr().out
+    assert "cheapest with a first token's p99 of at most 3 s: min_warm=0" in printed
     assert "<svg" in (tmp_path / "plan.html").read_text()
     assert cli.run([*command, "--json", "--assume", "start_s=9"]) == 0
     plan = json.loads(capsys.readouterr().out)["plans"][0]

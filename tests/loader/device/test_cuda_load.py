@@ -90,6 +90,6 @@ def test_torch_computes_with_the_very_memory_behind_each_gate(load: DeviceLoad, 
             assert copied.device.type == "cuda"
             assert torch.equal(copied.cpu().view(torch.uint8), expected.tensor(name).view(torch.uint8)), name
     assert load.wait_done(WAIT_S)
-    said = load.device_statistics()
-    assert said is not None
-    assert said.num_parts == len(load.manifest.parts)
+    statistics = load.device_statistics()
+    assert statistics is not None
+    assert statistics.num_parts == len(load.manifest.parts)

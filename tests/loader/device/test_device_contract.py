@@ -35,7 +35,7 @@ HAS_CUDA = os.path.exists("/dev/nvidiactl")
 
 
 class Bench(Protocol):
-    """A device with what tests need beside it: who computes on a stream of its own."""
+    """A device, and a reader that computes on a stream of its own."""
 
     device: Device
 
@@ -210,7 +210,7 @@ def test_weights_are_what_the_decoder_makes_of_them_tier_by_tier(
     for part in loaded.coded.manifest.parts:
         loaded.place(part.tier).wait()
         got = bench.device.read_back(0, loaded.weights_bytes)
-        for tensor in loaded.coded.manifest.tensors:  # what is between them is nobody's
+        for tensor in loaded.coded.manifest.tensors:  # bytes between them belong to no tensor
             stretch = slice(tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes)
             if tensor.encoding.tiers[0] <= part.tier:
                 assert np.array_equal(got[stretch], loaded.coded.expected(part.tier)[stretch]), tensor.name
@@ -360,12 +360,12 @@ def test_statistics_count_planes_and_not_weights(bench: Bench) -> None:
     loaded = Loaded(bench.device, code_tensors({"q": MIXED["q"]}))
     for tier in (Tier.DRAFT, Tier.REFINE):
         loaded.place(tier).wait()
-    said, elements = bench.device.statistics(), loaded.coded.contents["q"].size // 2
-    assert said.num_images == said.num_launches == 2
-    assert 2 * elements <= said.sent_bytes < 2.01 * elements  # an exponent and two nibbles each
-    assert said.written_bytes == 4 * elements  # both tiers
-    assert said.weights_bytes == loaded.weights_bytes
-    assert said.ring_bytes == RING_BYTES
+    figures, elements = bench.device.statistics(), loaded.coded.contents["q"].size // 2
+    assert figures.num_images == figures.num_launches == 2
+    assert 2 * elements <= figures.sent_bytes < 2.01 * elements  # an exponent and two nibbles each
+    assert figures.written_bytes == 4 * elements  # both tiers
+    assert figures.weights_bytes == loaded.weights_bytes
+    assert figures.ring_bytes == RING_BYTES
 
 
 def test_the_cupy_that_is_none_has_only_names_that_cupy_has() -> None:
@@ -405,7 +405,7 @@ def test_a_whole_load_goes_through_the_code_for_cuda(order: Order) -> None:
     bench.close()
 
 
-def test_frames_that_the_device_could_not_decompress_are_told_to_who_waits() -> None:
+def test_frames_that_the_device_cannot_decompress_fail_the_waiting_readers() -> None:
     bench = CudaOnCpuBench()
     bench.device._decompressor = ZstdOnCpu(bench.cupy, fails=True)
     loaded = Loaded(bench.device, code_tensors({"q": MIXED["q"]}))
@@ -437,7 +437,7 @@ def test_memory_that_cuda_refuses_is_an_error_that_says_what_to_do() -> None:
     bench.close()
 
 
-def test_what_the_simulated_device_cannot_do_is_told_to_who_waits() -> None:
+def test_an_unsupported_operation_of_the_simulated_device_fails_the_waiting_readers() -> None:
     device = SimulatedDevice(fail_at_image=1)
     loaded = Loaded(device, code_tensors({"q": MIXED["q"]}))
     loaded.place(Tier.DRAFT).wait()

@@ -148,10 +148,10 @@ def test_plain_safetensors_go_to_the_device_as_they_are(device: SimulatedDevice)
     built = build_artifact(LAYOUT, packed=False)
     with load_in_threads(built, device) as load:
         assert_exact(load, built.originals)
-    said = load.device_statistics()
-    assert said is not None
-    assert said.num_launches == 0
-    assert said.sent_bytes == sum(original.size for original in built.originals.values())
+    figures = load.device_statistics()
+    assert figures is not None
+    assert figures.num_launches == 0
+    assert figures.sent_bytes == sum(original.size for original in built.originals.values())
 
 
 def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
@@ -162,7 +162,7 @@ def test_a_gate_may_open_before_the_device_is_done_and_readers_wait_for_it(
         held = stack.enter_context(contextlib.ExitStack())
         held.enter_context(device.hold())
         load = stack.enter_context(load_in_threads(built, device))
-        load.wait(0, timeout_s=WAIT_S)  # told to place, which it cannot do
+        load.wait(0, timeout_s=WAIT_S)  # ordered to place, which it cannot do
         thread = threading.Thread(target=lambda: reader.append(seen(load, "embed")))
         thread.start()
         assert not reader
@@ -309,14 +309,14 @@ def test_a_device_that_decompresses_gets_frames_and_a_gate_opens_when_it_has(
     source = PacedSource(built.store.reopen())
     held = source.hold()
     with load_in_threads(built, able, source=source, order=order) as load:
-        load.device_slab(0)  # what the device can do was told before this is there
+        load.device_slab(0)  # the device's abilities are known before this exists
         held.release()
         assert_exact(load, built.originals)
         assert load.wait_done(WAIT_S)
         spans = [span for span in load._timeline.spans() if span.lane in ("device", "place")]
         assert {"host", "device"} <= {span.attributes.get("path") for span in spans}
         assert any(span.name.startswith("planes are decompressed on the device") for span in spans)
-        assert load._device_is.__self__._device.bytes_per_s, "nobody told how fast the device was"
+        assert load._device_is.__self__._device.bytes_per_s, "the speed of the device is unknown"
         exponents = sum(
             math.prod(tensor.shape) for tensor in built.manifest.tensors if tensor.dtype == "BF16"
         )
@@ -349,13 +349,13 @@ def test_a_device_that_cannot_be_opened_ends_the_load(built: BuiltArtifact) -> N
         load.wait(len(built.manifest.groups) - 1, timeout_s=WAIT_S)
 
 
-def test_a_device_that_fails_on_the_way_is_told_to_who_reads(built: BuiltArtifact) -> None:
+def test_a_device_that_fails_on_the_way_fails_the_readers(built: BuiltArtifact) -> None:
     failing = SimulatedDevice(fail_at_image=1)
     with load_in_threads(built, failing) as load, pytest.raises(LoadError, match="set to fail"):
         assert_exact(load, built.originals)
 
 
-def test_a_device_that_fails_when_all_gates_are_open_is_told_to_who_waits_for_the_weights(
+def test_a_device_that_fails_when_all_gates_are_open_fails_the_wait_for_the_weights(
     built: BuiltArtifact,
 ) -> None:
     failing = SimulatedDevice(fail_at_image=len(built.manifest.parts) - 1)

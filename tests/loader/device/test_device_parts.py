@@ -1,4 +1,4 @@
-"""What stands between a load and its device, part by part: images, the ring, the choice of a device and of a path."""
+"""A load and its device, part by part: images, the ring, the choice of a device and of a path."""
 
 from __future__ import annotations
 
@@ -338,8 +338,8 @@ def test_a_large_part_becomes_images_of_four_to_six_mebibytes() -> None:
         for piece, cut in zip(pieces, cut_part(made.manifest, part), strict=True):
             coded = plan_image(made.manifest, piece, starts, coded=True)
             assert coded.size_bytes <= max_image_bytes(made.manifest, piece)
-            told = with_plane_sizes(cut, plane_sizes(piece))  # in the process that has no bytes
-            assert plan_image(made.manifest, told, starts, coded=True) == coded
+            sized = with_plane_sizes(cut, plane_sizes(piece))  # in the process that has no bytes
+            assert plan_image(made.manifest, sized, starts, coded=True) == coded
     assert len(cut_part(made.manifest, made.manifest.parts[0])) > 3
 
 

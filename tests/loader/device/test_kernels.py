@@ -161,7 +161,7 @@ def test_the_quick_kernels_are_taken_for_what_they_do() -> None:
     assert kernel_of("f32.7", Tier.DRAFT, 4) == GENERAL_KERNELS[4]
 
 
-def test_a_decompressor_is_told_where_each_frame_is_and_where_it_belongs(kernels: KernelsOnCpu) -> None:
+def test_a_decompressor_gets_each_frame_s_place_and_destination(kernels: KernelsOnCpu) -> None:
     coded = code_tensors({"w": ("BF16", "bf16.3", weights_like("BF16", 3 * FRAME_ELEMENTS + 77))})
     part, (starts, _) = coded.manifest.parts[0], slab_starts(coded.manifest.groups)
     plan = plan_image(coded.manifest, part, starts, coded=True)
@@ -199,9 +199,7 @@ def test_every_encoding_takes_all_bits_of_its_words_exactly_once() -> None:
         assert taken == (1 << DTYPE_BITS[dtype]) - 1, name
 
 
-def test_what_does_not_compile_is_told_in_the_compilers_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compile_error_has_the_compilers_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="CuPy is not installed, so that nothing can be compiled for a GPU")
     from teneral.loader.device import compile as compiling
 

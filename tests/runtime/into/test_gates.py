@@ -46,7 +46,7 @@ def test_a_gate_covers_all_that_is_below_it():
     assert {id(tensor) for tensor in gate.tensors} == {id(tensor) for tensor in model.blocks[0].parameters()}
 
 
-def test_a_module_beside_a_stack_waits_for_its_own_parameters_and_for_those_of_lists_that_are_never_called():
+def test_a_module_outside_a_stack_waits_for_its_own_parameters_and_for_those_of_lists_that_are_never_called():
     model = Model()
     gate = find_gates(model)[-1]
     assert gate.members == (model,)

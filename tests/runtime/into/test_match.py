@@ -40,7 +40,7 @@ def test_what_is_missing_and_what_is_unexpected_is_named():
     assert (error.value.missing_keys, error.value.unexpected_keys) == (("bias",), ("other",))
 
 
-def test_without_strict_it_is_only_told():
+def test_without_strict_it_is_only_reported():
     found = match(nn.Linear(3, 2), manifest_of(weight=(2, 3), other=(2,)), strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (("bias",), ("other",))
 

@@ -155,8 +155,8 @@ def test_tied_weights_that_differ_in_the_file_are_refused_by_name():
     net.head.weight = net.embed.weight
     arrival = PoisonedLoad(net, store_of(filled()))
     arrival.arrive()
-    said = runs_into(arrival.load.wait, ModelError)
-    assert "embed.weight and head.weight are one tensor in the module, but head.weight is another" in said
+    message = runs_into(arrival.load.wait, ModelError)
+    assert "embed.weight and head.weight are one tensor in the module, but head.weight is another" in message
     runs_into(lambda: net(TOKENS), ModelError)
     arrival.load.close()
 
@@ -323,9 +323,9 @@ def test_the_gate_raises_the_loads_error_and_says_where_it_waited():
     arrival.arrive(range(2))
     arrival.arrive()
     for _ in range(2):
-        said = runs_into(lambda: net(TOKENS), UnavailableError)
-        assert "the store is away" in said
-        assert "waited for its weights" in said
+        message = runs_into(lambda: net(TOKENS), UnavailableError)
+        assert "the store is away" in message
+        assert "waited for its weights" in message
     runs_into(arrival.load.wait, UnavailableError)
     arrival.load.close()
 

@@ -110,7 +110,7 @@ def test_what_was_found_most_often_comes_first():
     assert ledger.most_wanted(10) == [(C, D), (A,)]
 
 
-def test_what_nobody_found_is_not_wanted():
+def test_unused_prefixes_are_not_saved():
     ledger = ledger_of((A, B))
     assert ledger.most_wanted(10) == []
 

@@ -130,7 +130,7 @@ def test_of_the_blocks_behind_a_beginning_the_one_that_goes_on_alike_for_longest
     assert cache.find_beginning(seed_hash(b"other"), [1, 2]) is None
 
 
-def test_what_was_given_up_or_was_never_told_has_no_beginning(cache, allocator):
+def test_evicted_or_unknown_blocks_have_no_prefix(cache, allocator):
     cached(cache, allocator, [1, 2, 3, 4])
     (unknown,) = allocator.allocate(1)
     cache.add(unknown, chain([5, 6, 7, 8])[0])

@@ -1,4 +1,4 @@
-"""Pins on blocks: kept for their session, within bounds, and in nobody's way."""
+"""Pins on blocks: kept for their session, within bounds, and never blocking other work."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_pins_give_way_when_nothing_else_is_left_the_least_recently_used_session
     pool.check()
 
 
-def test_more_than_the_pool_has_unpins_nobody() -> None:
+def test_more_than_the_pool_has_unpins_no_session() -> None:
     pool = Pool()
     pool.run("a", 4, session=A)
     running = pool.begin("running", 8)

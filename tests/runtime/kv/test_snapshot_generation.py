@@ -64,7 +64,7 @@ def test_an_export_replaces_what_has_its_name():
     ]
 
 
-def test_servers_keep_only_so_many():
+def test_servers_keep_a_bounded_number():
     wanted = [chain(number, 1) for number in range(MAX_RECENT + 5)]
     assert len(planned(None, wanted=wanted)) == MAX_RECENT
 

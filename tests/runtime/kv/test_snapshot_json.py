@@ -128,8 +128,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_the_format_does_not_allow_is_refused_by_its_place(name):
-    change, said = HOSTILE[name]
-    with pytest.raises(SnapshotError, match=said) as refused:
+    change, expected = HOSTILE[name]
+    with pytest.raises(SnapshotError, match=expected) as refused:
         parse_snapshot(changed(change))
     assert refused.value.hint
 

@@ -24,7 +24,7 @@ C = chain([3] * 24, SEED)
 
 @pytest.fixture(params=["host", "disk", "both"])
 def rig(request, tmp_path):
-    """Twelve blocks in the pool, and twice as many beside it."""
+    """Twelve blocks in the pool, and twice as many on a medium."""
     sizes = {"host": {"host": 24}, "disk": {"disk": 24}, "both": {"host": 5, "disk": 19}}[request.param]
     rig = SpillRig(12, folder=tmp_path, **sizes)
     yield rig
@@ -188,7 +188,7 @@ def test_what_comes_back_never_takes_the_place_of_what_it_follows(rig):
     rig.compute(A[:3])
     rig.prefixes.take(rig.compute(B))
     rig.prefixes.take(rig.compute(C[:2]))
-    assert fetched(rig, A) == 4  # there is one block that nobody uses
+    assert fetched(rig, A) == 4  # there is one unused block
     assert rig.allocator.free_count == 0
 
 
@@ -307,7 +307,7 @@ def test_two_that_want_the_same_are_served_by_one_reading(rig):
     assert total(rig.spill.statistics().restored_tokens_total) == 6 * BLOCK_SIZE
 
 
-def test_only_so_many_wait(rig):
+def test_a_bounded_number_waits(rig):
     rig.compute(A)
     rig.save()
     rig.give_up_all()
@@ -379,7 +379,7 @@ def test_a_medium_that_fails_too_often_is_turned_off(tmp_path, caplog):
     rig.spill.stop()
 
 
-def test_a_medium_that_cannot_be_written_is_turned_off_and_said_once(tmp_path, caplog):
+def test_a_medium_that_cannot_be_written_is_turned_off_and_logged_once(tmp_path, caplog):
     rig = SpillRig(12, disk=24, folder=tmp_path)
     rig.compute(A)
     rig.save()
@@ -423,7 +423,7 @@ def test_a_full_disk_turns_itself_off_and_gives_its_space_back(tmp_path, caplog)
         rig.spill.stop()
 
 
-def test_a_bug_turns_it_off_and_nobody_waits(rig, caplog):
+def test_a_bug_turns_it_off_and_no_request_waits(rig, caplog):
     rig.compute(A)
     rig.save()
     rig.give_up_all()

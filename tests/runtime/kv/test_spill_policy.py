@@ -49,7 +49,7 @@ def test_without_a_measurement_nothing_is(rates):
 def test_a_chain_is_brought_back_up_to_where_it_stops_paying():
     assert plan([FAST, FAST, FAST, SLOW, SLOW]).num_blocks == 3
     assert plan([FAST, FAST, FAST, None, FAST]).num_blocks == 3
-    assert plan([FAST] * 3 + [SLOW] + [FAST] * 40).num_blocks == 44  # the slow one leads to so many
+    assert plan([FAST] * 3 + [SLOW] + [FAST] * 40).num_blocks == 44  # the slow one leads to this number
 
 
 def test_latency_counts_once_for_each_medium():

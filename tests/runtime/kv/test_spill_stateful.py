@@ -110,7 +110,7 @@ class World:
         )
         self.pool = PrefixPool(self, LockedContent(rig.kv, self.mutex), seed=SEEDS[""])
         self.holders: list[Holder] = []
-        self.said: dict[SessionKey, list[int]] = {}  # what each session ended with
+        self.histories: dict[SessionKey, list[int]] = {}  # what each session ended with
         self.is_pumping = False
         self.num_events = 0
         self.seen: Counter[str] = Counter()
@@ -176,7 +176,7 @@ class World:
         """Somebody comes: often as others before, or with the next turn of a session."""
         tenant = self.random.choice(list(SEEDS))
         session = (tenant, "", self.random.choice("abcde")) if self.random.random() < 0.4 else None
-        tokens = self.said[session] if session in self.said else self.some_beginning()
+        tokens = self.histories[session] if session in self.histories else self.some_beginning()
         tokens = tokens + [self.random.randrange(2) for _ in range(self.random.randrange(1, 12))]
         holder = Holder(tokens[:MAX_TOKENS], SEEDS[tenant], session)
         if session is not None:
@@ -239,7 +239,7 @@ class World:
             return
         holder = self.holders.pop(self.random.randrange(len(self.holders)))
         if holder.session is not None:
-            self.said[holder.session] = holder.tokens
+            self.histories[holder.session] = holder.tokens
             self.sessions.keep(
                 holder.session, chain(holder.tokens[: holder.num_computed], holder.seed), self.rig.clock()
             )

@@ -68,7 +68,7 @@ def test_a_view_has_a_bound() -> None:
         assert sum(node.num_blocks for node in view.prefixes) == MAX_CHAINS
 
 
-def test_an_empty_pool_is_said_to_be_free() -> None:
+def test_an_empty_pool_is_reported_as_free() -> None:
     with EngineRig(num_blocks=10) as rig:
         assert render(rig.engine.kv_view()) == (
             "10 blocks of 4 tokens: 0 in use (0 shared), 0 idle, 0 pinned, 10 free\n"

@@ -72,7 +72,7 @@ def test_what_was_asked_for_is_taken_on_every_cpu_and_to_the_letter(asked):
         assert chosen == ComputeDtype(stored, asked, "it was requested")
 
 
-def test_people_are_told_both_dtypes_and_why():
+def test_the_log_has_both_dtypes_and_the_reason():
     chosen = ComputePolicy(NEITHER).choose(FP16, is_quantised=False)
 
     assert chosen.describe("torch") == (

@@ -174,7 +174,7 @@ def test_two_spellings_of_a_rope_that_agree_are_one(scaling):
     assert config == DecoderConfig.from_json({**LLAMA, "rope_parameters": parameters})
 
 
-def test_an_unknown_rope_type_is_told_what_is_supported():
+def test_an_unknown_rope_type_is_refused_with_the_supported_ones():
     with pytest.raises(ModelError) as caught:
         DecoderConfig.from_json({**LLAMA, "rope_scaling": {"rope_type": "proportional"}})
 
@@ -195,7 +195,7 @@ def test_an_unknown_rope_type_is_told_what_is_supported():
     ],
 )
 @pytest.mark.parametrize("read", [DecoderConfig.from_json, is_encoder])
-def test_an_unknown_architecture_is_told_what_is_supported(read, data):
+def test_an_unknown_architecture_is_refused_with_the_supported_ones(read, data):
     with pytest.raises(ModelError) as caught:
         read(data)
 

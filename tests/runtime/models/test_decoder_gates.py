@@ -18,7 +18,7 @@ from teneral.runtime.weights import Gate
 
 
 class ArrivingGate:
-    """Open for who asks, as `wait` makes it so."""
+    """Opens when `wait` is called."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait

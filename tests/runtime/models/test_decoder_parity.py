@@ -205,7 +205,7 @@ def test_half_precision_is_as_close_to_exact_as_the_oracle_is(variant, dtype):
     assert own_error < 1.25 * oracle_error
 
 
-def test_norms_kept_in_fp32_beside_bf16_matrices_give_the_same_logits():
+def test_norms_kept_in_fp32_with_bf16_matrices_give_the_same_logits():
     oracle, decoder = both("llama", torch.bfloat16)
     mixed = {name: t.float() if "norm" in name else t for name, t in tensors_of(oracle).items()}
     prompt = prompt_of(9)

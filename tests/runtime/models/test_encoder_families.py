@@ -168,7 +168,7 @@ def test_every_way_to_pool_is_that_of_sentence_transformers(mode, variant, backe
 @pytest.mark.parametrize("variant", ["deberta-v2", "mpnet"])
 @each_backend
 @torch.no_grad()
-def test_the_texts_of_a_pair_are_told_apart_by_their_types_where_the_model_has_some(variant, backend):
+def test_the_texts_of_a_pair_are_distinguished_by_their_types_where_the_model_has_some(variant, backend):
     tiny = tiny_encoder(variant, labels=3)
     texts = texts_of(12, 30)
     types = [[0] * 5 + [1] * 7, None]

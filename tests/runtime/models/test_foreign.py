@@ -365,7 +365,7 @@ def test_a_checkpoint_is_packed_and_served_as_it_is(tmp_path, kind, way):
 
 def test_what_was_converted_from_a_draft_is_not_kept():
     class Arriving(DictWeights):
-        """Exact when told."""
+        """Exact on demand."""
 
         is_exact = False
 

@@ -179,13 +179,13 @@ def test_without_a_sequence_nothing_is_written_to_its_blocks_any_more(llama: Dec
 
 def test_it_reports_each_stage_once_also_when_joined(llama: Decoder) -> None:
     stepper = Stepper(llama)
-    told: list[str] = []
+    layer_names: list[str] = []
     first = llama.begin(
-        stepper.batch(ONE), stepper.kv, on_layer=lambda index, name, start_s, end_s: told.append(name)
+        stepper.batch(ONE), stepper.kv, on_layer=lambda index, name, start_s, end_s: layer_names.append(name)
     )
     second = llama.begin(stepper.batch(TWO), stepper.kv)
     finish(advance(first, 2).joined(advance(second, 2)))
-    assert told == ["embed", *(f"layers.{number}" for number in range(llama.num_layers)), "head"]
+    assert layer_names == ["embed", *(f"layers.{number}" for number in range(llama.num_layers)), "head"]
 
 
 class TieredWeights(DictWeights):

@@ -32,7 +32,7 @@ def decoder_of(family: str, dtype: torch.dtype = torch.float32):
 
 
 def logits(decoder, kind: KVKind, prompt: list[int], *, step: int) -> torch.Tensor:
-    """Of all the prompt's tokens, so many at a time."""
+    """All of the prompt's tokens, some at a time."""
     stepper = Stepper(decoder)
     stepper.kv = decoder.new_kv(64, 8, kind=kind)
     rows = [stepper.step({"a": prompt[start : start + step]})["a"] for start in range(0, len(prompt), step)]

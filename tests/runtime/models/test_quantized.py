@@ -205,7 +205,7 @@ def test_four_bits_whose_rows_are_no_whole_runs_are_refused():
         take_linear(parameters_of(tensors), "x", 96, 64, bias=False)
 
 
-def test_a_missing_zero_is_told_from_one_that_is_not_needed():
+def test_a_missing_zero_differs_from_one_that_is_not_needed():
     tensors = named("x", *integers(64, 128, bits=4, groups=2))
 
     assert take_linear(parameters_of(tensors), "x", 128, 64, bias=False).num_out == 64

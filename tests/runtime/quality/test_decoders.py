@@ -1,4 +1,4 @@
-"""What is said of a decoder's draft agrees with the definitions, worked out from transformers' logits."""
+"""The figures of a decoder's draft agree with the definitions, worked out from transformers' logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of an encoder's draft agrees with the definitions."""
+"""The figures of an encoder's draft agree with the definitions."""
 
 from __future__ import annotations
 

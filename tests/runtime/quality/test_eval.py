@@ -1,4 +1,4 @@
-"""`teneral eval` as a user meets it: a smaller version of a model beside the original."""
+"""`teneral eval` as a user meets it: a smaller version of a model against the original."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_the_table_says_what_was_compared(folder, capsys):
         == 0
     )
 
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for expected in ("artifact   ", "original   ", "in memory", "stored", "perplexity", "KL(exact"):
-        assert expected in said
+        assert expected in printed
 
 
 def test_what_is_not_as_pinned_is_refused(folder, capsys):

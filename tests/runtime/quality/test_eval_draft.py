@@ -58,9 +58,9 @@ def evaluated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def fails(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
     capsys.readouterr()
     assert cli.run(["eval-draft", *arguments, "--quiet"]) == code
-    said = capsys.readouterr().err
-    assert said.startswith("teneral: ")
-    return said
+    printed = capsys.readouterr().err
+    assert printed.startswith("teneral: ")
+    return printed
 
 
 def test_a_decoders_draft_is_measured(decoder, capsys):
@@ -92,10 +92,10 @@ def test_a_sketch_is_measured_before_the_draft_which_is_the_same_as_without_one(
 
 
 def test_progress_ends_when_everything_was_read(sketched):
-    told: list[TransferProgress] = []
-    evaluate_draft(open_source(str(sketched)), read_text(None), max_tokens=16, progress=told.append)
-    assert told[-1].done_bytes == told[-1].total_bytes
-    assert [step.done_bytes for step in told] == sorted({step.done_bytes for step in told})
+    steps: list[TransferProgress] = []
+    evaluate_draft(open_source(str(sketched)), read_text(None), max_tokens=16, progress=steps.append)
+    assert steps[-1].done_bytes == steps[-1].total_bytes
+    assert [step.done_bytes for step in steps] == sorted({step.done_bytes for step in steps})
 
 
 def test_an_encoders_draft_is_measured(encoder, capsys):
@@ -110,10 +110,10 @@ def test_an_encoders_draft_is_measured(encoder, capsys):
 
 def test_the_table_says_what_was_compared(decoder, encoder, capsys):
     assert cli.run(["eval-draft", str(decoder), "--max-tokens", "64", "--quiet"]) == 0
-    said = capsys.readouterr().out
-    assert "built in, 64 tokens: small" in said
-    assert "perplexity" in said
-    assert "accepted of 32 drafted, mean of 2 places" in said
+    printed = capsys.readouterr().out
+    assert "built in, 64 tokens: small" in printed
+    assert "perplexity" in printed
+    assert "accepted of 32 drafted, mean of 2 places" in printed
     assert cli.run(["eval-draft", str(encoder), "--max-tokens", "64", "--quiet"]) == 0
     assert "worst sentence: '" in capsys.readouterr().out
 
@@ -135,7 +135,7 @@ def test_sentences_are_taken_as_far_as_the_tokens_go(encoder, tmp_path, capsys):
     assert evaluated(capsys, str(encoder), "--text", str(path))["text"]["tokens"] == 31 + 31 + 96
 
 
-def test_an_artifact_that_is_exact_only_is_said_to_be_so(tmp_path, capsys):
+def test_an_artifact_that_is_exact_only_is_reported(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     data = safetensors_file({"table": ("I64", (4, 4), bytes(128))})
     (tmp_path / "in" / "model.safetensors").write_bytes(data)

@@ -35,17 +35,17 @@ def test_sentences_end_at_their_marks_and_at_the_ends_of_lines_and_count_once():
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"x" * (MAX_TEXT_BYTES + 1), "larger than"),
         (b"\xff\xfe", "not UTF-8"),
         (b" \n ", "no text"),
     ],
 )
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, data: bytes, said: str):
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, data: bytes, message: str):
     path = tmp_path / "bad.txt"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_text(str(path))
 
 

@@ -42,12 +42,12 @@ def test_every_tensor_has_the_values_of_the_tier_that_is_there(built, tier):
 
 def test_copied_values_are_refined_without_the_first_ones(built):
     draft, exact = filled(built, Tier.DRAFT), TieredWeights(built.manifest)
-    told: list[Part] = []
+    reported: list[Part] = []
 
     exact.copy_(draft)
-    exact.fill(Tier.REFINE, PartReader(built.store, built.manifest), on_part=told.append)
+    exact.fill(Tier.REFINE, PartReader(built.store, built.manifest), on_part=reported.append)
 
-    assert {part.tier for part in told} == {Tier.REFINE}
+    assert {part.tier for part in reported} == {Tier.REFINE}
     assert content(exact, "up") == built.expected("up", Tier.REFINE).tobytes()
     assert content(draft, "up") == built.expected("up", Tier.DRAFT).tobytes()
 
@@ -70,12 +70,12 @@ def test_a_tier_is_usable_when_no_tensor_is_without_values(built):
     assert usable_tiers(built.manifest._replace(parts=late)) == [Tier.REFINE]
 
 
-def test_every_part_of_a_tier_is_told_once(built):
-    told: list[Part] = []
+def test_every_part_of_a_tier_is_reported_once(built):
+    reported: list[Part] = []
     TieredWeights(built.manifest).fill(
-        Tier.DRAFT, PartReader(built.store, built.manifest), on_part=told.append
+        Tier.DRAFT, PartReader(built.store, built.manifest), on_part=reported.append
     )
-    assert told == [part for part in built.manifest.parts if part.tier is Tier.DRAFT]
+    assert reported == [part for part in built.manifest.parts if part.tier is Tier.DRAFT]
 
 
 def test_a_damaged_part_is_named(built):

@@ -80,7 +80,7 @@ async def test_workers_of_one_job_by_name_do_their_shares(cloud: Cloud, invoke: 
     ]
 
 
-async def test_what_starts_nothing_is_told_as_that(cloud: Cloud, invoke: Invoke) -> None:
+async def test_an_event_that_starts_nothing_is_reported_as_ignored(cloud: Cloud, invoke: Invoke) -> None:
     assert (await invoke(s3_test_event("uploads")))["results"][0]["status"] == "ignored"
     assert (await invoke(s3_event("uploads", "folder/")))["results"][0]["status"] == "ignored"
 
@@ -163,7 +163,7 @@ async def test_a_store_that_does_not_answer_is_worth_a_retry(
         await invoke(s3_event("uploads", "a.jsonl"), host=host, timeout_s=15.0)
 
 
-async def test_of_several_failures_one_that_is_worth_a_retry_is_told(cloud: Cloud, invoke: Invoke) -> None:
+async def test_of_several_failures_a_retryable_one_is_raised(cloud: Cloud, invoke: Invoke) -> None:
     etag = cloud.put("s3://uploads/mixed.jsonl", prompts(120, max_tokens=100, ignore_eos=True))
     missing, long = s3_record("uploads", "missing.jsonl"), s3_record("uploads", "mixed.jsonl", etag=etag)
     with pytest.raises(JobRetryError):
@@ -182,7 +182,7 @@ async def test_an_invalid_event_fails_for_good(invoke: Invoke) -> None:
         await invoke(sns_event({"prompt": "Hello"}))
 
 
-def test_the_errors_are_told_by_names_that_retry_rules_can_tell_apart() -> None:
+def test_errors_have_names_that_retry_rules_can_distinguish() -> None:
     for error, name, status, code in (
         (JobRetryError("x"), "JobRetryError", 503, 75),
         (JobFailedError("x"), "JobFailedError", 400, 15),

@@ -73,7 +73,7 @@ _NAME = st.text("ab/-.", min_size=1, max_size=6)
 def test_no_answer_starts_a_job_whose_answers_could_go_on_for_ever(
     bucket: str, beginning: str, end: str, given_bucket: str, key: str
 ) -> None:
-    """However often each answer's coming is told of, the chain ends: each of its jobs is in another bucket."""
+    """However often each answer sends an event, the chain ends: each of its jobs is in another bucket."""
     outputs = Outputs.of(f"s3://{bucket}/{beginning}{{key}}{end}", None)
     url, seen = f"s3://{given_bucket}/{key}", set()
     while True:

@@ -84,7 +84,7 @@ def test_object_created_names_what_powertools_reads(key: str, version: str | Non
 
 @pytest.mark.parametrize("key", ["a+b.jsonl", "100%.jsonl", "a%2Bb.jsonl"])
 def test_eventbridge_quotes_no_keys(key: str) -> None:
-    """Powertools undoes quotes that nobody has made: of such keys it reads another one."""
+    """Powertools undoes quotes that do not exist: of such keys it reads another one."""
     assert (
         S3EventBridgeNotificationEvent(object_created("bucket", "a+b.jsonl")).detail.object.key == "a b.jsonl"
     )
@@ -219,7 +219,7 @@ def test_only_a_fifo_queue_has_an_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "part_of_message"),
     [
         (None, "must be an object"),
         ([], "must be an object"),
@@ -258,14 +258,14 @@ def test_only_a_fifo_queue_has_an_order() -> None:
         (eventbridge(sqs_event(JOB)), "queue's messages"),
     ],
 )
-def test_invalid_values_are_named(event: Any, said: str) -> None:
+def test_invalid_values_are_named(event: Any, part_of_message: str) -> None:
     with pytest.raises(EventError) as caught:
         parse_event(event)
-    assert said in str(caught.value)
+    assert part_of_message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "part_of_message"),
     [
         ("{", "not JSON"),
         (None, "must be a text"),
@@ -275,8 +275,8 @@ def test_invalid_values_are_named(event: Any, said: str) -> None:
         (json.dumps(sqs_event(JOB)), "queue's messages"),
     ],
 )
-def test_an_invalid_message_is_named(body: Any, said: str) -> None:
-    with pytest.raises(EventError, match=said):
+def test_an_invalid_message_is_named(body: Any, part_of_message: str) -> None:
+    with pytest.raises(EventError, match=part_of_message):
         parse_message(body)
 
 
@@ -315,14 +315,14 @@ _EVENTS = st.recursive(
 
 @contextmanager
 def only_named_errors() -> Iterator[None]:
-    """Passes over the named error, if it can be told: there may be halves of characters in what it is about."""
+    """Accepts the named error, if it can be encoded: its subject may hold halves of characters."""
     try:
         yield
     except EventError as error:
-        told = str(error) + error.param
+        text_of_error = str(error) + error.param
     else:
-        told = ""
-    assert told.encode() is not None
+        text_of_error = ""
+    assert text_of_error.encode() is not None
 
 
 @settings(max_examples=400, deadline=None)

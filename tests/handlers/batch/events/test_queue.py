@@ -49,9 +49,9 @@ def send(cloud: Cloud, url: str, *bodies: Any, **options: str) -> list[str]:
 
 async def test_uploads_that_s3_tells_a_queue_of_are_answered_and_gone(cloud: Cloud, invoke: Invoke) -> None:
     url, arn = cloud.queue()
-    told = {"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}
+    notice = {"QueueArn": arn, "Events": ["s3:ObjectCreated:*"]}
     cloud.s3.put_bucket_notification_configuration(
-        Bucket="uploads", NotificationConfiguration={"QueueConfigurations": [told]}
+        Bucket="uploads", NotificationConfiguration={"QueueConfigurations": [notice]}
     )
     try:
         etag = cloud.put("s3://uploads/queue/a b+c%.jsonl", prompts(3))
@@ -81,10 +81,10 @@ async def test_a_bad_message_is_left_to_the_dead_letter_queue_and_the_others_are
     assert cloud.receive(url, arn)["Records"] == []
     assert [record["body"] for record in cloud.receive(dead_url, dead_arn)["Records"]] == ["no JSON"]
     assert json.loads(cloud.read(f"s3://results/answers/{arn.rpartition(':')[2]}/{good}.json"))["text"]
-    (told, *_) = [record for record in caplog.records if record.name == "teneral.batch"]
-    assert told.levelno == logging.ERROR
-    assert bad in told.getMessage()
-    assert "can never succeed" in told.getMessage()
+    (notice, *_) = [record for record in caplog.records if record.name == "teneral.batch"]
+    assert notice.levelno == logging.ERROR
+    assert bad in notice.getMessage()
+    assert "can never succeed" in notice.getMessage()
 
 
 async def test_a_job_that_is_not_complete_comes_again_and_goes_on(cloud: Cloud, invoke: Invoke) -> None:

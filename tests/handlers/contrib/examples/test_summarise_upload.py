@@ -38,7 +38,7 @@ def summarise(invoke, generating):
     return summarise
 
 
-async def test_an_upload_gets_its_summary_beside_it(cloud, summarise):
+async def test_an_upload_gets_its_summary_in_the_same_folder(cloud, summarise):
     (done,) = await summarise(upload(cloud))
     assert done == {
         "source": "s3://bucket/notes & more.txt",

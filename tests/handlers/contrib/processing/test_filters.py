@@ -145,15 +145,15 @@ async def test_a_request_is_refused_with_its_code_before_the_model_sees_it(invok
     for event in ("a Forbidden thing", {"messages": [{"content": "forbidden"}]}, {"forbidden": 1}, ["  "]):
         with pytest.raises(RefusedError) as caught:
             await invoke(guarded, event)
-        told = as_api_error(caught.value)
-        assert (told.status, told.code) == (400, "policy")
-        assert "forbidden" not in told.message.lower()
+        refusal = as_api_error(caught.value)
+        assert (refusal.status, refusal.code) == (400, "policy")
+        assert "forbidden" not in refusal.message.lower()
     assert seen == []
     await invoke(guarded, {"prompt": "fine", "n": 3})
     assert seen == [{"prompt": "fine", "n": 3}]
 
 
-async def test_where_the_refused_text_stands_is_told(invoke):
+async def test_the_error_names_the_place_of_the_refused_text(invoke):
     with pytest.raises(RefusedError) as caught:
         await invoke(
             handler(pre=Refuse("bad"))(lambda event, context: None),

@@ -160,7 +160,7 @@ def test_invalid_sizes_are_refused():
         Normalisation(std=(0, 1, 1))
 
 
-def test_without_pillow_is_said_what_to_install(monkeypatch):
+def test_without_pillow_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UsageError, match=r"teneral\[images\]"):
         decode_image(b"x")

@@ -119,7 +119,7 @@ def test_labels_can_be_chosen_in_answer_to_messages(model):
 @pytest.mark.parametrize(
     "labels", [["yes"], ["yes", "yellow"], ["", "no"], [chr(65 + index) for index in range(21)]]
 )
-def test_labels_that_cannot_be_told_apart_are_refused(model, labels):
+def test_labels_that_cannot_be_distinguished_are_refused(model, labels):
     with pytest.raises(RequestError):
         choose(model, "x", labels)
 

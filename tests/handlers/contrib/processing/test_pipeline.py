@@ -125,13 +125,15 @@ async def test_each_function_may_use_the_calls_of_its_own_kind(invoke):
         return {"text": event, "tokens": len(await context.model.atokenize(event))}
 
     def generate(event, context):
-        return event | {"said": context.model.generate(event["text"], temperature=0).text}
+        return event | {"answer": context.model.generate(event["text"], temperature=0).text}
 
     async def agenerate(event, context):
-        return event | {"said": (await context.model.agenerate(event["text"], temperature=0)).text}
+        return event | {"answer": (await context.model.agenerate(event["text"], temperature=0)).text}
 
     for pre, function in itertools.product((count, acount), (generate, agenerate)):
-        assert await invoke(handler(pre=pre)(function), "x") == [{"text": "x", "tokens": 2, "said": SENTENCE}]
+        assert await invoke(handler(pre=pre)(function), "x") == [
+            {"text": "x", "tokens": 2, "answer": SENTENCE}
+        ]
 
 
 def fail(value, context):
@@ -209,7 +211,7 @@ async def test_the_handlers_own_errors_are_its_own(invoke):
 async def test_leaving_a_stream_closes_the_handlers_own(make_context, post):
     closed = threading.Event()
 
-    kept = []  # or the end of the last reference would close it, whoever forgets to
+    kept = []  # or the end of the last reference would close it in any case
 
     def count():
         try:
@@ -232,7 +234,7 @@ async def test_leaving_a_stream_closes_the_handlers_own(make_context, post):
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "error_text"),
     [
         ({"pre": 5}, "is no function"),
         ({"pre": lambda event: event}, "cannot be called"),
@@ -242,6 +244,6 @@ async def test_leaving_a_stream_closes_the_handlers_own(make_context, post):
         ({"post_stream": many, "pre": adouble}, "plain iterator"),
     ],
 )
-def test_functions_that_cannot_be_put_together_are_refused_at_once(stages, told):
-    with pytest.raises(HandlerError, match=told):
+def test_functions_that_cannot_be_put_together_are_refused_at_once(stages, error_text):
+    with pytest.raises(HandlerError, match=error_text):
         handler(**stages)(one)

@@ -50,7 +50,7 @@ def test_a_text_of_any_length_can_be_cut():
     assert count_tokens(tokens, truncate(tokens, STORY * (2 * MAX_TEXT_CHARS // len(STORY)), 100)) == 100
 
 
-def test_no_room_beside_the_special_tokens_is_an_error():
+def test_no_room_after_the_special_tokens_is_an_error():
     with pytest.raises(RequestError) as caught:
         truncate(TOKENIZERS["byte level"], STORY, 1)
     assert caught.value.param == "max_tokens"

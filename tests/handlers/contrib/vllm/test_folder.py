@@ -46,10 +46,10 @@ def test_the_weights_address_is_pinned_and_absolute(pin, tmp_path, monkeypatch):
     monkeypatch.chdir(packed.parent)
     written = write_small_files(packed.name, tmp_path)
     assert written.address == pin
-    assert written == write_small_files(pin, tmp_path)  # and the folder is the same, whoever asks
+    assert written == write_small_files(pin, tmp_path)  # and the folder is the same for every caller
 
 
-def test_what_stands_there_already_is_put_right(pin, tmp_path):
+def test_existing_files_are_corrected(pin, tmp_path):
     written = write_small_files(pin, tmp_path)
     (written.folder / "config.json").write_text("{")
     write_small_files(pin, tmp_path)
@@ -85,7 +85,7 @@ def test_only_a_local_folder_as_vllm_knows_them_is_left_as_it_is(pin, plain, tmp
     assert not is_model_folder(pin.partition("@b3:")[0])
     assert not is_model_folder("s3://bucket/model")
     pack(FileStore(plain), FileStore(tmp_path))
-    (tmp_path / "config.json").write_text("{}")  # an artifact beside a checkpoint
+    (tmp_path / "config.json").write_text("{}")  # an artifact in a checkpoint's folder
     assert not is_model_folder(str(tmp_path))
 
 

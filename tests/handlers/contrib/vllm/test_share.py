@@ -39,7 +39,7 @@ try:
             name: blake3(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
             for name, tensor in stream
         }
-    print(json.dumps({"digests": digests, "bytes": stream.statistics.stored_bytes, "said": stream.summary()}))
+    print(json.dumps({"digests": digests, "bytes": stream.statistics.stored_bytes, "reports": stream.summary()}))
 except TeneralError as error:
     print(json.dumps({"error": type(error).__name__, "message": str(error)}))
 dist.barrier()
@@ -59,9 +59,9 @@ def run_workers(address: str, tmp_path: Path, num_workers: int) -> list[dict]:
         )
         for rank in range(num_workers)
     ]
-    said = [worker.communicate(timeout=patience_s(100)) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0] * num_workers, said
-    return [json.loads(output.splitlines()[-1]) for output, _ in said]
+    reports = [worker.communicate(timeout=patience_s(100)) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0] * num_workers, reports
+    return [json.loads(output.splitlines()[-1]) for output, _ in reports]
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +74,28 @@ def test_all_have_all_tensors_and_the_store_is_read_once(pin, tmp_path):
     packed, _, digits = pin.partition("@b3:")
     expected = {name: _digest(tensor) for name, tensor in WeightStream(pin)}
     with StoreServer(Path(packed).parent) as server:
-        said = run_workers(f"{server.url}/{Path(packed).name}@b3:{digits}", tmp_path, 2)
+        reports = run_workers(f"{server.url}/{Path(packed).name}@b3:{digits}", tmp_path, 2)
         sent = [entry.sent_bytes for entry in server.log() if entry.key.endswith(".bin")]
-    assert [each["digests"] for each in said] == [expected, expected]
+    assert [each["digests"] for each in reports] == [expected, expected]
     stored_bytes = sum(part.stat().st_size for part in Path(packed).rglob("*.bin"))
     assert 0 <= stored_bytes - sum(sent) < 1000  # but for what aligns the parts
-    assert sum(each["bytes"] for each in said) == sum(sent)
-    assert all(0.3 < each["bytes"] / stored_bytes < 0.7 for each in said)
-    assert all("this worker's share of 2" in each["said"] for each in said)
+    assert sum(each["bytes"] for each in reports) == sum(sent)
+    assert all(0.3 < each["bytes"] / stored_bytes < 0.7 for each in reports)
+    assert all("this worker's share of 2" in each["reports"] for each in reports)
 
 
-def test_what_one_cannot_read_is_an_error_of_all_and_nobody_waits_for_ever(pin, tmp_path):
+def test_a_read_error_of_one_is_an_error_of_all_and_none_waits_for_ever(pin, tmp_path):
     packed = Path(pin.partition("@b3:")[0])
     blob = next(path for path in packed.rglob("draft-*.bin"))
     whole = blob.read_bytes()
     blob.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])  # in the first group
     try:
-        said = run_workers(str(packed), tmp_path, 2)
+        reports = run_workers(str(packed), tmp_path, 2)
     finally:
         blob.write_bytes(whole)
-    assert sorted(each["error"] for each in said) == ["IntegrityError", "LoadError"]
-    assert all("wrong digest" in each["message"] for each in said)
-    other = next(each["message"] for each in said if each["error"] == "LoadError")
+    assert sorted(each["error"] for each in reports) == ["IntegrityError", "LoadError"]
+    assert all("wrong digest" in each["message"] for each in reports)
+    other = next(each["message"] for each in reports if each["error"] == "LoadError")
     assert "worker 0, which reads embed for all" in other
 
 

@@ -1,4 +1,4 @@
-"""What vLLM's models are fed: every name with its tensor, bit for bit, from any address; and what they are told."""
+"""The tensors for vLLM's models: every name, bit for bit, from any address; and the log."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_tied_tensors_come_under_all_their_names(tmp_path):
     assert_same(taken(WeightStream(packed.pin, SMALL)), tensors)
 
 
-def test_plain_safetensors_are_read_too_and_said_to_be_unverified(folder):
+def test_plain_safetensors_are_read_too_and_logged_as_unverified(folder):
     stream = WeightStream(str(folder), SMALL)
     assert_same(taken(stream), model(torch.bfloat16))
     assert "NOT verified" in stream.summary()
@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_found_before_its_tensor_is_given(pin, tmp_path):
     assert "teneral verify" in caught.value.hint
 
 
-def test_nothing_there_is_said_with_what_to_do(tmp_path):
+def test_a_missing_model_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises((NotFoundError, CheckpointError)) as caught:
         taken(WeightStream(str(tmp_path / "nothing"), SMALL))
     assert caught.value.hint

@@ -86,7 +86,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def generate(environment: dict[str, str], **options: object) -> tuple[list[list[int]], str]:
-    """The tokens, and all that vLLM said. With one worker by default."""
+    """The tokens, and vLLM's whole output. With one worker by default."""
     own = dict(environment)
     if options.get("tensor_parallel_size", 1) == 1:
         own["VLLM_CPU_OMP_THREADS_BIND"] = str(CPUS[0])
@@ -117,7 +117,7 @@ def tokens_of_two(llama: Model, environment: dict[str, str]) -> list[list[int]]:
     return generate(environment, model=str(llama.plain), tensor_parallel_size=2)[0]
 
 
-def said(output: str) -> list[str]:
+def teneral_lines(output: str) -> list[str]:
     found = re.findall(r"(?:INFO|WARNING) .*?\] (teneral: .*)", output)
     print("\n".join(found))
     return found
@@ -130,7 +130,7 @@ def test_an_artifact_in_a_store_gives_the_tokens_that_vllms_own_loading_gives(mo
         assert 0 <= model.stored_bytes - model.weights_sent(server) < 1000
     assert tokens == expected
     assert len({*map(tuple, tokens)}) == len(PROMPTS)  # or equal would say little
-    (line,) = said(output)
+    (line,) = teneral_lines(output)
     assert f"verified by b3:{model.digits[:12]}" in line
 
 
@@ -140,7 +140,7 @@ def test_two_tensor_parallel_workers_read_the_store_once_between_them(llama, env
         tokens, output = generate(environment, model=address, load_format="teneral", tensor_parallel_size=2)
         assert 0 <= llama.stored_bytes - llama.weights_sent(server) < 1000
     assert tokens == tokens_of_two
-    assert len([line for line in said(output) if "this worker's share of 2" in line]) == 2
+    assert len([line for line in teneral_lines(output) if "this worker's share of 2" in line]) == 2
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="vLLM gives each of its workers a core")
@@ -154,14 +154,14 @@ def test_workers_that_do_not_share_read_the_whole_each(llama, environment, token
         model_loader_extra_config=extra,
     )
     assert tokens == tokens_of_two
-    assert [line for line in said(output) if "share of" in line] == []
-    assert len(said(output)) == 2
+    assert [line for line in teneral_lines(output) if "share of" in line] == []
+    assert len(teneral_lines(output)) == 2
 
 
-def test_plain_safetensors_are_loaded_and_said_to_be_unverified(llama, environment):
+def test_plain_safetensors_are_loaded_and_logged_as_unverified(llama, environment):
     tokens, output = generate(environment, model=str(llama.plain), load_format="teneral")
     assert len(tokens[0]) == NUM_TOKENS
-    (line,) = said(output)
+    (line,) = teneral_lines(output)
     assert "NOT verified" in line
 
 

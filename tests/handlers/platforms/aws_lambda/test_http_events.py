@@ -209,9 +209,9 @@ def test_each_service_gets_the_shape_that_it_reads() -> None:
     ],
 )
 def test_only_text_is_sent_as_text(content_type: str, body: bytes, is_base64: bool) -> None:
-    told = json.loads(response_of(Head(200, [("Content-Type", content_type)]), body, EventKind.HTTP_V2, {}))
-    assert told["isBase64Encoded"] is is_base64
-    assert (base64.b64decode(told["body"]) if is_base64 else told["body"].encode()) == body
+    reply = json.loads(response_of(Head(200, [("Content-Type", content_type)]), body, EventKind.HTTP_V2, {}))
+    assert reply["isBase64Encoded"] is is_base64
+    assert (base64.b64decode(reply["body"]) if is_base64 else reply["body"].encode()) == body
 
 
 def test_a_stream_begins_with_its_head_and_eight_zeros() -> None:

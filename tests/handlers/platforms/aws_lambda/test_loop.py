@@ -58,15 +58,15 @@ async def test_the_context_knows_what_lambda_tells(api: FakeRuntimeApi, instance
             Lambda_Runtime_Cognito_Identity='{"cognitoIdentityId": "x"}',
             Lambda_Runtime_Aws_Tenant_Id="blue",
         )
-        told = outcome.json
-        assert told["id"] == outcome.request_id
-        assert told["trace"] == [f"Root=1-{outcome.request_id}"] * 2
-        assert 0 < told["left_s"] <= 29.8  # some is kept for the answer
-        assert told["invoked_function_arn"] == ARN
-        assert told["client_context"] == {"custom": {"a": "1"}}
-        assert told["identity"] == {"cognitoIdentityId": "x"}
-        assert (told["function_name"], told["memory_limit_in_mb"]) == ("tests", "3008")
-        assert (told["name"], told["tenant_id"]) == ("lambda", "blue")
+        reply = outcome.json
+        assert reply["id"] == outcome.request_id
+        assert reply["trace"] == [f"Root=1-{outcome.request_id}"] * 2
+        assert 0 < reply["left_s"] <= 29.8  # some is kept for the answer
+        assert reply["invoked_function_arn"] == ARN
+        assert reply["client_context"] == {"custom": {"a": "1"}}
+        assert reply["identity"] == {"cognitoIdentityId": "x"}
+        assert (reply["function_name"], reply["memory_limit_in_mb"]) == ("tests", "3008")
+        assert (reply["name"], reply["tenant_id"]) == ("lambda", "blue")
 
 
 async def test_an_attempts_id_is_sent_back(api: FakeRuntimeApi, instance: StagedInstance) -> None:
@@ -108,7 +108,9 @@ async def test_the_first_invocation_waits_for_the_model_and_not_for_the_load(
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_exception_is_told_as_the_users_own(api: FakeRuntimeApi, instance: StagedInstance) -> None:
+async def test_an_exception_is_reported_as_the_users_own(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
     class OutOfPaper(Exception):
         pass
 
@@ -119,11 +121,11 @@ async def test_an_exception_is_told_as_the_users_own(api: FakeRuntimeApi, instan
         outcome = await rig.invoke({})
         assert outcome.kind == "error"
         assert outcome.headers["lambda-runtime-function-error-type"] == "OutOfPaper"
-        told = outcome.json
-        assert (told["errorType"], told["errorMessage"]) == ("OutOfPaper", "the tray is empty")
-        assert told["requestId"] == outcome.request_id
-        assert len(told["stackTrace"]) == 1
-        assert "raise OutOfPaper" in told["stackTrace"][0]
+        reply = outcome.json
+        assert (reply["errorType"], reply["errorMessage"]) == ("OutOfPaper", "the tray is empty")
+        assert reply["requestId"] == outcome.request_id
+        assert len(reply["stackTrace"]) == 1
+        assert "raise OutOfPaper" in reply["stackTrace"][0]
         assert '"type": "OutOfPaper"' in outcome.headers["lambda-runtime-function-xray-error-cause"]
 
 
@@ -143,8 +145,8 @@ async def test_what_cannot_be_sent_is_an_error_and_is_not_sent(
 async def test_an_event_that_is_no_json_is_refused(api: FakeRuntimeApi, instance: StagedInstance) -> None:
     async with running_loop(api, instance, lambda event, context: event) as rig:
         assert (await rig.invoke(b"{")).json["errorType"] == "Runtime.UnmarshalError"
-        told = (await rig.invoke({}, Lambda_Runtime_Client_Context="{")).json
-        assert told["errorType"] == "Runtime.LambdaContextUnmarshalError"
+        reply = (await rig.invoke({}, Lambda_Runtime_Client_Context="{")).json
+        assert reply["errorType"] == "Runtime.LambdaContextUnmarshalError"
         assert (await rig.invoke(1)).json == 1
 
 
@@ -257,9 +259,9 @@ async def test_an_error_behind_the_only_piece_is_in_the_trailers_and_announced(
         assert (outcome.kind, outcome.body) == ("response", b'{"n": 1}\n')
         announced = {name.strip().lower() for name in outcome.headers["trailer"].split(",")}
         assert announced == set(outcome.trailers)
-        told = outcome.trailing_error()
-        assert (told["errorType"], told["errorMessage"]) == ("ValueError", "no more")
-        assert isinstance(told["stackTrace"], list)
+        reply = outcome.trailing_error()
+        assert (reply["errorType"], reply["errorMessage"]) == ("ValueError", "no more")
+        assert isinstance(reply["stackTrace"], list)
 
 
 async def test_an_error_behind_the_first_piece_is_in_the_trailers(
@@ -274,8 +276,8 @@ async def test_an_error_behind_the_first_piece_is_in_the_trailers(
         outcome = await rig.invoke({})
         assert (outcome.kind, outcome.body) == ("response", b"something")
         assert outcome.headers["content-type"] == "application/octet-stream"
-        told = outcome.trailing_error()
-        assert (told["errorType"], told["errorMessage"]) == ("ValueError", "and no more\n\r")
+        reply = outcome.trailing_error()
+        assert (reply["errorType"], reply["errorMessage"]) == ("ValueError", "and no more\n\r")
 
 
 async def test_an_error_before_the_first_piece_is_an_ordinary_one(
@@ -378,7 +380,7 @@ async def test_as_many_run_at_a_time_as_lambda_says_each_on_its_own(
     log = logging.getLogger("users.own")
 
     def handler(event: Any, context: Any) -> Any:
-        together.wait(patience_s(30))  # nobody passes alone
+        together.wait(patience_s(30))  # none passes alone
         log.warning("on %s", event)
         seen.append(os.environ.get("_X_AMZN_TRACE_ID"))
         return [event, context.request_id, context.trace_id]
@@ -403,7 +405,7 @@ async def test_as_many_run_at_a_time_as_lambda_says_each_on_its_own(
         line = next(line for line in lines if line.endswith(f"on {number}"))
         assert line.split("\t")[2] == outcome.request_id
     assert api.num_connections == 4
-    assert set(seen) == {os.environ.get("_X_AMZN_TRACE_ID")}  # nobody's, where there are several
+    assert set(seen) == {os.environ.get("_X_AMZN_TRACE_ID")}  # of no invocation, where there are several
 
 
 async def test_at_the_end_what_runs_may_finish(api: FakeRuntimeApi, instance: StagedInstance) -> None:
@@ -423,7 +425,9 @@ async def test_at_the_end_what_runs_may_finish(api: FakeRuntimeApi, instance: St
         await rig.task
 
 
-async def test_what_does_not_finish_in_time_is_told_so(api: FakeRuntimeApi, instance: StagedInstance) -> None:
+async def test_an_invocation_that_takes_too_long_gets_an_error(
+    api: FakeRuntimeApi, instance: StagedInstance
+) -> None:
     begun, ended = threading.Event(), threading.Event()
 
     def handler(event: Any, context: Any) -> Any:

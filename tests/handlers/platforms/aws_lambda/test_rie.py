@@ -123,8 +123,8 @@ def test_the_context_is_the_emulators(served: Emulator) -> None:
 
 
 def test_an_exception_is_an_error_and_the_next_one_works(served: Emulator) -> None:
-    told = served.invoke("raise")
-    assert (told["errorType"], told["errorMessage"]) == ("OutOfPaper", "the tray is empty")
+    reply = served.invoke("raise")
+    assert (reply["errorType"], reply["errorMessage"]) == ("OutOfPaper", "the tray is empty")
     assert served.invoke("large")["errorType"] == "Function.ResponseSizeTooLarge"
     assert served.invoke({"still": "there"}) == {"still": "there"}
 
@@ -153,6 +153,8 @@ def test_what_is_streamed_arrives(folder: Path) -> None:
     ("model", "handler", "error_type"),
     [("nowhere", "mine.handler", "NotFoundError"), ("model", "mine.nothing", "Runtime.HandlerNotFound")],
 )
-def test_what_cannot_start_is_told(folder: Path, model: str, handler: str, error_type: str) -> None:
+def test_an_instance_that_cannot_start_reports_it(
+    folder: Path, model: str, handler: str, error_type: str
+) -> None:
     with emulator(folder, model, "--handler", handler) as served:
         assert served.invoke({})["errorType"] == error_type

@@ -90,7 +90,7 @@ async def test_a_refusal_says_what_was_refused(status: int, is_fatal: bool) -> N
     assert (caught.value.status, caught.value.is_fatal) == (status, is_fatal)
 
 
-async def test_nobody_there_is_an_error() -> None:
+async def test_a_missing_listener_is_an_error() -> None:
     with pytest.raises(RuntimeApiError):
         await RuntimeApi("127.0.0.1:1").next()
 
@@ -120,11 +120,11 @@ def test_some_of_an_invocations_time_is_kept_for_its_answer() -> None:
     assert Invocation("id", b"").timeout_s() is None
 
 
-def test_an_event_that_is_said_to_be_no_json_stays_bytes() -> None:
+def test_an_event_declared_as_no_json_stays_bytes() -> None:
     assert Invocation("id", b"\xff", content_type="image/png").event() == b"\xff"
 
 
-def test_an_error_whose_text_is_endless_or_cannot_be_had_is_told_all_the_same() -> None:
+def test_an_error_whose_text_is_endless_or_raises_is_reported_all_the_same() -> None:
     class Unspeakable(Exception):
         def __str__(self) -> str:
             raise OSError

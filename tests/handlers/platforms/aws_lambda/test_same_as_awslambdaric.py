@@ -74,7 +74,7 @@ VALUES = {
     "large": lambda: {"data": ["x" * 1000] * 3000},
     "echo": None,
     "raise": lambda: raising(OutOfPaper("the tray is empty")),
-    "raise nothing said": lambda: raising(OutOfPaper()),
+    "raise no message": lambda: raising(OutOfPaper()),
     "raise nested": lambda: raising(Nested.Inner("in there")),
     "raise unicode": lambda: raising(ValueError("Grüße 世界 😀\nsecond line")),
     "raise key": lambda: {}["missing"],
@@ -103,7 +103,7 @@ def handler(event, context):
 
 SAME = [
     "null", "true", "int", "floats", "text", "empty", "list", "tuple", "keys", "nested", "ordered", "enums",
-    "bytes", "no bytes", "large", "echo", "raise", "raise nothing said", "raise nested", "raise unicode", "raise key",
+    "bytes", "no bytes", "large", "echo", "raise", "raise no message", "raise nested", "raise unicode", "raise key",
     "raise deep", "raise chained", "raise during", "raise os", "raise group",
 ]  # fmt: skip
 
@@ -179,11 +179,11 @@ def test_the_same_bytes_come_back(pair: Pair, name: str) -> None:
 
 @pytest.mark.parametrize("name", DELIBERATE)
 def test_where_they_differ_they_differ_as_is_written_down(pair: Pair, name: str) -> None:
-    told = [
+    reported = [
         outcome.body.decode() if outcome.kind == "response" else outcome.json["errorType"]
         for outcome in pair.invoke({"make": name})
     ]
-    assert tuple(told) == DELIBERATE[name]
+    assert tuple(reported) == DELIBERATE[name]
 
 
 def test_the_cause_that_x_ray_gets_is_the_same(pair: Pair) -> None:
@@ -239,15 +239,17 @@ def test_what_ends_their_process_is_an_error_of_one_invocation_here(
         ("raising.handler", "OutOfInk"),
     ],
 )
-def test_a_handler_that_cannot_be_imported_is_told_alike(folder: Path, handler: str, error_type: str) -> None:
+def test_a_handler_that_cannot_be_imported_is_reported_alike(
+    folder: Path, handler: str, error_type: str
+) -> None:
     (folder / "broken.py").write_text("def handler(event, context):\n    return 1 +\n")
     (folder / "raising.py").write_text("class OutOfInk(Exception): pass\nraise OutOfInk('at import')\n")
-    told = []
+    reported = []
     for arguments in (["awslambdaric", handler], ["teneral", "serve", "model", "--handler", handler]):
         with FakeRuntimeApi() as api, runtime_process(api, *arguments, folder=folder, **IMAGE) as process:
             headers, body = api.init_errors.get(timeout=patience_s(60))
             process.communicate(timeout=patience_s(60))
-            told.append(
+            reported.append(
                 (headers["lambda-runtime-function-error-type"], body["errorType"], process.returncode)
             )
-    assert told[1] == told[0] == (error_type, error_type, 1)
+    assert reported[1] == reported[0] == (error_type, error_type, 1)

@@ -110,23 +110,23 @@ def test_without_a_function_direct_events_generate(api: FakeRuntimeApi, folder: 
     with serving(api, folder, "model"):
         answer = api.invoke({"prompt": "hello", "max_tokens": 3, "ignore_eos": True}).json
         assert answer["usage"]["completion_tokens"] == 3
-        told = api.invoke({"Records": [{"eventSource": "aws:s3"}]}).json
-        assert told["errorType"] == "RequestError"
+        reply = api.invoke({"Records": [{"eventSource": "aws:s3"}]}).json
+        assert reply["errorType"] == "RequestError"
 
 
 # -- what cannot start, and what ends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("model", "error_type"), [("nowhere", "NotFoundError"), ("s3:///", "UsageError")])
-def test_a_model_that_is_not_there_is_told_at_the_start(
+def test_a_missing_model_is_reported_at_the_start(
     api: FakeRuntimeApi, folder: Path, model: str, error_type: str
 ) -> None:
     with serving(api, folder, model) as process:
         headers, body = api.init_errors.get(timeout=WAIT_S)
-        said, _ = process.communicate(timeout=WAIT_S)
+        output, _ = process.communicate(timeout=WAIT_S)
     assert headers["lambda-runtime-function-error-type"] == body["errorType"] == error_type
     assert process.returncode == 1
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert not api.polled.is_set()
 
 
@@ -162,10 +162,10 @@ def test_a_load_that_fails_later_is_the_invocations_error_and_ends_the_process(
             time.sleep(0.005)
         may_fail.set()
         assert submitted.wait().json["errorType"] == "UnavailableError"
-        said, _ = process.communicate(timeout=WAIT_S)
+        output, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 5
     assert api.init_errors.empty()
-    assert "cannot be read" in said or "UnavailableError" in said
+    assert "cannot be read" in output or "UnavailableError" in output
 
 
 def test_sigterm_lets_what_runs_finish(api: FakeRuntimeApi, folder: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_snapshot_is_of_a_whole_instance_and_its_copy_is_its_own(api: FakeRunt
         ("after_restore", "Runtime.AfterRestoreError", 65),
     ],
 )
-def test_a_hook_that_fails_is_told_and_ends_the_instance(
+def test_a_hook_that_fails_is_reported_and_ends_the_instance(
     api: FakeRuntimeApi, folder: Path, tmp_path: Path, hook: str, error_type: str, status: int
 ) -> None:
     (tmp_path / "hooked.py").write_text(
@@ -312,6 +312,6 @@ def test_an_instance_that_is_started_ahead_asks_when_everything_is_there(
             time.sleep(0.005)
         failed = api.invoke({"not": "a prompt"})
         process.terminate()
-        said, _ = process.communicate(timeout=WAIT_S)
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        output, _ = process.communicate(timeout=WAIT_S)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     assert any(line["requestId"] == failed.request_id for line in lines if line["level"] == "ERROR")

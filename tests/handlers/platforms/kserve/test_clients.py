@@ -41,7 +41,7 @@ def serving(tmp_path: Path, family: str, handler: Any = None, **settings: Any) -
 
 
 async def run(*command: str) -> None:
-    """Raises when it fails; what it says goes to whoever runs the tests with -s."""
+    """Raises when it fails; its output is visible with -s."""
     process = await asyncio.create_subprocess_exec(
         CLIENTS, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )

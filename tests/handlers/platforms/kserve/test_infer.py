@@ -132,8 +132,8 @@ async def test_texts_come_and_go_as_bytes(start: Any) -> None:
         assert answer.status == 200, answer.body
         assert answer.headers["Content-Type"] == "application/octet-stream"
         length = int(answer.headers[HEADER_LENGTH])
-        told, rest = json.loads(answer.body[:length]), answer.body[length:]
-        sizes = [each["parameters"]["binary_data_size"] for each in told["outputs"]]
+        header, rest = json.loads(answer.body[:length]), answer.body[length:]
+        sizes = [each["parameters"]["binary_data_size"] for each in header["outputs"]]
         assert sum(sizes) == len(rest)
         first = (await completion(server, "Once")).encode()
         assert rest.startswith(struct.pack("<I", len(first)) + first)
@@ -215,7 +215,7 @@ async def test_a_client_that_goes_away_frees_its_place(start: Any) -> None:
         await server.eventually(lambda: server.running() + server.queued() == 0)
 
 
-async def test_too_many_texts_are_refused_and_too_much_work_is_told_to_come_again(start: Any) -> None:
+async def test_too_many_texts_are_refused_and_too_much_work_gets_retry_after(start: Any) -> None:
     async with start(limits=Limits(max_sequences=2, max_taken=1)) as server:
         assert "3 texts" in error(await infer(server, texts("a", "b", "c")))
         answer = await infer(server, texts("a", "b"))

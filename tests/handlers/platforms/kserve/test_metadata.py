@@ -16,9 +16,9 @@ READINESS = ("/v2/health/ready", f"{MODEL}/ready", f"{MODEL}/versions/1/ready")
 
 async def test_the_server_tells_its_version_and_what_it_speaks(start: Any) -> None:
     async with start() as server:
-        told = (await server.get("/v2")).json
-        assert (told["name"], told["version"]) == ("teneral", teneral.__version__)
-        assert {"binary_tensor_data", "model_repository", "generate"} <= set(told["extensions"])
+        reply = (await server.get("/v2")).json
+        assert (reply["name"], reply["version"]) == ("teneral", teneral.__version__)
+        assert {"binary_tensor_data", "model_repository", "generate"} <= set(reply["extensions"])
 
 
 async def test_a_loading_server_is_alive_and_not_ready(start: Any) -> None:
@@ -56,26 +56,26 @@ async def test_who_comes_while_the_model_loads_for_the_first_time_waits(start: A
 @pytest.mark.parametrize("version", ["", "/versions/1"])
 async def test_a_decoder_takes_texts_and_gives_texts(start: Any, version: str) -> None:
     async with start() as server:
-        told = (await server.get(f"{MODEL}{version}")).json
-        assert (told["name"], told["versions"], told["platform"]) == ("tiny/model", ["1"], "teneral")
-        assert told["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
-        assert [each["name"] for each in told["outputs"]] == ["text_output", "finish_reason"]
+        reply = (await server.get(f"{MODEL}{version}")).json
+        assert (reply["name"], reply["versions"], reply["platform"]) == ("tiny/model", ["1"], "teneral")
+        assert reply["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
+        assert [each["name"] for each in reply["outputs"]] == ["text_output", "finish_reason"]
         config = (await server.get(f"{MODEL}{version}/config")).json
         assert config["input"] == [{"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1]}]
 
 
 async def test_an_encoder_gives_vectors(start: Any, encoder_parts: TinyParts) -> None:
     async with start(parts=encoder_parts) as server:
-        told = (await server.get(MODEL)).json
-        assert told["outputs"] == [{"name": "embedding", "datatype": "FP32", "shape": [-1, -1]}]
+        reply = (await server.get(MODEL)).json
+        assert reply["outputs"] == [{"name": "embedding", "datatype": "FP32", "shape": [-1, -1]}]
         config = (await server.get(f"{MODEL}/config")).json
         assert config["output"][0]["data_type"] == "TYPE_FP32"
 
 
 async def test_a_function_takes_what_it_is_sent(start: Any) -> None:
     async with start(handler=lambda event, context: 1) as server:
-        told = (await server.get(MODEL)).json
-        assert (told["inputs"], told["outputs"]) == ([], [])
+        reply = (await server.get(MODEL)).json
+        assert (reply["inputs"], reply["outputs"]) == ([], [])
 
 
 async def test_inferences_are_counted(start: Any) -> None:
@@ -84,10 +84,10 @@ async def test_inferences_are_counted(start: Any) -> None:
         await server.post(f"{MODEL}/infer", {"inputs": [head]})
         await server.post(f"{MODEL}/infer", {"inputs": []})
         for path in (f"{MODEL}/stats", f"{MODEL}/versions/1/stats", "/v2/models/stats"):
-            (told,) = (await server.get(path)).json["model_stats"]
-            assert (told["name"], told["inference_count"]) == ("tiny/model", 1)
-            assert told["inference_stats"]["success"]["ns"] > 0
-            assert told["inference_stats"]["fail"]["count"] == 1
+            (reply,) = (await server.get(path)).json["model_stats"]
+            assert (reply["name"], reply["inference_count"]) == ("tiny/model", 1)
+            assert reply["inference_stats"]["success"]["ns"] > 0
+            assert reply["inference_stats"]["fail"]["count"] == 1
 
 
 @pytest.mark.parametrize("verb", ["", "/ready", "/config", "/stats"])

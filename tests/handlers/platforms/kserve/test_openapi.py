@@ -37,26 +37,28 @@ def test_it_has_the_paths_and_methods_of_the_server(tiny_parts: TinyParts) -> No
         if route.resource.canonical != COHERE_RERANK
         for action in ("load", "unload")
     }
-    told = {
+    documented = {
         (method, path)
         for path, item in DOCUMENT["paths"].items()
         for method in item
         if method != "parameters"
     }
-    assert told == served
+    assert documented == served
 
 
 def test_it_says_which_paths_ask_for_no_key() -> None:
-    told = {path for path, item in DOCUMENT["paths"].items() if item.get("get", {}).get("security") == []}
-    assert told == {path for path in OPEN_PATHS if path.startswith("/v2")}
+    documented = {
+        path for path, item in DOCUMENT["paths"].items() if item.get("get", {}).get("security") == []
+    }
+    assert documented == {path for path in OPEN_PATHS if path.startswith("/v2")}
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_it_has_the_fields_of_every_body(struct: type[msgspec.Struct]) -> None:
-    told = SCHEMAS[struct.__name__]
+    documented = SCHEMAS[struct.__name__]
     fields = msgspec.structs.fields(struct)
-    assert set(told["properties"]) == {field.name for field in fields}
-    assert set(told.get("required", ())) == {field.name for field in fields if field.required}
+    assert set(documented["properties"]) == {field.name for field in fields}
+    assert set(documented.get("required", ())) == {field.name for field in fields if field.required}
 
 
 def test_it_has_every_datatype_and_state() -> None:

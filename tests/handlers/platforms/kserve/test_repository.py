@@ -200,7 +200,7 @@ async def test_an_instance_that_was_loaded_again_ends_the_server_with_its_failur
         assert await server.task is failure
 
 
-async def test_a_load_goes_on_when_whoever_asked_for_it_goes_away(instances: Instances) -> None:
+async def test_a_load_goes_on_when_its_client_disconnects(instances: Instances) -> None:
     instances.on_start = lambda instance: None
     async with instances.serving() as server:
         await server.post(UNLOAD)
@@ -251,7 +251,7 @@ async def test_parameters_that_would_change_what_is_loaded_are_refused(
         assert (await server.post(path, {"parameters": parameters})).status == status
 
 
-async def test_nobody_takes_the_model_from_a_server_that_does_not_allow_it(tiny_parts: TinyParts) -> None:
+async def test_no_client_unloads_the_model_of_a_server_that_does_not_allow_it(tiny_parts: TinyParts) -> None:
     async with Instances(tiny_parts, model_control=False).serving() as server:
         for path in (LOAD, UNLOAD):
             answer = await server.post(path)

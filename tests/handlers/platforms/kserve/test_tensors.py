@@ -220,7 +220,7 @@ def test_a_size_that_cannot_be_is_refused(size_bytes: Any) -> None:
     assert "binary_data_size" in refusal(an_input("INT32", [1], binary_data_size=size_bytes), binary=bytes(4))
 
 
-def test_bytes_that_belong_to_nobody_are_refused() -> None:
+def test_bytes_that_belong_to_no_tensor_are_refused() -> None:
     assert "3 bytes" in refusal(an_input("INT32", [1], binary_data_size=4), binary=bytes(7))
 
 

@@ -37,7 +37,7 @@ def test_an_event_has_each_tensor_nested_as_its_shape_says() -> None:
     }
 
 
-def test_parameters_stand_beside_the_tensors_and_never_in_place_of_one() -> None:
+def test_parameters_have_a_key_of_their_own_and_never_replace_a_tensor() -> None:
     tensor = Tensor("parameters", "INT32", (1,), np.array([1]))
     assert event_of({}, {"top": 3}) == {"parameters": {"top": 3}}
     assert event_of({"parameters": tensor}, {}) == {"parameters": [1]}

@@ -1,4 +1,4 @@
-"""A device's memory is divided so that weights, the largest step and graphs fit beside keys and values."""
+"""A device's memory is divided so that weights, the largest step, graphs, keys and values all fit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_all_parts_together_fit_what_is_free_if_they_can(free, missing, activati
     assert others + budget.kv_bytes <= max(free, others + MIN_KV_BYTES)
 
 
-def test_who_asks_for_a_size_gets_it():
+def test_a_requested_size_is_given():
     budget = plan_budget(40 * GIB, missing_weight_bytes=0, activation_bytes=GIB, kv_bytes=3 * GIB)
     assert budget.kv_bytes == 3 * GIB
 

@@ -102,7 +102,7 @@ def test_keys_tell_variants_apart():
         ({"activation": "swiglu"}, "swiglu"),
     ],
 )
-def test_what_there_are_no_kernels_for_is_said(changes, named):
+def test_a_missing_kernel_is_reported(changes, named):
     assert named in why_not(with_shape(**changes))
     assert why_not(LLAMA_8B) is None
 
@@ -138,8 +138,8 @@ def compiled(tmp_path_factory):
 
 
 def test_what_was_compiled_is_found_by_its_architecture_and_its_variant(compiled):
-    library, told = open_library(compiled, (9, 0))
-    assert library is not None, told
+    library, message = open_library(compiled, (9, 0))
+    assert library is not None, message
     shape = with_shape(
         inner_size=512, attended_size=256, hidden_size=256, head_dim=64, rotary_dim=64, group=2
     )
@@ -183,9 +183,9 @@ def test_an_index_that_is_damaged_or_of_other_sources_is_not_used(compiled, tmp_
     damage(index)
     (tmp_path / "sm_90").mkdir()
     (tmp_path / "sm_90" / INDEX).write_text(json.dumps(index))
-    library, told = open_library(tmp_path, (9, 0))
+    library, message = open_library(tmp_path, (9, 0))
     assert library is None
-    assert named in told
+    assert named in message
 
 
 def test_no_folder_is_no_library(tmp_path):

@@ -31,7 +31,7 @@ def expected():
 
 
 class Faulty(ReferenceKernels):
-    """Runs out of memory when it is told to."""
+    """Runs out of memory on demand."""
 
     is_exhausted = False
 

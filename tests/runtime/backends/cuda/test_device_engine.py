@@ -127,17 +127,17 @@ def test_what_a_devices_memory_is_used_for_can_be_seen():
         rig.say(PROMPTS, 4)
         wait_for(rig, lambda: rig.backend.statistics().num_graphs == 4)
         statistics = rig.engine.statistics()
-        told = dict(numbers_in({"engine": statistics}))
+        figures = dict(numbers_in({"engine": statistics}))
     assert (
-        told["engine", "device", "kv_bytes"]
+        figures["engine", "device", "kv_bytes"]
         == statistics.kv_bytes
         == 200 * decoder.kv_block_bytes(BLOCK_SIZE)
     )
-    assert told["engine", "device", "weight_bytes"] == decoder.weights.size_bytes
-    assert told["engine", "device", "graph_bytes"] > 0
-    assert told["engine", "device", "activation_bytes"] > 0
-    assert told["engine", "device", "eager_steps_total"] > 0
-    assert told["engine", "exhausted_total"] == 0
+    assert figures["engine", "device", "weight_bytes"] == decoder.weights.size_bytes
+    assert figures["engine", "device", "graph_bytes"] > 0
+    assert figures["engine", "device", "activation_bytes"] > 0
+    assert figures["engine", "device", "eager_steps_total"] > 0
+    assert figures["engine", "exhausted_total"] == 0
 
 
 def test_a_failed_recording_costs_nothing_but_the_recording(caplog):
@@ -185,7 +185,7 @@ def test_a_size_that_is_missed_often_is_recorded_while_others_wait_for_their_nex
     ]
 
 
-def test_running_out_of_memory_ends_the_largest_and_nobody_else():
+def test_running_out_of_memory_ends_the_largest_and_no_other():
     decoder = decoder_of("llama")
     expected = say_alone(decoder)
     launch = Exhausted(at=2)

@@ -19,7 +19,7 @@ TIGHT = {"max_step_tokens": 6, "max_running": 2, "max_prefill_tokens": 4, "num_b
 
 @pytest.mark.parametrize("overrides", [{}, {"sliding_window": 5}], ids=["sees all", "forgets"])
 def test_the_kernels_say_what_their_references_say(overrides):
-    said = []
+    results = []
     for launch in (ReferenceKernels(), Interpreter()):
         decoder = decoder_of("mistral", **SMALL, **overrides)
         with DeviceRig(decoder, launch, recorder=Repeater(), **TIGHT) as rig:
@@ -28,8 +28,8 @@ def test_the_kernels_say_what_their_references_say(overrides):
             answers = [generation.result(TIMEOUT_S).tokens for generation in generations]
             answers += rig.say(PROMPTS[1:], 4, sampling=SamplingParams(temperature=0.9, top_k=20, seed=2))
             preemptions = rig.engine.statistics().preemptions_total
-        said.append((answers, preemptions > 0))
+        results.append((answers, preemptions > 0))
         kernels = {variant.kernel for variant in launch.launched}
         assert kernels >= {"decode_attention", "chunk_attention", "rms_norm", "place_heads", "gate", "race"}
-    assert said[0] == said[1]
-    assert said[0][1]
+    assert results[0] == results[1]
+    assert results[0][1]

@@ -66,8 +66,8 @@ def launcher(tmp_path):
         if how == BY_TRITON:
             return open_launcher(torch.device("cuda:0"), None)[0]
         compile_to(tmp_path, v.variants_of(own), [capability[0] * 10 + capability[1]])
-        library, told = open_library(tmp_path, capability)
-        assert library is not None, told
+        library, message = open_library(tmp_path, capability)
+        assert library is not None, message
         return BinaryLauncher([library], Driver(torch.device("cuda:0")), torch.device("cuda:0"))
 
     return make
@@ -101,8 +101,8 @@ def test_attention_is_that_of_the_reference(launcher, how, dtype, head_dim, grou
         numbers = (kv_heads * group, kv_heads, window)
         expected = attention(ReferenceKernels(), own, heads, keys, values, tables, *numbers, 1)
         there = [each.cuda() for each in (heads, keys, values)]
-        told = type(tables)(*(getattr(tables, name).cuda() for name in tables.__slots__))
-        ours = attention(launch, own, *there, told, *numbers, splits)
+        message = type(tables)(*(getattr(tables, name).cuda() for name in tables.__slots__))
+        ours = attention(launch, own, *there, message, *numbers, splits)
         torch.testing.assert_close(ours.cpu(), expected, **TOLERANCE[dtype])
 
 

@@ -1,4 +1,4 @@
-"""What a device is told of a step is what a CPU is told, and for recorded steps always in the same place."""
+"""A step's arrays on a device equal those on a CPU, and for recorded steps are always in the same place."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_rows_that_fill_up_a_recorded_step_write_and_read_nothing(parts, missing
     expected = build_batch(parts, BLOCK_SIZE)
     num = len(parts)
     assert batch.spans == expected.spans
-    told, tables = batch.on_device, batch.on_device.tables
-    assert told.tokens[:num].tolist() == batch.tokens.tolist() == expected.tokens.tolist()
-    assert told.positions[:num].tolist() == expected.positions.tolist()
-    assert told.slots.tolist() == [*expected.slots.tolist(), *[-1] * missing]
+    copies, tables = batch.on_device, batch.on_device.tables
+    assert copies.tokens[:num].tolist() == batch.tokens.tolist() == expected.tokens.tolist()
+    assert copies.positions[:num].tolist() == expected.positions.tolist()
+    assert copies.slots.tolist() == [*expected.slots.tolist(), *[-1] * missing]
     assert tables.contexts.tolist() == [*(span.context_len for span in expected.spans), *[0] * missing]
-    for each in (told.logit_rows, tables.starts, tables.decoding):
+    for each in (copies.logit_rows, tables.starts, tables.decoding):
         assert each.tolist() == list(range(size))
     for span, start in zip(expected.spans, tables.table_starts.tolist(), strict=False):
         assert tuple(tables.blocks[start : start + len(span.blocks)].tolist()) == span.blocks
@@ -96,16 +96,16 @@ def test_rows_that_fill_up_a_recorded_step_write_and_read_nothing(parts, missing
 
 @settings(deadline=None)
 @given(some=parts(decoding=True), others=parts(decoding=True))
-def test_a_recorded_step_is_told_everything_where_it_was_told_before(some, others):
+def test_a_recorded_step_has_its_arrays_in_the_same_place_as_before(some, others):
     size = 6
     packer = StepPacker(CPU, block_size=BLOCK_SIZE, group=2)
     room = torch.zeros(NUM_PARTS * size + 100, dtype=torch.int64)
     first = packer.decode_batch([], size, room)
     addresses = []
     for batch in (first, packer.decode_batch(some, size, room), packer.decode_batch(others, size, room)):
-        told = batch.on_device
-        tensors = [told.tokens, told.positions, told.slots, told.logit_rows]
-        tensors += [getattr(told.tables, name) for name in told.tables.__slots__ if name != "tiles"]
+        copies = batch.on_device
+        tensors = [copies.tokens, copies.positions, copies.slots, copies.logit_rows]
+        tensors += [getattr(copies.tables, name) for name in copies.tables.__slots__ if name != "tiles"]
         addresses.append([(each.data_ptr(), each.shape) for each in tensors])
     assert addresses[0] == addresses[1] == addresses[2]
     assert all(address for address, _ in addresses[0])

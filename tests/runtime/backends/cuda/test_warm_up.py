@@ -56,10 +56,10 @@ def test_without_kernels_torch_computes_over_the_same_pool(monkeypatch, caplog, 
         engine.submit(GenerationRequest(str(number), prompt, 12, SamplingParams(temperature=0)))
         for number, prompt in enumerate(PROMPTS)
     ]
-    said = [generation.result(TIMEOUT_S).tokens for generation in generations]
+    answers = [generation.result(TIMEOUT_S).tokens for generation in generations]
     assert engine.stop(TIMEOUT_S)
     with torch.no_grad():
-        assert said == [tuple(oracle_greedy(oracle, prompt, 12)) for prompt in PROMPTS]
+        assert answers == [tuple(oracle_greedy(oracle, prompt, 12)) for prompt in PROMPTS]
     assert "no kernels on the device" in names(timeline)
     assert sum(str(error) in record.getMessage() for record in caplog.records) == 1
 

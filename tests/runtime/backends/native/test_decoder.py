@@ -154,7 +154,7 @@ def test_in_bf16_logits_are_no_further_from_fp32_than_those_of_torch(isa, family
 @pytest.mark.parametrize("int8", [False, True], ids=["model", "int8"])
 @settings(max_examples=16, deadline=None)
 @given(data=st.data())
-def test_a_sequence_has_the_same_bits_however_it_is_cut_and_whoever_is_beside_it(isa, dtype, int8, data):
+def test_a_sequence_has_the_same_bits_however_it_is_cut_in_any_batch(isa, dtype, int8, data):
     variant = data.draw(
         st.sampled_from([None, "window", "some windows", "head_dim 20", "8 heads a key head", *OTHERS])
     )

@@ -33,11 +33,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are h
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("beside") / "tiny")
+    return save_tiny("llama", tmp_path_factory.mktemp("standby") / "tiny")
 
 
 class FirstServer(Server):
-    """One with a pool of two beside it."""
+    """A server with a pool of two."""
 
     def __init__(self, model: Path | str, socket_path: Path) -> None:
         super().__init__(model, socket_path, "--standby", "2")
@@ -51,14 +51,14 @@ class FirstServer(Server):
         def is_full() -> bool:
             return any(len(waiting_processes(pool)) == 2 for pool in self.pools())
 
-        until(is_full, "a pool of two beside the server")
+        until(is_full, "the server's pool of two")
         (pool,) = self.pools()
         return pool
 
 
 @pytest.fixture
 def first(model: Path, tmp_path: Path) -> Iterator[FirstServer]:
-    with FirstServer(model, tmp_path / "beside.sock") as server:
+    with FirstServer(model, tmp_path / "standby.sock") as server:
         yield server
         server.process.kill()
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
@@ -68,17 +68,17 @@ def first(model: Path, tmp_path: Path) -> Iterator[FirstServer]:
 
 
 def test_the_next_server_is_served_from_the_pool_of_the_first(first: FirstServer, model: Path) -> None:
-    said = first.complete()
+    answer = first.complete()
     pool = first.pool_when_full()
     before = set(waiting_processes(pool))
     with Server(model, first.path) as second:
-        assert second.complete() == said
+        assert second.complete() == answer
         assert "taken over by a standby" in second.marks()
         assert "taken over by a standby" not in first.marks()
         until(lambda: len(waiting_processes(pool)) == 2, "the pool to be full again")
         assert len(before & set(waiting_processes(pool))) == 1
         assert second.end()[0] == 0
-    assert first.complete() == said
+    assert first.complete() == answer
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -105,14 +105,14 @@ def test_a_pool_that_still_imports_ends_with_its_server(first: FirstServer, numb
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_who_was_served_from_the_pool_outlives_it(first: FirstServer, model: Path, number: int) -> None:
-    said = first.complete()
+    answer = first.complete()
     pool = first.pool_when_full()
     with Server(model, first.path) as second:
-        assert second.complete() == said
+        assert second.complete() == answer
         first.process.send_signal(number)
         first.process.wait(WAIT_S)
         until(lambda: not runs(pool), "the pool to end")
-        assert second.complete() == said
+        assert second.complete() == answer
         assert "taken over by a standby" in second.marks()
         assert second.end()[0] == 0
 
@@ -120,7 +120,7 @@ def test_who_was_served_from_the_pool_outlives_it(first: FirstServer, model: Pat
 @pytest.mark.parametrize("weights_come", [True, False])
 def test_the_pool_is_not_in_the_way_of_the_weights(model: Path, tmp_path: Path, weights_come: bool) -> None:
     pack(FileStore(model), FileStore(tmp_path / "bucket" / "packed"))
-    stalling, path = Fault(stall_after_bytes=0), tmp_path / "beside.sock"
+    stalling, path = Fault(stall_after_bytes=0), tmp_path / "standby.sock"
     with (
         StoreServer(tmp_path, fault=lambda request: stalling if "blobs" in request.key else None) as store,
         FirstServer(f"{store.url}/bucket/packed", path) as server,
@@ -136,7 +136,7 @@ def test_the_pool_is_not_in_the_way_of_the_weights(model: Path, tmp_path: Path, 
         assert not path.exists()
 
 
-def test_a_pool_beside_a_server_needs_a_socket(model: Path) -> None:
+def test_a_server_s_pool_needs_a_socket(model: Path) -> None:
     command = [sys.executable, "-m", "teneral", "serve", str(model), "--port", "0", "--standby", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 2

@@ -171,10 +171,8 @@ class OnnxRunner:
         with self._changed:
             self._changed.wait_for(lambda: not self._running or self._is_stopping)
             before, self._model = self._model, whole
-            if self._is_stopping:
-                return False
         before.close()
-        return True
+        return not self._is_stopping
 
     def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself."""

@@ -79,7 +79,7 @@ class SegmentedModel:
     def __init__(
         self, spec: OnnxSpec, files: ModelFiles, load: AnyLoad, *, threads: int, timeline: Timeline
     ) -> None:
-        """Makes the folder; sessions are made as runs come to them. Raises `ModelError` where no folder can be made."""
+        """Sessions are made as runs come to them, or by `prepare`. Raises `ModelError` for weights on a device."""
         if load.place != "host":
             raise ModelError(
                 "ONNX models are loaded into the host's memory", hint="Start it with --device cpu."
@@ -92,8 +92,6 @@ class SegmentedModel:
         self._num_runs = 0
         self._sessions: dict[int, ort.InferenceSession] = {}
         self._values: dict[str, ort.OrtValue] = {}
-        largest = max((load.manifest.by_name[name].size_bytes for name in spec.weights), default=0)
-        self._folder = Placeholder(largest)
         self._making = threading.Lock()  # over sessions, which another thread may make ahead
         self._closed = False
         self._last_use = {
@@ -130,12 +128,11 @@ class SegmentedModel:
                 self._session(number)
 
     def close(self) -> None:
-        """Give back the sessions and the folder. Idempotent."""
+        """Give back the sessions. Idempotent."""
         with self._making:
             self._closed = True
             self._sessions.clear()
             self._values.clear()
-            self._folder.remove()
 
     def _wait(self, segment: SegmentSpec, run: Run) -> None:
         by_name = self._load.manifest.by_name
@@ -158,12 +155,17 @@ class SegmentedModel:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            options.add_session_config_entry(FOLDER_KEY, self._folder.path)
             for name in segment.weights:
                 if name not in self._values:
                     self._values[name] = _value(self._load, name)
                 options.add_initializer(name, self._values[name])
-            self._sessions[number] = _make_session(self._files, segment.file, options, [CPU_PROVIDER])
+            by_name = self._load.manifest.by_name
+            folder = Placeholder(max((by_name[name].size_bytes for name in segment.weights), default=0))
+            try:
+                options.add_session_config_entry(FOLDER_KEY, folder.path)
+                self._sessions[number] = _make_session(self._files, segment.file, options, [CPU_PROVIDER])
+            finally:
+                folder.remove()  # a session looks for the file once
         return self._sessions[number]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tempfile
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,18 @@ async def test_a_store_that_is_slow(bert: Packed) -> None:
     with StoreServer(bert.artifact.parent, rate_mb_s=2, latency_ms=5) as store:
         async with serving(bert, model=f"{store.url}/artifact") as server:
             assert (await server.post("/invoke", body)).status == 200
+
+
+async def test_no_temporary_folder_is_left(
+    bert: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    body = {"inputs": {name: array.tolist() for name, array in bert.made.inputs.items()}}
+    async with serving(bert) as server:
+        assert (await server.post("/invoke", body)).status == 200
+        runner = server.instance.onnx.result()
+        await server.eventually(lambda: runner.statistics().is_whole)
+        assert list(tmp_path.iterdir()) == []
 
 
 async def test_unloading_and_loading_again(bert: Packed) -> None:

@@ -225,6 +225,73 @@ static void check_interleave(int num_planes, int64_t count) {
             if (out[i * num_planes + plane] != planes[plane][i]) fail("an interleaved byte");
 }
 
+static void check_differences(int num_planes, int64_t count) {
+    tn_interleave_args args = {.size = sizeof args, .count = count, .num_planes = num_planes};
+    uint8_t *planes[8], *out = exactly((size_t)(count * num_planes));
+    uint32_t *expected = exactly((size_t)count * 4);
+    for (int plane = 0; plane < num_planes; plane++) args.planes[plane] = planes[plane] = exactly((size_t)count);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t zigzag = 0, word = random_bits() & (num_planes == 2 ? 0xffff : ~0u);
+        for (int plane = 0; plane < num_planes; plane++) {
+            planes[plane][i] = (uint8_t)random_bits();
+            zigzag |= (uint32_t)planes[plane][i] << 8 * plane;
+        }
+        memcpy(out + i * num_planes, &word, (size_t)num_planes);
+        expected[i] = zigzag & 1 ? word - zigzag / 2 - 1 : word + zigzag / 2;
+    }
+    args.out = out;
+    if (tn_add_differences(&args) != TN_OK) fail("a status");
+    for (int64_t i = 0; i < count; i++)
+        if (memcmp(out + i * num_planes, &expected[i], (size_t)num_planes)) fail("a sum");
+}
+
+static uint8_t *random_bytes(int64_t count) { /* exactly so many, none of which is 0 */
+    uint8_t *bytes = malloc((size_t)count + !count);
+    if (bytes == NULL) exit(2);
+    for (int64_t i = 0; i < count; i++) bytes[i] = (uint8_t)(1 + random_below(255));
+    return bytes;
+}
+
+static unsigned bit_at(const uint8_t *bits, int64_t at) { return bits[at >> 3] >> (at & 7) & 1u; }
+
+/* Values to their places in two calls and a last one without any; then bits of a later tier over them. */
+static void check_scatter(int word_bytes, int64_t count, int percent, bool has_signs) {
+    uint8_t *mask = calloc((size_t)(count + 7) / 8, 1), *signs = random_bytes((count + 7) / 8);
+    int64_t num_values = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (random_below(100) < percent) mask[i >> 3] |= (uint8_t)(1 << (i & 7)), num_values++;
+    uint8_t *values = random_bytes(num_values * word_bytes), *out = random_bytes(count * word_bytes);
+    uint8_t *expected = calloc((size_t)count, (size_t)word_bytes);
+    int64_t value = 0, zero = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (bit_at(mask, i))
+            memcpy(expected + i * word_bytes, values + value++ * word_bytes, (size_t)word_bytes);
+        else if (has_signs && bit_at(signs, zero++))
+            expected[i * word_bytes + word_bytes - 1] = 0x80;
+    tn_scatter_args args = {.size = sizeof args, .out = out, .mask = mask, .count = count, .word_bytes = word_bytes};
+    if (has_signs) args.signs = signs, args.num_signs = count - num_values;
+    const int64_t cuts[] = {0, num_values / 3, num_values, num_values};
+    for (int tier = 0; tier < (word_bytes == 1 ? 1 : 2); tier++) {
+        for (int call = 0; call < 3; call++) {
+            args.num_values = cuts[call + 1] - cuts[call];
+            uint8_t *piece = random_bytes(args.num_values * word_bytes); /* what is behind it is not there */
+            memcpy(piece, values + cuts[call] * word_bytes, (size_t)(args.num_values * word_bytes));
+            args.values = piece;
+            if (tn_scatter(&args) != TN_OK || args.num_placed != args.num_values || args.has_zero) fail("a status");
+            args.begin = args.end;
+            args.num_before += args.num_placed;
+            free(piece);
+        }
+        if (args.end != count) fail("the end of the elements");
+        if (memcmp(out, expected, (size_t)(count * word_bytes))) fail("a scattered value");
+        /* The same values again, as bits of a later tier that keeps nothing. */
+        args.mask = args.signs = NULL;
+        args.begin = args.num_before = 0;
+    }
+    uint8_t *blocks[] = {mask, signs, values, out, expected};
+    for (int block = 0; block < 5; block++) free(blocks[block]);
+}
+
 /* ---- the rest ---- */
 
 static void check_exp(void) {
@@ -294,6 +361,16 @@ int main(int argc, char **argv) {
         check_interleave(2, count);
         check_interleave(4, count);
         check_interleave(8, count);
+    }
+    for (int64_t count = 1; count < 400; count += 21) {
+        check_differences(2, count);
+        check_differences(4, count);
+        for (int percent = 0; percent <= 100; percent += 25) {
+            check_scatter(1, count, percent, false);
+            check_scatter(2, count, percent, percent % 50 == 0);
+            check_scatter(4, count, percent, percent % 50 != 0);
+            check_scatter(2, count, percent, true);
+        }
     }
     check_exp();
     check_callers_at_once();

@@ -245,7 +245,7 @@ static void check_differences(int num_planes, int64_t count) {
         if (memcmp(out + i * num_planes, &expected[i], (size_t)num_planes)) fail("a sum");
 }
 
-static uint8_t *random_bytes(int64_t count) { /* exactly so many, none of which is 0 */
+static uint8_t *random_bytes(int64_t count) { /* a block of exactly this size, without zeros */
     uint8_t *bytes = malloc((size_t)count + !count);
     if (bytes == NULL) exit(2);
     for (int64_t i = 0; i < count; i++) bytes[i] = (uint8_t)(1 + random_below(255));

@@ -110,14 +110,21 @@ class Server(Program):
             time.sleep(POLL_S)
         raise RunError(f"not ready after {START_TIMEOUT_S:g} s\n{self._last_words()}")
 
-    def complete(self, prompt: Sequence[int], num_tokens: int, *, since_s: float | None = None) -> Answer:
+    def complete(
+        self, prompt: Sequence[int], num_tokens: int, *, since_s: float | None = None, model: str = "model"
+    ) -> Answer:
         """Greedily, over a connection of its own; token times count from `since_s`, or from when the request was sent.
         Raises `RunError`.
         """
         connection = self.connect()
         try:
             start_s = time.monotonic() if since_s is None else since_s
-            connection.request("POST", "/v1/completions", json.dumps(completion(prompt, num_tokens)), _JSON)
+            connection.request(
+                "POST",
+                "/v1/completions",
+                json.dumps({**completion(prompt, num_tokens), "model": model}),
+                _JSON,
+            )
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise RunError(f"{response.status} {response.read(500)!r}")

@@ -4,7 +4,7 @@
 
 A warm server of a base in a local folder, adapters of all linear modules in a store that gives --rate MB/s:
 
-    cold              a request for an adapter that nobody has asked for: its first token
+    cold              the first request for an adapter: its first token
     warm              the same adapter once more, another prompt
     base              a prompt of the same length for the base
     8 adapters        8 requests at once, each with an adapter of its own: tokens/s of all

@@ -1,1 +1,1 @@
-"""Translation between the outside and the runtime: one platform, one file."""
+"""The platforms, APIs and commands around the runtime: one platform, one file."""

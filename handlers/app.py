@@ -1,4 +1,6 @@
-"""The whole application: OpenAI's routes and those of every platform, on the web server of `http/`."""
+"""The complete application: OpenAI's routes and those of every platform, on the web server of
+`http/`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def create_app(
     platform: Platform = HTTP,
     make_instance: Callable[[], Instance] | None = None,
 ) -> web.Application:
-    """`make_application` with all routes that this server has. `serve` runs it."""
+    """`make_application` with all routes of this server. `serve` runs it."""
 
     def routes(service: Service) -> Iterator[web.RouteDef]:
         yield from openai_routes(service)
@@ -62,7 +64,7 @@ def create_app(
 
 
 def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
-    """The edge's rules for all platforms' routes, and for the platform that this server runs on."""
+    """The edge's rules for all platforms' routes, and for the platform of this server."""
     console_paths = CONSOLE_PATHS if has_console and not platform.run else frozenset()
     routes = [route for row in platforms.PLATFORMS for route in routes_of(row)]
     return EdgeRules(
@@ -74,7 +76,7 @@ def edge_rules(platform: Platform, *, has_console: bool = True) -> EdgeRules:
 
 
 def _platform_routes(platform: Platform, service: Service, handler: Handler | None) -> Iterator[web.RouteDef]:
-    """Routes whose module is imported, and whose object is made, by the first request to one of them."""
+    """Routes whose module is imported, and whose object is made, by the first request."""
     made: list[object] = []
 
     def to(name: str) -> RouteHandler:
@@ -94,14 +96,15 @@ def _platform_routes(platform: Platform, service: Service, handler: Handler | No
 
 
 def _pattern(route: Route) -> str:
-    """The path as aiohttp names the resource, without the parameters' own patterns."""
+    """The path in aiohttp's syntax, without the parameters' own patterns."""
     return _PARAMETER.sub(r"{\1}", route.path)
 
 
 def _error_response(request: web.Request, error: ApiError) -> web.Response:
-    """The error in the shape of the protocol whose path was asked for."""
+    """The error in the protocol of the requested path."""
     if f"{request.path}/".startswith(PREFIX):
-        from .anthropic.errors import error_response  # few servers are asked for it
+        # Rarely used.
+        from .anthropic.errors import error_response
 
         return error_response(error)
     for row in () if request.path == COHERE_RERANK else platforms.PLATFORMS:

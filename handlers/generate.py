@@ -1,9 +1,9 @@
 """A handler that generates text: `teneral serve MODEL --handler teneral.handlers.generate:handler`.
 
-An event is `{"prompt": "Once upon a time"}` or `{"messages": [{"role": "user", "content": "Hello"}]}`, with
-any option of `context.model.generate` beside it: max_tokens, temperature, stop, seed, first_token and so on.
-With `"stream": true` the text comes in pieces. It is an ordinary handler, made of nothing but the public API: copy
-it and change it.
+An event is `{"prompt": "Once upon a time"}` or `{"messages": [{"role": "user", "content":
+"Hello"}]}`, with any option of `context.model.generate`: max_tokens, temperature, stop, seed,
+first_token and so on. With `"stream": true` the text comes in pieces. It is an ordinary handler
+that uses only the public API: copy it and change it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from teneral.runtime.errors import RequestError
 
 
 def handler(event: Any, context: Context) -> dict[str, Any] | Iterator[dict[str, Any]]:
-    """The text, why it ended and its tokens; as a stream, `{"text": piece}` many times, then the rest."""
+    """The text, its finish reason and its tokens; as a stream, `{"text": piece}` many times, then
+    the rest.
+    """
     if not isinstance(event, dict):
         raise RequestError(f"the event must be an object, not {type(event).__name__}")
     if ("prompt" in event) == ("messages" in event):

@@ -1,5 +1,7 @@
-"""What a server without a function of its user's does with an event that is no HTTP request of OpenAI's API: text for
-a prompt or messages, vectors for an input, and an ONNX model's outputs for its inputs. The events of texts are those of
+"""The default handler, for a server without a user's function: text for a prompt or messages,
+vectors for an input, and an ONNX model's outputs for its inputs.
+
+It handles events other than HTTP requests of OpenAI's API. The events of texts are those of
 `generate.py` and `embed.py`.
 """
 
@@ -15,7 +17,9 @@ MAX_JSON_ELEMENTS = 1 << 20
 
 
 def handler(event: Any, context: Context) -> Any:
-    """Of `{"prompt": …}`, `{"messages": …}`, `{"input": …}` or `{"inputs": {NAME: …}}`; the first two with options.
+    """Answer `{"prompt": …}`, `{"messages": …}`, `{"input": …}` or `{"inputs": {NAME: …}}`; the
+    first two may have options.
+
     Raises `RequestError` for anything else.
     """
     kind = context.host.kind
@@ -27,13 +31,13 @@ def handler(event: Any, context: Context) -> Any:
         return generate(event, context)
     if len(event) > 1:
         others = ", ".join(sorted(map(str, event.keys() - {"input"})))[:200]
-        raise RequestError(f"an event with an input has nothing beside it, but this has {others}")
+        raise RequestError(f"an event with an input may have no other fields, but this has {others}")
     vectors = context.model.embed(event["input"])
     return {"model": context.model.name, "dimensions": vectors.shape[1], "embeddings": vectors.tolist()}
 
 
 def _run(event: Any, context: Context) -> Any:
-    """An ONNX model's outputs as nested lists; those in `outputs`, or all."""
+    """The outputs of an ONNX model as nested lists: those named in `outputs`, or all."""
     inputs, wanted = (event.get("inputs"), event.get("outputs")) if isinstance(event, dict) else (None, None)
     if not isinstance(inputs, dict) or event.keys() - {"inputs", "outputs"}:
         raise RequestError(
@@ -50,8 +54,8 @@ def _run(event: Any, context: Context) -> Any:
     num_elements = sum(array.size for array in outputs.values())
     if num_elements > MAX_JSON_ELEMENTS:
         raise RequestError(
-            f"the outputs have {num_elements} elements, and JSON is given for up to {MAX_JSON_ELEMENTS}",
+            f"the outputs have {num_elements} elements, but JSON may have up to {MAX_JSON_ELEMENTS}",
             param="outputs",
-            hint="Ask /v2/models/NAME/infer with binary_data_output, or name fewer outputs.",
+            hint="Use /v2/models/NAME/infer with binary_data_output, or name fewer outputs.",
         )
     return {"model": context.model.name, "outputs": {name: array.tolist() for name, array in outputs.items()}}

@@ -1,9 +1,9 @@
-"""`teneral serve`: the port and the stream of weights first, then everything else beside it.
+"""`teneral serve`: the port and the stream of weights first, then everything else in parallel.
 
-The listening socket is bound before anything heavy is imported: clients that come early wait in its backlog instead of
-being refused. The tokenizer's process, and the loader's where there is one, are forked off while this one is still
-small. The instance's threads then import while the web server is being imported here. Or a standby process takes it all
-over, as soon as the port is bound.
+The listening socket is bound before anything heavy is imported: early clients wait in its backlog
+instead of being refused. The tokenizer's process, and the loader's if there is one, are forked
+while this one is still small. The instance's threads then import while the web server is imported
+here. Or a standby process takes over everything as soon as the port is bound.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def run_server(config: ServeConfig) -> int:
 
 def _make_app(instance: Instance, handler: Handler | None, platform: Platform) -> web.Application:
     """The whole application, for a platform whose events may be HTTP requests, too."""
-    from .app import Limits, create_app  # a web server, which few functions need
+    # A web server, which few functions need.
+    from .app import Limits, create_app
 
     return create_app(
         instance, handler=handler, limits=Limits.from_config(instance.config), platform=platform
@@ -62,7 +63,8 @@ def _run(config: ServeConfig, ending: Ending) -> int:
     with listen(config.host, config.port) as sock:
         timeline.mark("process", "port open")
         if config.standby_socket is not None:
-            from .standby.client import hand_over  # few have a pool
+            # Few servers have a pool.
+            from .standby.client import hand_over
 
             status = hand_over(config, sock, timeline)
             if status is not None:
@@ -80,9 +82,9 @@ def serve_on(
     launched: LaunchedHelpers | None,
     ending: Ending | None = None,
 ) -> None:
-    """Serve at a listening socket what was launched already, until a signal ends it. Closes the socket.
+    """Serve at a listening socket with launched helpers, until a signal. Closes the socket.
 
-    Blocks. Raises the error that ended the instance. `ending` learns of a failure as soon as there is one.
+    Blocks. Raises the error that ended the instance. `ending` is notified of a failure at once.
     """
     ending = ending or Ending()
     with (
@@ -103,17 +105,19 @@ def serve_on(
             stream=sys.stderr,
         )
         if config.log_format == "json":
-            from .http.logs import write_json  # few read them so
+            from .http.logs import write_json  # rarely used
 
             write_json()
-        logging.getLogger("torch").setLevel(logging.WARNING)  # at info it tells of its caches when it ends
+        # At info it logs its caches at the end.
+        logging.getLogger("torch").setLevel(logging.WARNING)
         with (
             Instance(config, timeline=timeline, helpers=helpers) as instance,
-            _standby_beside(config, instance),
+            _standby_pool(config, instance),
         ):
             ending.has_failed = lambda: instance.failure is not None
             with timeline.span("process", "import server"):
-                import asyncio  # here, not above: the first bytes were asked for before it was needed
+                # Here, not above: the first reads start before it is needed.
+                import asyncio
 
                 from .http.lean_aiohttp import import_web
 
@@ -143,7 +147,7 @@ def serve_on(
 
 
 def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | None, limits: Limits) -> None:
-    """The lines on stderr that a person who has started a server looks for."""
+    """Print the lines on stderr for the person who started the server."""
     host, port = sock.getsockname()[:2]
     lines = [f"{model_name} on http://{_shown(host)}:{port}"]
     most = limits.within_files(max_files()).max_connections
@@ -156,24 +160,29 @@ def _announce(model_name: str, sock: socket.socket, probe_sock: socket.socket | 
 
 
 def _collect_garbage() -> None:
-    """From now on; off since the process began. What importing has left is not looked through, now or ever: that would
-    hold up the first request by a quarter of a second, and find a few megabytes.
+    """Enable garbage collection, off since the process began.
+
+    Objects left by imports are never scanned: that would delay the first request by a quarter of a
+    second, to free a few megabytes.
     """
     gc.freeze()
     gc.enable()
 
 
-def _standby_beside(config: ServeConfig, instance: Instance) -> AbstractContextManager[None]:
-    """Keeps the standby pool that the configuration asks for."""
+def _standby_pool(config: ServeConfig, instance: Instance) -> AbstractContextManager[None]:
+    """Run the standby pool of the configuration."""
     if config.standby == 0:
         return nullcontext()
-    from .standby.beside import pool_beside  # few keep one
+    # Few servers keep one.
+    from .standby.server_pool import server_pool
 
-    return pool_beside(config, instance.wait_exact)
+    return server_pool(config, instance.wait_exact)
 
 
 class Ending:
-    """Whether the process is about to end with an error, whose exit code a signal must not hide."""
+    """The flag that the process is about to end with an error, whose exit code a signal must not
+    hide.
+    """
 
     def __init__(self) -> None:
         self.has_failed: Callable[[], bool] = lambda: False
@@ -181,12 +190,12 @@ class Ending:
 
 @contextmanager
 def _ending_at_once() -> Iterator[Ending]:
-    """While in here, and until the server has its own handlers, which drain, a signal ends the process: there is
-    nothing to drain yet, and the loader's process ends when this one does. After a failure the process ends by itself,
-    with its exit code; SIGTERM has no effect then, until the end.
+    """Inside this context, and until the server has its own handlers, which drain, a signal ends
+    the process: there is nothing to drain yet, and the loader's process ends with this one. After a
+    failure the process ends by itself, with its exit code; SIGTERM then has no effect.
 
-    Not by an exception: where one is raised while an import cleans up, or in the import of the user's handler, it is
-    swallowed, and the server goes on.
+    Not by an exception: one that is raised while an import cleans up, or in the import of the
+    user's handler, is swallowed, and the server goes on.
     """
     ending = Ending()
 
@@ -206,8 +215,8 @@ def _ending_at_once() -> Iterator[Ending]:
 
 
 def _probe_socket(config: ServeConfig) -> AbstractContextManager[socket.socket | None]:
-    """Another one, for a platform that sends its probes to another port. All routes are there, too: who may come is the
-    platform's to say at both.
+    """A second socket, for a platform that sends its probes to another port. It serves all routes,
+    too: the platform controls the access to both.
     """
     if config.health_port is None or config.health_port == config.port:
         return nullcontext()
@@ -224,7 +233,7 @@ def _shown(host: str) -> str:
 def run_standby(
     path: str, num_processes: int, *, reserve_bytes: int, report: Callable[[TeneralError], int]
 ) -> int:
-    """`standby.pool.run_pool`, whose processes become this server."""
+    """`standby.pool.run_pool`, with processes that become this server."""
     from .standby.pool import run_pool
 
     return run_pool(
@@ -238,25 +247,28 @@ def run_standby(
 
 
 def import_server() -> None:
-    """All modules of a server. Starts no thread."""
+    """Import all modules of a server. Starts no thread."""
     from . import app  # noqa: F401
     from .function import handler  # noqa: F401
-    from .openai import chat  # noqa: F401 - else its first request imports it
+
+    # Otherwise its first request would import it.
+    from .openai import chat  # noqa: F401
 
 
 def main(listener: int, owner: int) -> int:
     """Serve at the inherited socket `listener` until a signal, unless the process `owner` is gone.
 
-    The program of an instance of `teneral pool run` that no standby process takes over: it ends with the supervisor,
-    also where that is killed. The configuration comes as JSON on standard input, so that neither its secrets nor its
-    address are in the command line.
+    The program of an instance of `teneral pool run` without a standby process: it ends with the
+    supervisor, even if that is killed. The configuration comes as JSON on standard input, so that
+    neither its secrets nor its address are in the command line.
     """
-    from .standby.beside import end_with_parent
+    from .standby.server_pool import end_with_parent
 
     end_with_parent()
     if os.getppid() != owner:
         return 0
-    gc.disable()  # as `teneral serve` does: the server has it enabled when it can answer
+    # As in `teneral serve`: the server enables it once it can answer.
+    gc.disable()
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))  # until the server has handlers of its own

@@ -1,3 +1,3 @@
-"""The life of one instance: model code, engine, scheduler, KV pool, tokenizer, configuration. Knows no
+"""One instance: model code, engine, scheduler, KV pool, tokenizer, configuration. Knows no
 platform.
 """

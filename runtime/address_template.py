@@ -1,7 +1,7 @@
-"""Addresses with gaps: `s3://results/answers/{bucket}/{key}.jsonl`, and what is put into the gaps.
+"""Address templates: `s3://results/answers/{bucket}/{key}.jsonl`, and their fields' values.
 
-A template is checked once, when it is read: every gap is a known field in braces, and only a field of the bucket's (or
-of the account's) may stand in its place. It does no I/O and knows no events.
+A template is checked once, when it is read: every field in braces must be known, and the bucket (or
+the account) may only be a field of its own. This module does no I/O and knows no events.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from dataclasses import dataclass
 from string import Formatter
 
 MAX_TEMPLATE_CHARS = 1_024
-# Of each kind of store: the parts of an address before the key, and which field each of them may have.
+# The parts of an address before the key, for each kind of store, and the field that each may have.
 _ROOTS = {"s3": ("bucket",), "gs": ("bucket",), "az": ("account", "bucket")}
 _LITERAL = re.compile(r"[^\x00-\x20\x7f{}\\]*")
 
 
 @dataclass(frozen=True, slots=True)
 class AddressTemplate:
-    """Of objects in S3, Cloud Storage or Azure's Blob Storage. `parse` makes it."""
+    """A template of objects' addresses in S3, Cloud Storage or Azure's Blob Storage. `parse` makes
+    it.
+    """
 
     text: str
-    fields: frozenset[str]  # that stand in it
+    fields: frozenset[str]  # the fields in it
     root: str  # the part in front of the key: s3://bucket, gs://bucket, az://account/container
-    folder: str  # what the keys of all addresses begin with, up to a '/': '' or 'answers/'
+    # The common beginning of the keys of all addresses, up to a '/': '' or 'answers/'.
+    folder: str
 
     @classmethod
     def parse(cls, text: str, *, allowed: Iterable[str], required: str) -> AddressTemplate:
-        """Raises ValueError saying what is allowed."""
+        """Parse a template. Raises ValueError with the allowed form."""
         names = sorted(allowed)
         shown = ", ".join(f"{{{name}}}" for name in names)
         if not isinstance(text, str) or not 0 < len(text) <= MAX_TEMPLATE_CHARS:
@@ -44,9 +47,9 @@ class AddressTemplate:
         fields = _fields(text)
         unknown = fields - {*names}
         if unknown:
-            raise ValueError(f"has no use for {{{min(unknown)[:40]}}}: there are {shown}")
+            raise ValueError(f"has the unknown field {{{min(unknown)[:40]}}}: known are {shown}")
         if required not in fields:
-            raise ValueError(f"must have {{{required}}} in it, or all answers would have one place")
+            raise ValueError(f"must contain {{{required}}}, or all answers would have the same address")
         if any(_fields(part) - {own} for part, own in zip(parts, own_fields, strict=True)):
             where = " and ".join(f"{{{own}}}" for own in own_fields)
             raise ValueError(
@@ -61,11 +64,11 @@ class AddressTemplate:
         return self.root.partition("://")[0]
 
     def fill(self, **values: str) -> str:
-        """The address with these values in it, as they are. There must be one for each field."""
+        """The address with these values, unescaped. There must be one for each field."""
         return _filled(self.text, values)
 
     def key(self, **values: str) -> str:
-        """The part of that address behind the bucket."""
+        """The key of that address, after the bucket."""
         return self.fill(**values).removeprefix(f"{_filled(self.root, values)}/")
 
     def may_hold(self, root: str) -> bool:
@@ -80,12 +83,12 @@ def _filled(text: str, values: dict[str, str]) -> str:
 
 
 def _fields(text: str) -> frozenset[str]:
-    """Raises ValueError for anything in braces that is not a plain name."""
+    """The fields of a template. Raises ValueError for anything in braces that is not a plain name."""
     found = set()
-    # Braces that do not match are a ValueError of the parser's own.
+    # The parser itself raises ValueError for unbalanced braces.
     for literal, name, form, conversion in Formatter().parse(text):
         if _LITERAL.fullmatch(literal) is None:
-            raise ValueError("may have no spaces, braces or backslashes beside its fields")
+            raise ValueError("may have no spaces, braces or backslashes outside its fields")
         if name is None:
             continue
         if not re.fullmatch(r"[a-z]+", name) or form or conversion:

@@ -1,10 +1,12 @@
-"""The configuration of one instance: one frozen value, made once from flags, environment and a TOML file.
+"""The configuration of one instance: one frozen value, made once from flags, environment and a TOML
+file.
 
 A setting has one name everywhere: the field `max_queued` is the flag `--max-queued`, the variable
-`TENERAL_MAX_QUEUED` and the TOML key `max_queued`. Flags win over the environment, the environment over the
-file, the file over the defaults. Unknown keys are errors, and every error names the key as the user wrote
-it. The environment is read here and nowhere else, except for the standard variables of AWS, which the S3 source
-reads as every AWS program does. Variables that a platform sets are handed in.
+`TENERAL_MAX_QUEUED` and the TOML key `max_queued`. Flags override the environment, the environment
+overrides the file, the file overrides the defaults. Unknown keys are errors, and every error names
+the key as the user wrote it. The environment is read here and nowhere else, except for the standard
+variables of AWS, which the S3 source reads like every AWS program. A platform's variables are
+passed in.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
 
 PREFIX = "TENERAL_"
 MAX_CONFIG_FILE_BYTES = 1 << 20
-# Of a server's processes beside weights and keys: 212 MiB with a small vocabulary, 185 of them the server's own, and
-# some 40 more for parsing a large one (docs/reliability.md).
+# Of a server's processes without weights and keys: 212 MiB with a small vocabulary, 185 of them the
+# server's own, and about 40 more for parsing a large one (docs/reliability.md).
 SERVING_BYTES = 256 << 20
 READY_S = 0.5  # from a process's start until it can compute
 _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -116,7 +118,8 @@ def _names(*allowed: str) -> Callable[[Any], str]:
 
 def _template(*allowed: str, required: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
-        from .address_template import AddressTemplate  # few have such a setting
+        # Few configurations have such a setting.
+        from .address_template import AddressTemplate
 
         return AddressTemplate.parse(value, allowed=allowed, required=required).text
 
@@ -124,13 +127,15 @@ def _template(*allowed: str, required: str) -> Callable[[Any], str]:
 
 
 class Setting(NamedTuple):
-    """One of them: `parse` makes its value from what a user wrote, or raises ValueError saying what is allowed."""
+    """A setting. `parse` makes its value from the user's text, or raises ValueError with the
+    allowed values.
+    """
 
     default: Any
     parse: Callable[[Any], Any]
     help: str
     metavar: str
-    secret: bool  # not shown
+    secret: bool  # masked in output
 
 
 def _setting(
@@ -140,10 +145,11 @@ def _setting(
 
 
 class ServeConfig:
-    """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which validates.
+    """Settings of an instance. Sizes are bytes, times are seconds. Made by `resolve`, which
+    validates.
 
-    A frozen value, as a dataclass would be: importing these, and having one made, takes a tenth of the time until the
-    first range is on its way.
+    A frozen value, like a dataclass: importing dataclasses, and having one made, takes a tenth of
+    the time until the first range is requested.
     """
 
     model: str = _setting(
@@ -441,25 +447,27 @@ class ServeConfig:
     log_level: str = _setting("info", _choice(*_LOG_LEVELS), "debug, info, warning or error")
 
     def __init__(self, **values: Any) -> None:
-        """The defaults, but for these; they are valid, or come from `resolve`."""
+        """Make a configuration with these values and defaults; they are valid, or come from
+        `resolve`.
+        """
         if unknown := values.keys() - SETTINGS.keys():
             raise TypeError(f"there are no settings {', '.join(sorted(unknown))}")
         for name, setting in SETTINGS.items():
             object.__setattr__(self, name, values.get(name, setting.default))
 
     def replace(self, **changes: Any) -> Self:
-        """Another one, with these."""
+        """A copy with these changes."""
         return type(self)(**self.as_dict() | changes)
 
     def as_dict(self) -> dict[str, Any]:
-        """What makes it once more."""
+        """The arguments that make an equal configuration."""
         return dict(vars(self))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a configuration does not change: {name}")
+        raise AttributeError(f"a configuration is immutable: {name}")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a configuration does not change: {name}")
+        raise AttributeError(f"a configuration is immutable: {name}")
 
     def __eq__(self, other: object) -> bool:
         return vars(self) == vars(other) if isinstance(other, ServeConfig) else NotImplemented
@@ -523,18 +531,21 @@ def resolve(
     platform_variables: Sequence[tuple[str, str]] = (),
     defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
 ) -> ServeConfig:
-    """The one configuration. `flags` holds only what was given on the command line, by field name.
+    """Make the configuration. `flags` holds only the values given on the command line, by field
+    name.
 
-    `platform_variables` are variables that a platform sets, with the setting that each gives; of two for one setting
-    the later wins, and `TENERAL_*` wins over both. `defaults` gives further settings, from those that were given.
-    Raises `UsageError` naming the flag, variable or key that is unknown or invalid.
+    `platform_variables` are a platform's variables and their settings; of two for one setting the
+    later one counts, and `TENERAL_*` overrides both. `defaults` returns further settings, derived
+    from the given ones. Raises `UsageError`, naming the unknown or invalid flag, variable or key.
     """
     path = config_file or environment.get(PREFIX + "CONFIG")
     values: dict[str, Any] = {}
     if path:
         values.update(_from_file(path))
     for variable, name in platform_variables:
-        if environment.get(variable) and PREFIX + name.upper() not in environment:  # our own variable wins
+        if (
+            environment.get(variable) and PREFIX + name.upper() not in environment
+        ):  # our own variable takes precedence
             values[name] = _parse(name, environment[variable], variable)
     values.update(_from_environment(environment))
     for name, value in flags.items():
@@ -544,7 +555,7 @@ def resolve(
         raise UsageError(
             "no model was named",
             key="model",
-            hint="Give an artifact or a model directory: teneral serve s3://bucket/models/my-model",
+            hint="Name an artifact or a model directory: teneral serve s3://bucket/models/my-model",
         )
     return ServeConfig(**values)
 
@@ -572,7 +583,7 @@ def _from_file(path: str | Path) -> dict[str, Any]:
         raise UsageError(
             f"the configuration file {path} is larger than {MAX_CONFIG_FILE_BYTES} bytes", key="config"
         )
-    import tomllib  # few have such a file
+    import tomllib  # rarely used
 
     try:
         table = tomllib.loads(data.decode("utf-8"))
@@ -596,7 +607,7 @@ def _parse(name: str, value: Any, key: str) -> Any:
 
 
 def _unknown(key: str, known: list[str], written: str | None = None) -> UsageError:
-    import difflib  # only on the way to an error
+    import difflib  # only for an error message
 
     near = difflib.get_close_matches(written or key, known, n=1)
     return UsageError(f"unknown setting {key}", key=key, hint=f"Did you mean {near[0]}?" if near else "")

@@ -1,7 +1,7 @@
-"""Element types of a model's tensors, under the names that safetensors gives them.
+"""Element types of a model's tensors, with safetensors' names.
 
-numpy has no bfloat16: BF16 numbers are held as their 16 bits, in uint16. So a type always travels beside an array
-and is never read off it.
+numpy has no bfloat16: BF16 numbers are held as their 16 bits, in uint16. So a type is always passed
+together with an array and never inferred from it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DType(enum.StrEnum):
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """What numpy holds it in."""
+        """The numpy dtype that holds it."""
         return _NUMPY[self]
 
     @property
@@ -43,12 +43,12 @@ class DType(enum.StrEnum):
 
     @property
     def label(self) -> str:
-        """As people and config.json write it: "bfloat16", "float32"."""
+        """The name used by people and config.json: "bfloat16", "float32"."""
         return _LABELS.get(self, self.numpy.name)
 
     @classmethod
     def of_label(cls, label: str) -> DType:
-        """The reverse of `label`. Raises `ValueError` for a name that there is not."""
+        """The reverse of `label`. Raises `ValueError` for an unknown name."""
         for dtype in cls:
             if dtype.label == label:
                 return dtype
@@ -69,7 +69,8 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
     DType.I64: np.dtype(np.int64),
     DType.U64: np.dtype(np.uint64),
     DType.BOOL: np.dtype(np.bool_),
-    DType.F8_E4M3: np.dtype(np.uint8),  # of which numpy has only the bits, too
+    # numpy has only the bits of these, too.
+    DType.F8_E4M3: np.dtype(np.uint8),
     DType.F8_E5M2: np.dtype(np.uint8),
 }
 _LABELS = {DType.BF16: "bfloat16", DType.F8_E4M3: "float8_e4m3fn", DType.F8_E5M2: "float8_e5m2"}

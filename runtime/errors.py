@@ -27,16 +27,18 @@ from __future__ import annotations
 
 from ..loader.errors import FormatError, LoadError, SourceError, TeneralError
 
-# What ended a load: no later forward pass can mend it.
+# Errors that ended a load: no later forward pass can succeed.
 WEIGHTS_LOST = (SourceError, FormatError, LoadError)
 
 
 class ModelError(TeneralError):
-    """The model cannot be run: unknown architecture, missing tensor, wrong shape, unsupported option."""
+    """The model cannot be run: unknown architecture, missing tensor, wrong shape, unsupported
+    option.
+    """
 
 
 class DeviceLostError(TeneralError):
-    """The device that computes has failed, and nothing that this process asks of it can succeed."""
+    """The device has failed, and no further work of this process can succeed on it."""
 
 
 class RequestError(TeneralError):
@@ -50,7 +52,7 @@ class RequestError(TeneralError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt and the tokens asked for, do not fit the context."""
+    """The prompt, or the prompt and the requested tokens, do not fit the context."""
 
 
 class AdapterError(RequestError):
@@ -62,11 +64,13 @@ class AdapterNotFoundError(AdapterError):
 
 
 class GrammarError(RequestError):
-    """A schema, regular expression or grammar that is wrong, or goes over its limits while it is followed."""
+    """An invalid schema, regular expression or grammar, or one that exceeds its limits while it is
+    matched.
+    """
 
 
 class RefusedError(RequestError):
-    """A request that a handler's own filter turns away. `code` is what its clients tell such refusals apart by."""
+    """A request refused by a handler's own filter. `code` distinguishes such refusals for clients."""
 
     def __init__(
         self, message: str, *, code: str = "content_refused", param: str = "", hint: str = ""
@@ -76,7 +80,7 @@ class RefusedError(RequestError):
 
 
 class CapacityError(TeneralError):
-    """The instance has as much to do as it allows itself. Nothing was begun."""
+    """The instance is at its capacity limit. Nothing was started."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -84,11 +88,13 @@ class CapacityError(TeneralError):
 
 
 class HandlerBusyError(CapacityError):
-    """As many calls of the user's handler run as may, those included whose callers have left."""
+    """The maximum of calls of the user's handler is running, including those whose clients have
+    left.
+    """
 
 
 class AdapterUnavailableError(TeneralError):
-    """An adapter could not be read this time. The base and other adapters are not concerned."""
+    """An adapter could not be read this time. The base model and other adapters are not affected."""
 
 
 class CancelledError(TeneralError):
@@ -96,25 +102,25 @@ class CancelledError(TeneralError):
 
 
 class DrainingError(TeneralError):
-    """The instance takes no new work because it is shutting down."""
+    """The instance accepts no new work because it is shutting down."""
 
 
 class UnloadedError(TeneralError):
-    """The server has no model at the moment, on request. Nothing was begun."""
+    """The server has no model at the moment, on request. Nothing was started."""
 
     retry_after_s = 1.0
 
 
 class TryAgainError(TeneralError):
-    """The work is not complete, and another attempt goes on with it."""
+    """The work is not complete, and another attempt continues it."""
 
 
 class SnapshotError(FormatError):
-    """A KV snapshot is damaged, hostile, or from a newer version. Nothing of it was used."""
+    """A KV snapshot is damaged, hostile, or from a newer version. It was not used."""
 
 
 class SnapshotMismatchError(SnapshotError):
-    """A sound KV snapshot of another model, dtype, epoch, layout or block size."""
+    """A valid KV snapshot of another model, dtype, epoch, layout or block size."""
 
 
 class HandlerError(TeneralError):
@@ -128,4 +134,4 @@ class ResultError(HandlerError):
 
 
 class PortInUseError(TeneralError):
-    """The address to listen on is taken."""
+    """The address to listen on is in use."""

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 ONNX_NAME = "onnx.json"  # of packed ONNX models: docs/onnx.md
-MAX_LOOK_BYTES = 1 << 20  # of a manifest, whose files stand before its groups
+# Of a manifest, whose files come before its groups.
+MAX_LOOK_BYTES = 1 << 20
 
 
 def is_onnx(manifest: Manifest) -> bool:
-    """True where the artifact holds a packed ONNX model."""
+    """Whether the artifact holds a packed ONNX model."""
     return any(file.name == ONNX_NAME for file in manifest.files)
 
 
 def seems_onnx(address: str) -> bool:
-    """A look at a local folder: true where it seems to be such an artifact. Only a hint, for what is imported first."""
+    """Whether a local folder seems to be such an artifact. Only a hint, for the order of imports."""
     path = address.partition("@b3:")[0].removeprefix("file://")
     try:
         with open(f"{path}/manifest.json", "rb") as file:
@@ -35,7 +36,9 @@ def seems_onnx(address: str) -> bool:
 
 
 class ModelFiles:
-    """Reads them, verified, from the node's cache where there is one, else from the store. Thread-safe."""
+    """Verified reads of the files, from the node's cache if there is one, else from the store.
+    Thread-safe.
+    """
 
     def __init__(self, source: Source, manifest: Manifest, options: LoadOptions) -> None:
         self._source = source
@@ -44,7 +47,7 @@ class ModelFiles:
         self._options = options
 
     def read(self, name: str) -> bytes | None:
-        """The file's content; None when there is no such file. Raises as `read_file`."""
+        """The file's content; None if it does not exist. Raises the errors of `read_file`."""
         if name not in self._names:
             return None
         cache = self._open_cache()
@@ -54,8 +57,8 @@ class ModelFiles:
         return data
 
     def json(self, name: str, *, required: bool = False) -> Any:
-        """The file's value; None when there is no such file. Raises `CheckpointError` when it is no JSON, or is not
-        there although it is `required`.
+        """The file's parsed JSON; None if it does not exist. Raises `CheckpointError` if it is not
+        JSON, or missing although `required`.
         """
         data = self.read(name)
         if data is None:
@@ -76,6 +79,7 @@ class ModelFiles:
     def _open_cache(self) -> PartCache | None:
         if self._options.cache_dir is None:
             return None
-        from ..loader.cache.part_cache import PartCache  # most instances have none
+        # Most instances have none.
+        from ..loader.cache.part_cache import PartCache
 
         return PartCache(self._options.cache_dir, budget_bytes=self._options.cache_bytes)

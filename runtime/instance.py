@@ -1,10 +1,10 @@
-"""The life of one instance: from an address to a running engine, everything beside everything else.
+"""An instance: from an address to a running engine, with everything in parallel.
 
-`start` returns at once. A process of its own then streams the weights into shared memory, and here three
-threads work side by side: one follows that stream, one loads the tokenizer, one builds the model's
+`start` returns at once. A child process then streams the weights into shared memory, and here three
+threads work in parallel: one follows that stream, one loads the tokenizer, one builds the model's
 skeleton over storage that is still empty, and starts the engine. Each result is a future; a request
-waits for the ones that it needs, and its forward pass for the layers that it has reached. The first failure
-fails the instance, and everything that waits for it.
+waits for the ones that it needs, and its forward pass for the layers that it has reached. The first
+failure fails the instance, and everything that waits for it.
 
 An instance knows no HTTP and no platform; handlers translate for it.
 """
@@ -61,14 +61,15 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 class Forecast(NamedTuple):
-    """A load under way, if the link goes on as it did."""
+    """The forecast of a running load, at the link's current rate."""
 
     rate_bytes_per_s: float
-    first_token_s: float  # from now: the rest of the weights, and one token's computing
+    # From now: the rest of the weights, and computing one token.
+    first_token_s: float
 
 
 class Instance:
-    """One model being served. Thread-safe. `close` it, or use it as a context manager."""
+    """One model being served. Thread-safe. Close it with `close`, or use it as a context manager."""
 
     def __init__(
         self,
@@ -78,14 +79,14 @@ class Instance:
         source: Source | None = None,
         helpers: Helpers | None = None,
     ) -> None:
-        """With `source`, the model is read from there instead of `config.model`; `helpers` are the processes
-        that load it, where they were started already. The instance closes them.
+        """With `source`, the model is read from there instead of `config.model`; `helpers` are the
+        processes that load it, if they were started already. The instance closes both.
         """
         self.config = config
         self.timeline = timeline or Timeline()
         self.model_name = config.served_name
         self.created_unix_s = int(time.time())
-        self.text_settings: Future[TextSettings] = Future()  # there before the tokenizer
+        self.text_settings: Future[TextSettings] = Future()  # set before the tokenizer
         self.tokenizer: Future[TextTokenizer] = Future()
         self.engine: Future[Engine] = Future()
         self.embedder: Future[Embedder] = Future()
@@ -98,19 +99,21 @@ class Instance:
         self._helpers = helpers
         self._load: AnyLoad | None = helpers.load if helpers else None
         self._snapshots: SnapshotService | None = None
-        self.adapters: AdapterRegistry | None = None  # there with the engine, where it may have any
+        # Set together with the engine, if adapters are configured.
+        self.adapters: AdapterRegistry | None = None
         self._draining = False
         self._failure: TeneralError | None = None
         self._threads: list[threading.Thread] = []
         self._closed = threading.Event()
         self._lock = threading.Lock()
 
-    # life
+    # lifecycle
 
     def start(self) -> Instance:
-        """Begin everything; return at once. What cannot even begin fails the instance, as what fails later does."""
+        """Start everything; return at once. Startup errors fail the instance like later ones."""
         if self._helpers is None and self._source is None:
-            self._run(self._start_helpers)  # before all imports, so that they run beside them
+            # Before all imports, to run in parallel to them.
+            self._run(self._start_helpers)
         if self.config.kv_snapshot is not None:
             self._run(self._start_snapshots)
         for name, work in (("open", self._open), ("tokenizer", self._load_tokenizer), ("model", self._build)):
@@ -120,7 +123,7 @@ class Instance:
         return self
 
     def drain(self, timeout_s: float) -> bool:
-        """Refuse new work and let what runs finish. True when nothing was cut off."""
+        """Refuse new work and let running work finish. Returns True if nothing was cut off."""
         self._draining = True
         deadline_s = time.monotonic() + timeout_s
         finished = True
@@ -130,14 +133,14 @@ class Instance:
         return finished
 
     def save_snapshot(self, timeout_s: float) -> bool:
-        """Leave what was computed to the next instance, where the configuration says so: within this time, or not.
-        Blocks; raises nothing. True when something was saved.
+        """Save computed prefixes for the next instance, if configured, within this time. Blocks;
+        raises nothing. Returns True if something was saved.
         """
         return self._snapshots is not None and self._failure is None and self._snapshots.save(timeout_s)
 
     def quiesce(self) -> None:
-        """The process may stand still now, or has: let go of connections to stores, addresses and credentials, which
-        are made anew when they are needed. Does not block.
+        """Prepare for, or recover from, a freeze of the process: close connections to stores and
+        drop addresses and credentials, which are renewed on demand. Does not block.
         """
         if isinstance(self._source, Remote):
             self._source.quiesce()
@@ -147,7 +150,9 @@ class Instance:
             self.adapters.quiesce()
 
     def wait_opened(self, timeout_s: float) -> bool:
-        """Block until it is known what is to be loaded; False when that takes longer. Raises the instance's failure."""
+        """Block until the manifest was read; False at the time limit. Raises the instance's
+        failure.
+        """
         try:
             self._opened.result(timeout_s)
         except TimeoutError:
@@ -155,7 +160,7 @@ class Instance:
         return True
 
     def close(self) -> None:
-        """Stop everything and free what can be freed. Tensors that somebody still holds stay valid.
+        """Stop everything and free memory. Tensors that are still referenced stay valid.
         Idempotent.
         """
         self._draining = True
@@ -165,7 +170,8 @@ class Instance:
         if tokenizer is not None:
             tokenizer.close()
         for worker in self._workers():
-            worker.stop(0)  # whoever waits has its answer now; the pass itself may wait at a gate, which …
+            # Waiting callers have their answer now; the pass itself may wait at a gate, which …
+            worker.stop(0)
         if self._load is not None:
             self._load.close()  # … opens, with an error, here
         if self._helpers is not None:
@@ -183,14 +189,15 @@ class Instance:
                 self.ended.set_result(self._failure)
 
     def release(self, timeout_s: float = 10.0) -> None:
-        """Forget the model, after `close`: whoever goes on holding this instance then holds none of its memory. Waits
-        for the threads that were building it.
+        """Drop the model, after `close`: references to this instance then hold none of its memory.
+        Waits for the threads that were building it.
         """
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._helpers is not None and self._helpers.load is not None:
-            self._helpers.load.release()  # the process that launched them may hold them still
+            # The process that launched them may still reference them.
+            self._helpers.load.release()
         self.text_settings, self.tokenizer, self._opened = Future(), Future(), Future()
         self.engine, self.embedder, self.onnx = Future(), Future(), Future()
         self._settle(DrainingError("the instance was closed"))
@@ -203,15 +210,15 @@ class Instance:
         self.close()
 
     def wait_exact(self, timeout_s: float | None = None) -> bool:
-        """Block until all weights are exact; False when the instance has failed or was closed before, or when it takes
-        longer.
+        """Block until all weights are exact; False if the instance has failed or was closed before,
+        or at the time limit.
         """
         try:
             return self._exact.exception(timeout_s) is None
         except TimeoutError:
             return False
 
-    # what can be seen
+    # state
 
     @property
     def failure(self) -> TeneralError | None:
@@ -219,7 +226,9 @@ class Instance:
 
     @property
     def digest(self) -> bytes | None:
-        """Of the manifest, once something could be loaded by it; None for plain safetensors. Raises the failure."""
+        """The digest of the manifest, once a load could begin; None for plain safetensors. Raises
+        the failure.
+        """
         return self._opened.result()[1].digest
 
     @property
@@ -233,7 +242,9 @@ class Instance:
         return State.READY if self._all_exact() else State.PARTIAL
 
     def progress(self) -> dict[str, Any]:
-        """How far the load is, JSON-ready. Bytes are those stored, so that they compare with the network's."""
+        """The progress of the load, JSON-ready. Bytes are stored bytes, comparable with the
+        network's.
+        """
         if self._load is None:
             return {"stored_bytes": 0, "fetched_bytes": 0, "fraction": 0.0}
         progress = self._load.progress()
@@ -247,23 +258,28 @@ class Instance:
         }
 
     def opened(self) -> tuple[Source, Manifest] | None:
-        """The model's source and manifest; None before the manifest was read, and after a failure to read it."""
+        """The model's source and manifest; None before the manifest was read, and after a failed
+        read.
+        """
         return _result_or_none(self._opened)
 
     def forecast(self) -> Forecast | None:
-        """The load's rate, and when a first token can come by it; None while that is unknown, and once all is there."""
+        """The load's rate, and the time of a first token at it; None while unknown, and once
+        everything is loaded.
+        """
         if self._load is None or not self._opened.done() or self._opened.exception() is not None:
             return None
         progress = self._load.progress()
         left_s = progress.left_s
         if not 0.0 < left_s < math.inf:
             return None
-        from .engine.arrival import token_s  # with the model
+        # Imported with the model.
+        from .engine.arrival import token_s
 
         return Forecast(progress.rate_bytes_per_s, left_s + token_s(self._load.manifest))
 
     def statistics(self) -> dict[str, Any]:
-        """Figures of every part that exists by now."""
+        """The figures of every part that exists so far."""
         figures: dict[str, Any] = {"state": str(self.state), "progress": self.progress()}
         if self._load is not None:
             statistics = self._load.statistics()
@@ -288,12 +304,13 @@ class Instance:
             self._load = self._helpers.load
 
     def _start_snapshots(self) -> None:
-        from .kv.snapshots.service import SnapshotService  # few have them
+        # Few instances have them.
+        from .kv.snapshots.service import SnapshotService
 
         assert self.config.kv_snapshot is not None
         if not self.config.prefix_cache:
             raise UsageError(
-                "a KV snapshot is for the prefix cache, and that is turned off",
+                "a KV snapshot needs the prefix cache, which is turned off",
                 key="kv_snapshot",
                 hint="Leave it out, or turn the prefix cache on.",
             )
@@ -325,8 +342,8 @@ class Instance:
         self._watch_load(self._load, expected)
 
     def _watch_load(self, load: AnyLoad, expected: tuple[bytes, ...] | None) -> None:
-        """Wait for the whole load, so that an instance nobody asks anything of fails as well when its load
-        does, or when its tensors do not have the `expected` digests.
+        """Wait for the whole load, so that an idle instance also fails with its load, or if its
+        tensors do not have the `expected` digests.
         """
         wait_exact(load)
         self.timeline.mark("process", "all weights exact")
@@ -335,13 +352,14 @@ class Instance:
                 verify_exact(load, expected)
         _resolve(self._exact, None)
         if self.config.cache_dir is not None:
-            load.join()  # until all is written that the next container is to find
+            # Until everything is written to the cache for the next container.
+            load.join()
             warn_of_cache(load)
 
     def _load_tokenizer(self) -> None:
         source, manifest = self._opened.result()
         if is_onnx(manifest) and not any(file.name == TOKENIZER_NAME for file in manifest.files):
-            refuse = ModelError(f"{self.model_name} takes tensors, and has no tokenizer")
+            refuse = ModelError(f"{self.model_name} takes tensors and has no tokenizer")
             self.text_settings.set_exception(refuse)
             self.tokenizer.set_exception(refuse)
             if self._helpers is not None:
@@ -358,9 +376,9 @@ class Instance:
         _resolve(self.tokenizer, tokenizer)
 
     def _adjust_settings(self, settings: TextSettings) -> TextSettings:
-        """The model's own, with what the configuration puts in their place. Raises `UsageError`."""
+        """The model's own settings with the configuration's replacements. Raises `UsageError`."""
         if self.config.chat_template is not None:
-            from .text.settings import read_template  # few give one
+            from .text.settings import read_template  # rarely used
 
             settings = settings.with_template(read_template(self.config.chat_template))
         _resolve(self.text_settings, settings)
@@ -372,12 +390,13 @@ class Instance:
 
             import_ahead(self.timeline)  # while the manifest is being parsed
             if is_onnx(self._opened.result()[1]):
-                self._start_onnx()  # without what other models are made of
+                self._start_onnx()  # without the modules of other models
                 return
         from ..loader.device.detect import choose_device
         from .backends.choose import TRANSFORMERS, BackendChoice, model_of_transformers
 
-        # OpenMP's threads sleep between regions, whoever brings it, as a handler's torch does (docs/decisions/0007).
+        # OpenMP's threads sleep between regions, whichever library loads it, for instance a
+        # handler's torch (docs/decisions/0007).
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         config = self.config
         choice = BackendChoice(
@@ -389,8 +408,8 @@ class Instance:
         )
         choice.check()
         if choice.is_torch:
-            with self.timeline.span("process", "import torch") as said:
-                said["trimmed"] = choice.import_torch()  # beside the fetch
+            with self.timeline.span("process", "import torch") as details:
+                details["trimmed"] = choice.import_torch()  # in parallel to the fetch
         with self.timeline.span("process", "import models"):
             from .models.build import build_model
             from .models.encoder import Encoder
@@ -402,7 +421,7 @@ class Instance:
         if is_onnx(manifest):
             self._start_onnx()
             return
-        with self.timeline.span("model", "build") as said:
+        with self.timeline.span("model", "build") as details:
             files = ModelFiles(source, manifest, config.load_options)
             model_config = files.json("config.json", required=True)
             weights, sentence = _weights_of(load), sentence_files(files)
@@ -420,18 +439,19 @@ class Instance:
                     **sentence,
                 )
                 is_encoder = isinstance(model, Encoder)
-            said.update(backend=model.executor.name, **model.computes.told)
+            details.update(backend=model.executor.name, **model.computes.attributes)
         if is_encoder:
             self._start_embedder(model, model_config)
         else:
             self._start_engine(model, manifest)
 
     def _warm_device_up(self, device: str) -> None:
-        """What a GPU needs once before it computes, beside the fetch. Returns at once."""
+        """Start a GPU's one-time preparations, in parallel to the fetch. Returns at once."""
         if device != "cpu":
             import torch
 
-            from .backends.cuda.warm_up import start_warm_up  # nobody else has a device
+            # Only models on a device need it.
+            from .backends.cuda.warm_up import start_warm_up
 
             start_warm_up(torch.device(device), torch.bfloat16, timeline=self.timeline)
 
@@ -443,7 +463,7 @@ class Instance:
         from .models.decoder import Decoder
 
         refuse = ModelError(
-            f"{self.model_name} generates text and makes no embeddings",
+            f"{self.model_name} generates text and does not make embeddings",
             hint="Serve an encoder (a BERT-type model) for /v1/embeddings.",
         )
         self.embedder.set_exception(refuse)
@@ -476,21 +496,24 @@ class Instance:
             options=options,
             timeline=self.timeline,
             eos_token_ids=tokenizer.eos_token_ids,
-            # transformers takes no draft, and its weights are all there.
+            # transformers supports no draft, and its weights have all arrived.
             arrival=LoadArrival(self._load) if isinstance(model, Decoder) else None,
             prefix_seed=_prefix_seed(manifest, model),
             make_backend=step_backend,
             on_device_lost=self._fail,
             adapters=self.adapters,
         )
-        if self._snapshots is not None:  # for those who wait for the engine already
+        # Before the engine's waiters continue.
+        if self._snapshots is not None:
             self._snapshots.attach(engine.prefix_pool, model=manifest.digest)
         engine.start()
         _resolve(self.engine, engine)
         self.timeline.mark("process", "can answer")
 
     def _registry(self, model: Decoder) -> AdapterRegistry | None:
-        """None where there are no adapters. Raises `ModelError` where what computes the model has none."""
+        """The registry of adapters; None if not configured. Raises `ModelError` if the executor
+        does not support adapters.
+        """
         config = self.config
         if config.adapters is None and not config.model_control:
             return None
@@ -498,10 +521,11 @@ class Instance:
             if config.adapters is None:
                 return None
             raise ModelError(
-                f"--adapters: {model.executor.name} computes this model, and does not implement adapters",
+                f"--adapters: {model.executor.name} computes this model, but does not implement adapters",
                 hint="Serve it on a CPU with --backend native, or leave --adapters out.",
             )
-        from .adapters.registry import AdapterRegistry  # few have them
+        # Few instances have them.
+        from .adapters.registry import AdapterRegistry
 
         return AdapterRegistry(
             model.config,
@@ -515,20 +539,21 @@ class Instance:
         from .models.score_functions import ScoreFunctions
 
         refuse = ModelError(
-            f"{self.model_name} makes embeddings and generates no text",
-            hint="Ask /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
+            f"{self.model_name} makes embeddings and does not generate text",
+            hint="Use /v1/embeddings, or serve a decoder (Llama, Mistral, Qwen) to generate.",
         )
         self.engine.set_exception(refuse)
         self.onnx.set_exception(_takes_texts(self.model_name))
         if self.config.adapters is not None:
             raise UsageError(
-                "adapters are for models that generate text, and this one makes embeddings",
+                "adapters are for models that generate text, but this one makes embeddings",
                 key="adapters",
                 hint="Leave it out.",
             )
         _resolve(self.kind, "encoder")
         assert self._load is not None
-        self._load.reorder(Order.EXACT)  # nobody is served by the draft of an embedding
+        # Embeddings never use the draft.
+        self._load.reorder(Order.EXACT)
         embedder = Embedder(
             model,
             max_queued=self.config.max_queued,
@@ -550,12 +575,12 @@ class Instance:
             runner, exchange = open_runner(files, self._load, self.config, self.timeline)
             attributes.update(backend="onnxruntime", segments=len(runner.spec.segments))
         refuse = ModelError(
-            f"{self.model_name} is an ONNX model, which takes tensors and gives tensors",
-            hint="Ask /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",
+            f"{self.model_name} is an ONNX model, whose inputs and outputs are tensors",
+            hint="Use /invoke or /v2/models/NAME/infer, or call context.model.run in a handler.",
         )
         if self.config.adapters is not None:
             raise UsageError(
-                "adapters are for models that generate text, and this is an ONNX model",
+                "adapters are for models that generate text, but this is an ONNX model",
                 key="adapters",
                 hint="Leave it out.",
             )
@@ -569,14 +594,15 @@ class Instance:
             self._load.discard()
             self.timeline.mark("process", "whole session")
 
-    # failing
+    # errors
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
         except TeneralError as error:
             self._fail(error)
-        except Exception as error:  # noqa: BLE001 - a bug in a thread must end the instance, not leave it waiting for ever
+        # a bug in a thread must end the instance, not leave it waiting forever
+        except Exception as error:  # noqa: BLE001
             failure = ModelError(f"the instance could not start: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)
@@ -595,7 +621,7 @@ class Instance:
                 self.ended.set_result(error)
 
     def _settle(self, error: TeneralError) -> None:
-        """Give everything that waits an answer."""
+        """Answer everything that waits, with this error."""
         futures = (
             self._opened,
             self._exact,
@@ -612,7 +638,7 @@ class Instance:
                     future.set_exception(error)
 
     def _workers(self) -> list[Engine | Embedder | OnnxRunner]:
-        """What computes, once it is there: an engine, an embedder, or an ONNX model's runner."""
+        """The workers that exist so far: an engine, an embedder, or an ONNX model's runner."""
         found = (_result_or_none(self.engine), _result_or_none(self.embedder), _result_or_none(self.onnx))
         return [worker for worker in found if worker is not None]
 
@@ -624,7 +650,7 @@ class Instance:
 
 
 def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
-    """What all keys and values of this model have in common, wherever they were computed; None: nobody knows."""
+    """The seed of all keys and values of this model, wherever they were computed; None: unknown."""
     from .kv.prefixes import seed_hash
 
     if manifest.digest is None:
@@ -633,9 +659,7 @@ def _prefix_seed(manifest: Manifest, model: Decoder) -> bytes | None:
 
 
 def _takes_texts(model_name: str) -> ModelError:
-    return ModelError(
-        f"{model_name} takes texts, and no tensors", hint="context.model.run is for ONNX models."
-    )
+    return ModelError(f"{model_name} takes texts, not tensors", hint="context.model.run is for ONNX models.")
 
 
 def _weights_of(load: AnyLoad) -> Weights:
@@ -643,7 +667,8 @@ def _weights_of(load: AnyLoad) -> Weights:
 
     if load.place == "host":
         return StreamedWeights(load)
-    from .backends.cuda.weights import DeviceWeights  # nobody else has a device
+    # Only models on a device need it.
+    from .backends.cuda.weights import DeviceWeights
 
     return DeviceWeights(load)
 

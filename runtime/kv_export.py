@@ -1,8 +1,9 @@
-"""`teneral kv export`: texts that prompts begin with → a snapshot, computed with the exact weights.
+"""`teneral kv export`: snapshots of the prefixes of texts, computed with the exact weights.
 
-What is stored of a text is the tokens that it makes whatever comes behind it, in full blocks: how a text ends is
-decided together with what follows, so the beginning that several continuations have in common is taken. Computing is an
-instance's: the same engine, in the same steps, as when a server computes a prompt.
+The stored prefix of a text is the full blocks of those tokens that do not depend on the following
+text: the end of a text is tokenised together with its continuation, so the common beginning of
+several continuations is taken. An instance computes it: the same engine, in the same steps, as when
+a server computes a prompt.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from .text.tokenizer import TextTokenizer
 
 MAX_FILE_BYTES = 4 << 20
-# What users begin with: letters, digits, spaces, line ends, marks, and what other scripts do.
+# Common first characters of users' texts: letters, digits, spaces, line ends, punctuation, and
+# those of other scripts.
 CONTINUATIONS = ("a", "Zebra", "1", " x", "\n", "\n\n", "\t", ".", "'s", "<", "é", "漢", "ж")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixText:
-    """A text to be exported under a name. `is_system` asks for the chat prompts that have it as system prompt."""
+    """A text to be exported under a name. `is_system` selects the chat prompts with it as system
+    prompt.
+    """
 
     name: str
     text: str
@@ -45,7 +49,7 @@ class PrefixText:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What was exported: tokens by name, and what pins it."""
+    """The result of an export: tokens by name, and the digest for a pin."""
 
     url: str
     digest: bytes
@@ -53,7 +57,7 @@ class ExportReport:
     written_bytes: int
 
     def render(self) -> str:
-        """A few lines for people."""
+        """The report as a few lines of text."""
         lines = [f"  {name}: {count:,} tokens" for name, count in self.tokens.items()]
         return "\n".join(
             [
@@ -65,12 +69,12 @@ class ExportReport:
 
 
 def read_prefix(given: str, *, is_system: bool) -> PrefixText:
-    """From NAME=FILE. Raises `UsageError` for an invalid name, file or text."""
+    """Read NAME=FILE. Raises `UsageError` for an invalid name, file or text."""
     name, mark, path = given.partition("=")
     if not mark or not path:
         raise UsageError(f"{given!r} is not NAME=FILE", key="prefix")
     if check_prefix_name(name).startswith(RECENT):
-        raise UsageError(f"names that begin with {RECENT!r} are those that servers give", key="prefix")
+        raise UsageError(f"names that begin with {RECENT!r} are reserved for servers", key="prefix")
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -97,12 +101,13 @@ def export_prefixes(
 ) -> ExportReport:
     """Load the model, compute the prefixes, and write them to `address`. Blocks.
 
-    A snapshot that is there and was made for the same keeps what it has under other names; any other is replaced only
-    with `force`. Raises `UsageError`, `SnapshotMismatchError`, `AlreadyExistsError`, and what a load or a store raises.
+    An existing snapshot of the same identity keeps its prefixes of other names; any other is
+    replaced only with `force`. Raises `UsageError`, `SnapshotMismatchError`, `AlreadyExistsError`,
+    and the errors of the load and the stores.
     """
     names = [prefix.name for prefix in prefixes]
     if not names or len(set(names)) != len(names):
-        raise UsageError("give each prefix, at least one, a name of its own", key="prefix")
+        raise UsageError("at least one prefix is needed, each with a different name", key="prefix")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported (docs/decisions/0007)
     with closing(open_store(address, config.source_options)) as store, Instance(config) as instance:
         tokenizer = instance.tokenizer.result()
@@ -112,14 +117,14 @@ def export_prefixes(
         model = instance.digest
         if model is None:
             raise UsageError(
-                f"{config.model} is plain safetensors, without a digest that a snapshot could belong to",
+                f"{config.model} is plain safetensors, which have no digest for a snapshot",
                 key="artifact",
                 hint="Pack it first: teneral pack MODEL ARTIFACT.",
             )
         from .kv.snapshots.generation import (
             plan_generation,
             write_generation,
-        )  # numpy, while weights were arriving
+        )  # imports numpy while weights were arriving
         from .kv.snapshots.service import identity_of
         from .kv.snapshots.writer import find_published
 
@@ -131,10 +136,10 @@ def export_prefixes(
         try:
             if replaced is not None and base is None:
                 raise AlreadyExistsError(
-                    f"what is at {address} is no KV snapshot that can be read",
+                    f"the object at {address} is not a readable KV snapshot",
                     source=store.url,
                     name=SNAPSHOT_NAME,
-                    hint="Give another place, or replace it with --force.",
+                    hint="Choose another address, or replace it with --force.",
                 )
             if base is not None:
                 require_same(base.identity, identity, where=address)
@@ -148,16 +153,21 @@ def export_prefixes(
 
 
 class _Computing:
-    """Prefixes that are computed when their blocks are asked for: the pool need not hold all of them at once."""
+    """Prefixes computed when their blocks are requested: the pool need not hold all of them at
+    once.
+    """
 
     def __init__(self, engine: Engine, cache_salt: str) -> None:
         self._engine = engine
         self._salt = cache_salt
-        self._tokens: dict[bytes, list[int]] = {}  # by each block, of a prefix that has it
+        # The tokens of a prefix with each block.
+        self._tokens: dict[bytes, list[int]] = {}
         self.chains: dict[str, Chain] = {}
 
     def add(self, prefix: PrefixText, tokenizer: TextTokenizer) -> int:
-        """How many of the prefix's tokens are full blocks. Raises `UsageError` where there is none."""
+        """Add a prefix. Returns the number of its tokens in full blocks. Raises `UsageError` if
+        there are none.
+        """
         pool = self._engine.prefix_pool
         tokens = prefix_tokens(prefix, tokenizer)
         chain = pool.chain(tokens, salt=self._salt)
@@ -165,7 +175,7 @@ class _Computing:
             raise UsageError(
                 f"prefix {prefix.name} has {len(tokens)} tokens, and a block has {pool.block_size}",
                 key="prefix",
-                hint="What is so short is computed as fast as it is read.",
+                hint="Such a short prefix is computed as fast as it is read.",
             )
         self.chains[prefix.name] = chain
         for each in chain:
@@ -173,7 +183,7 @@ class _Computing:
         return len(chain) * pool.block_size
 
     def read(self, hashes: Sequence[bytes]) -> NDArray[np.uint8]:
-        """As `ReadBlocks`."""
+        """Read blocks, as a `ReadBlocks`."""
         pool = self._engine.prefix_pool
         content = pool.get(hashes)
         if len(content) == len(hashes):
@@ -182,7 +192,8 @@ class _Computing:
         return pool.get(hashes)
 
     def _compute(self, tokens: Sequence[int]) -> None:
-        from .step.requests import GenerationRequest, SamplingParams  # the engine has imported it
+        # The engine has imported it.
+        from .step.requests import GenerationRequest, SamplingParams
 
         request = GenerationRequest(
             "kv-export",
@@ -195,7 +206,9 @@ class _Computing:
 
 
 def prefix_tokens(prefix: PrefixText, tokenizer: TextTokenizer) -> list[int]:
-    """The tokens that every prompt begins with that begins with this text, or has it as its system prompt."""
+    """The common beginning of the tokens of all prompts that begin with this text, or have it as
+    system prompt.
+    """
 
     def render(continuation: str) -> list[int]:
         if not prefix.is_system:
@@ -207,7 +220,7 @@ def prefix_tokens(prefix: PrefixText, tokenizer: TextTokenizer) -> list[int]:
 
 
 def common_beginning(lists: Sequence[Sequence[int]]) -> list[int]:
-    """The longest one."""
+    """The longest common beginning."""
     length = 0
     for column in zip(*lists, strict=False):
         if len(set(column)) > 1:

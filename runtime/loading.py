@@ -1,6 +1,6 @@
-"""An instance's part in its load: one in its own threads, proof that it was exact, and what is to be told of it.
+"""The load from an instance's side: one in its own threads, checks of exactness, and statistics.
 
-It does not know the instance, nor what the weights are for.
+This module does not know the instance, nor the use of the weights.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def load_here(
     timeline: Timeline,
     reserve: Reserve | None = None,
 ) -> WeightLoad | MappedLoad | DeviceLoad:
-    """A load in this process's own threads, begun. It lies in the memory of `reserve`, which returns
-    to the system where weights are used where they lie.
+    """Start a load in this process's own threads. It uses the memory of `reserve`, which is
+    returned to the system if weights are mapped.
     """
     from ..loader.artifact import (
-        open_artifact,  # these are the loader's process's business where there is one
+        # The loader's process imports these, if there is one.
+        open_artifact,
     )
 
     options, device = config.load_options, choose_device(config.device)
@@ -71,23 +72,24 @@ def load_here(
 
 
 def _map(source: Mappable, manifest: Manifest, options: LoadOptions, timeline: Timeline) -> MappedLoad | None:
-    """A load of files that are used where they lie, begun; None where the weights are not stored so, or the file system
-    cannot.
+    """Start a load of mapped files; None if the weights are not stored so, or the file system does
+    not support it.
     """
     if any(part.digest is not None for part in manifest.parts):
         return None
-    from ..loader.load.mapped_load import MappedLoad, NotInPlaceError  # artifacts do without
+    # Artifacts do not need it.
+    from ..loader.load.mapped_load import MappedLoad, NotInPlaceError
 
     try:
         load = MappedLoad(source, manifest, options=options, timeline=timeline)
     except (NotInPlaceError, UnavailableError):
-        return None  # reading them finds any other fault
+        return None  # reading finds any other error
     load.start()
     return load
 
 
 class _Prefetcher:
-    """Reads of a remote artifact that go on while its manifest is still being parsed."""
+    """Reads of a remote artifact that start while its manifest is still being parsed."""
 
     def __init__(
         self, source: Source, options: LoadOptions, timeline: Timeline, device: str, held_bytes: int
@@ -104,7 +106,8 @@ class _Prefetcher:
         if not isinstance(self._source, Remote):
             return True
         if self.found is None:
-            from ..loader.load.fetch import Prefetch  # the manifest was asked for without it
+            # The manifest was requested without it.
+            from ..loader.load.fetch import Prefetch
 
             self.found = Prefetch(
                 self._source,
@@ -117,7 +120,7 @@ class _Prefetcher:
 
 
 def wait_exact(load: AnyLoad) -> None:
-    """Block until all weights are exact, where they are to be. Raises the load's error."""
+    """Block until all weights are exact, if they will be. Raises the load's error."""
     for group in range(len(load.manifest.groups)):
         load.wait(group)
     if load.place == "device":
@@ -125,16 +128,17 @@ def wait_exact(load: AnyLoad) -> None:
 
 
 def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
-    """Raises `UsageError` when nothing is known of the original."""
+    """The digests of the original tensors. Raises `UsageError` if they are unknown."""
     from ..loader.format.tensor_digests import (
         FILE_NAME,
         parse_tensor_digests,
-    )  # who verifies this is in no hurry
+        # Verification is not urgent.
+    )
 
     data = files.read(FILE_NAME)
     if data is None:
         raise UsageError(
-            "nothing says what the exact tensors' digests are: this is no artifact, or one of an older version",
+            "the exact tensors' digests are unknown: this is not an artifact, or one of an older version",
             key="verify_exact",
             hint="Pack the model (again), or leave verify_exact out.",
         )
@@ -142,7 +146,9 @@ def tensor_digests(files: ModelFiles, manifest: Manifest) -> tuple[bytes, ...]:
 
 
 def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
-    """Raises `IntegrityError` naming a tensor that is not what was packed."""
+    """Compare all tensors with their digests. Raises `IntegrityError`, naming the first wrong
+    tensor.
+    """
     from ..loader.format.tensor_digests import wrong_tensors
 
     def content(tensor: Tensor) -> memoryview:
@@ -156,22 +162,23 @@ def verify_exact(load: AnyLoad, expected: tuple[bytes, ...]) -> None:
         raise IntegrityError(
             f"tensor {wrong[0].name!r} is in memory not what was packed; {len(wrong)} of {len(expected)} are not",
             where=wrong[0].name,
-            hint="Each part was right when it arrived, so this is a defect of Teneral or of the machine's memory.",
+            hint="Each part was correct when it arrived, so this is a defect of Teneral or of the machine's memory.",
         )
 
 
 def untaken_bytes(load: AnyLoad) -> int:
-    """The weights' memory, but for what a standby process had taken from the system before the load."""
+    """The weights' memory, except for a standby process's reserve from before the load."""
     return load.manifest.weight_bytes - load.reserved_bytes
 
 
 def placement_statistics(load: AnyLoad) -> DeviceStatistics | None:
-    """Another device's work and contents; None where there is none, or while it is being opened."""
+    """The statistics of another device's work; None without one, or while it is being opened."""
     return load.device_statistics() if load.place == "device" else None
 
 
 def warn_of_cache(load: AnyLoad) -> None:
-    import logging  # only where there is a cache
+    # Only needed with a cache.
+    import logging
 
     statistics = load.statistics()
     if statistics is not None and statistics.cache is not None:

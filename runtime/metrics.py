@@ -1,8 +1,9 @@
-"""What an instance counts, in Prometheus' terms.
+"""The metrics of an instance, for Prometheus.
 
-Counting is plain arithmetic under a lock. `prometheus_client` is needed only to write the text, so it is
-imported at the first scrape and not on the way to the first token. Gauges are not kept at all: they are read
-from the instance's statistics at each scrape. It does not know where requests come from.
+Counting is plain arithmetic under a lock. `prometheus_client` is needed only to write the text, so
+it is imported at the first scrape and not on the way to the first token. Gauges are not stored:
+they are read from the instance's statistics at each scrape. This module does not know the source of
+requests.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Histogram:
 
     def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)  # one for what is above them all
+        self._counts = [0] * (len(bounds) + 1)  # the last one is for values above all bounds
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -58,7 +59,9 @@ class Histogram:
         return self._sum
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last with the bound '+Inf': the form that is exposed."""
+        """(upper bound, observations up to it), the last with the bound '+Inf': the exposition
+        form.
+        """
         total, rows = 0, []
         for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
             total += count
@@ -67,7 +70,7 @@ class Histogram:
 
 
 class Metrics:
-    """Everything that is counted, from any thread. `render` gives the exposition text."""
+    """All counters, updated from any thread. `render` gives the exposition text."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,21 +89,25 @@ class Metrics:
         self._generated_tokens = 0
 
     def request_ended(self, route: str, status: int, seconds: float) -> None:
-        """`route` is a pattern, never what a client wrote: each value is a time series."""
+        """Count a request. `route` is a pattern, never a client's text: each value is a time
+        series.
+        """
         key = (route, str(status))
         with self._lock:
             self._requests[key] = self._requests.get(key, 0) + 1
             self._request_seconds.setdefault(route, Histogram()).observe(seconds)
 
     def start_ended(self, kind: str, outcome: str, seconds: float) -> None:
-        """`kind` is cold, standby or reload; `outcome` ok, when requests can be answered, or failed."""
+        """Count a start. `kind` is cold, standby or reload; `outcome` ok, when requests can be
+        answered, or failed.
+        """
         with self._lock:
             self._starts[kind, outcome] = self._starts.get((kind, outcome), 0) + 1
             if outcome == "ok":
                 self._start_seconds.setdefault(kind, Histogram()).observe(seconds)
 
     def cold_request(self) -> None:
-        """A request that arrived while nothing could be answered yet."""
+        """Count a request that arrived before any could be answered."""
         with self._lock:
             self._cold_requests += 1
 
@@ -114,7 +121,9 @@ class Metrics:
             self._first_token_seconds.observe(seconds)
 
     def tokens_generated(self, num_tokens: int, seconds: float | None) -> None:
-        """Tokens of one step of one sequence, `seconds` after those before; None for the first ones."""
+        """Count tokens of one step of one sequence, `seconds` after the previous ones; None for the
+        first ones.
+        """
         with self._lock:
             self._generated_tokens += num_tokens
             if seconds is not None:
@@ -133,10 +142,10 @@ class Metrics:
             self._sequence_generated_tokens.observe(generated_tokens)
 
     def render(self, statistics: Mapping[str, Any]) -> bytes:
-        """The text, with every number in `statistics` named by its path. The first call imports
-        the client.
+        """The exposition text, with every number in `statistics` named by its path. The first call
+        imports the client.
         """
-        # 60 ms that a cold start would pay for; the first scrape can.
+        # 60 ms that a cold start cannot afford; the first scrape can.
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
         from prometheus_client.registry import Collector
 
@@ -248,7 +257,7 @@ def _build_info() -> Metric:
 
 def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
     """Each number is a gauge named by its path; one whose name ends in `_total` is a counter, and so is each
-    below such a name, told apart by the label `kind`.
+    below such a name, help_text apart by the label `kind`.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -259,25 +268,26 @@ def _from_statistics(statistics: Mapping[str, Any]) -> Iterator[Metric]:
     counters: dict[str, CounterMetricFamily] = {}
     for path, value in numbers_in(statistics):
         if path in _DRAFT_COUNTERS:
-            name, told, labels = _DRAFT_COUNTERS[path]
-            family = counters.setdefault(name, CounterMetricFamily(name, told, labels=tuple(labels)))
+            name, help_text, labels = _DRAFT_COUNTERS[path]
+            family = counters.setdefault(name, CounterMetricFamily(name, help_text, labels=tuple(labels)))
             family.add_metric(tuple(labels.values()), value)
             continue
         depth = next((depth for depth, name in enumerate(path, 1) if name.endswith("_total")), None)
         name = re.sub(r"\W", "_", "_".join(("teneral", *path[:depth])))
-        told = f"Statistics of the instance: {'.'.join(path[:depth])}."
+        help_text = f"Statistics of the instance: {'.'.join(path[:depth])}."
         if depth is None:
-            yield GaugeMetricFamily(name, told, value)
+            yield GaugeMetricFamily(name, help_text, value)
             continue
         kinds = (".".join(path[depth:]),) if path[depth:] else ()
         if name not in counters:
-            counters[name] = CounterMetricFamily(name, told, labels=("kind",) * len(kinds))
+            counters[name] = CounterMetricFamily(name, help_text, labels=("kind",) * len(kinds))
         counters[name].add_metric(kinds, value)
     yield from counters.values()
 
 
-_PROPOSALS = ("teneral_proposals", "Tokens that the draft proposed, by what the exact weights said of them.")
-# Path in the statistics → name, help, labels. These are for people's dashboards: outcomes side by side, under one name.
+_PROPOSALS = ("teneral_proposals", "Tokens that the draft proposed, by the verdict of the exact weights.")
+# Path in the statistics → name, help, labels. These are for people's dashboards: outcomes next to
+# each other, under one name.
 _DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
     ("engine", "drafted_tokens_total"): (
         "teneral_drafted_tokens",
@@ -290,8 +300,8 @@ _DRAFT_COUNTERS: dict[tuple[str, ...], tuple[str, str, dict[str, str]]] = {
 
 
 def numbers_in(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], float]]:
-    """Every number in nested mappings, dataclasses and named tuples, with the names that lead to it. Texts, lists and
-    None are left out.
+    """Every number in nested mappings, dataclasses and named tuples, with its path. Texts, lists
+    and None are left out.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

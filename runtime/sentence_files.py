@@ -1,6 +1,6 @@
-"""The files of sentence-transformers: how an encoder's token states become an embedding.
+"""The files of sentence-transformers, which define an encoder's pooling and dense layers.
 
-It knows the files, and not what their fields mean.
+This module knows the files, but not the meaning of their fields.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FILES = {
 
 
 def sentence_files(files: ModelFiles) -> dict[str, Any]:
-    """The arguments of `build_model` that describe pooling and what comes after it; None for files that are not there.
+    """The arguments of `build_model` for pooling and the layers after it; None for missing files.
 
-    Reads the weights of Dense modules, which are a few megabytes at most. Raises as `ModelFiles.json`, and
-    `ModelError` for a modules.json that is not supported.
+    Reads the weights of Dense modules, a few megabytes at most. Raises the errors of
+    `ModelFiles.json`, and `ModelError` for a modules.json that is not supported.
     """
     found: dict[str, Any] = {key: files.json(name) for key, name in _FILES.items()}
     folders = dense_folders(found["modules"])
@@ -45,16 +45,16 @@ def sentence_files(files: ModelFiles) -> dict[str, Any]:
 
 
 def _weights_of(data: bytes, name: str) -> DictWeights:
-    """The tensors of a safetensors file, copied to where matrices have to begin. Raises `CheckpointError` where it is
-    damaged.
+    """The tensors of a safetensors file, copied to aligned memory. Raises `CheckpointError` if it
+    is damaged.
     """
     if len(data) < PREFIX_BYTES:
-        raise CheckpointError(f"{name} has {len(data)} bytes, and no header", where=name)
+        raise CheckpointError(f"{name} has {len(data)} bytes and no header", where=name)
     end = PREFIX_BYTES + header_size(data[:PREFIX_BYTES], len(data), where=name)
     tensors: dict[str, Tensor] = {}
     for entry in parse_header(data[PREFIX_BYTES:end], len(data), where=name).entries.values():
         if entry.dtype not in DType.__members__:
-            raise ModelError(f"tensor {entry.name} of {name} is {entry.dtype}, which is not computed with")
+            raise ModelError(f"tensor {entry.name} of {name} is {entry.dtype}, which is not supported")
         dtype = DType(entry.dtype)
         array = aligned_empty(entry.shape, dtype.numpy)
         array[...] = np.frombuffer(data[entry.begin : entry.end], dtype.numpy).reshape(entry.shape)

@@ -1,4 +1,5 @@
-"""The first thing that an instance does: send for its weights and its tokenizer, before anything else is even imported.
+"""The first step of an instance: requesting its weights and its tokenizer, before anything else is
+imported.
 
 Imports little, and nothing that starts a thread.
 """
@@ -27,19 +28,20 @@ if TYPE_CHECKING:
 
 
 class LaunchedHelpers(NamedTuple):
-    """Processes at work, launched and not yet adopted."""
+    """Helper processes launched but not yet adopted."""
 
     load: Launched | None  # None: the instance loads in its own threads
     tokenizer: LaunchedTokenizer
-    kernel_dir: str | None = None  # as the configuration has it
-    chat_worker: ChatWorker | None = None  # one that waits
+    kernel_dir: str | None = None  # from the configuration
+    chat_worker: ChatWorker | None = None  # an idle one
     reserve: Reserve | None = None  # memory for a load in the instance's own threads
 
     def adopt(self, timeline: Timeline) -> Helpers:
-        """Heed them, here. `timeline` has the origin that they were given. No process can be forked afterwards where
-        another device than the CPU is used.
+        """Adopt the processes. `timeline` must have their origin. No process can be forked
+        afterwards if another device than the CPU is used.
         """
-        from .text.remote import TokenizerProcess  # while they are at work
+        # Imported while they are running.
+        from .text.remote import TokenizerProcess
 
         tokenizer = TokenizerProcess(self.tokenizer, timeline=timeline, chat_worker=self.chat_worker)
         return Helpers(self._follow(timeline), tokenizer, self.reserve)
@@ -58,14 +60,14 @@ class LaunchedHelpers(NamedTuple):
 
 
 class Helpers(NamedTuple):
-    """The processes beside an instance's own: each does what must not wait for this one's GIL."""
+    """An instance's helper processes: each does work that must not wait for this one's GIL."""
 
     load: ProcessLoad | DeviceLoad | None  # None: the instance loads in its own threads
     tokenizer: TokenizerProcess
-    reserve: Reserve | None = None  # memory for a load in those
+    reserve: Reserve | None = None  # memory for a load in those threads
 
     def close(self) -> None:
-        """End them. The weights that have arrived stay. Idempotent."""
+        """End the processes. Arrived weights stay. Idempotent."""
         if self.load is not None:
             self.load.close()
         self.tokenizer.close()
@@ -88,14 +90,14 @@ def launch_helpers(
     context: ProcessContext | None = None,
     fork: bool = False,
 ) -> LaunchedHelpers | None:
-    """An instance's helper processes, at work; None with `loader = thread`, which has none.
+    """Launch an instance's helper processes; None with `loader = thread`, which has none.
 
-    Takes over what is prepared, and has it take the `context`, if they are not its own. `fork` is for a process
-    that has just begun, as `HelperProcess` has it. Returns at once. Raises `UsageError` for an invalid address, or a
-    device that cannot be used, and `OSError` when the system refuses another process.
+    Adopts prepared processes, and passes the `context` to them if they have none. `fork` is for a
+    process that has just begun, as in `HelperProcess`. Returns at once. Raises `UsageError` for an
+    invalid address or an unusable device, and `OSError` if the system refuses another process.
     """
     if reserve is not None:
-        reserve.stop()  # from now on only the load takes pages
+        reserve.stop()  # from now on only the load allocates pages
     if config.loader == "thread":
         if reserve is not None:
             reserve.release()
@@ -117,7 +119,8 @@ def launch_helpers(
             reserve = None
         files = prepared.files
         load = launch(Task(address, digest, source, options, began_at, device, context), prepared)
-    from .text.launch import PreparedTokenizer, TokenizerTask  # the weights are sent for without it
+    # The weights are requested without it.
+    from .text.launch import PreparedTokenizer, TokenizerTask
 
     tokenizer = tokenizer or PreparedTokenizer(files=files, fork=fork)
     launched = tokenizer.launch(TokenizerTask(address, source, options, began_at, context))
@@ -125,24 +128,27 @@ def launch_helpers(
 
 
 def _loads_in_process(config: ServeConfig, device: str) -> bool:
-    """Whether weights are better read in another process: where the import of torch would hold up threads."""
+    """Whether another process should read the weights, because the import of torch would block
+    threads.
+    """
     if config.loader == "process":
         return is_possible()
     return is_possible() and (device != CPU or config.backend == "torch")
 
 
 def opener(device: str, kernel_dir: str | None, timeline: Timeline) -> Callable[[], Device]:
-    """A function that opens a CUDA device in the thread that calls it. Compiled kernels are taken from the folder, and
-    then from the place where the last server that had none left them.
+    """A function that opens a CUDA device in its calling thread. Compiled kernels are read from the
+    folder, and then from the user's cache of compiled kernels.
     """
 
     def open_device() -> Device:
-        from pathlib import Path  # a device's business
+        # Only devices need it.
+        from pathlib import Path
 
         from ..loader.device.cuda import CudaDevice
 
         folders = [Path(kernel_dir)] if kernel_dir else []
-        with suppress(RuntimeError):  # a user without a home: then they are compiled each time
+        with suppress(RuntimeError):  # a user without a home: kernels are then compiled each time
             folders.append(Path.home() / ".cache" / "teneral" / "kernels")
         return CudaDevice(index_of(device), timeline=timeline, cubin_folders=folders)
 

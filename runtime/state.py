@@ -1,4 +1,4 @@
-"""The states of an instance's life, as every face of it names them."""
+"""The states of an instance, as named by every API."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import enum
 
 
 class State(enum.StrEnum):
-    """In the order in which an instance goes through them; any of them can end in DRAINING or FAILED. UNLOADED is no
-    instance's, but that of a server which has none at the moment.
+    """The states in the order of an instance's life; any of them can end in DRAINING or FAILED.
+    UNLOADED is the state of a server without an instance.
     """
 
-    LOADING = "loading"  # nothing can be answered yet; requests are taken in and wait
-    PARTIAL = "partial"  # the first layers are there: a request runs as far as its weights have arrived
+    # Nothing can be answered yet; requests are accepted and wait.
+    LOADING = "loading"
+    # The first layers have arrived: a request runs as far as its weights have arrived.
+    PARTIAL = "partial"
     READY = "ready"  # every weight is exact
-    DRAINING = "draining"  # finishes what it has begun and takes nothing new
-    FAILED = "failed"  # the load failed; `Instance.failure` says why
-    UNLOADED = "unloaded"  # somebody asked for its memory back; the server lives on, and can load it again
+    # Finishes running work and accepts no new work.
+    DRAINING = "draining"
+    # The load failed; `Instance.failure` has the reason.
+    FAILED = "failed"
+    # Its memory was freed on request; the server runs, and can load it again.
+    UNLOADED = "unloaded"
 
     @property
     def can_answer(self) -> bool:
-        """Whether a request that is sent now is worked on at once."""
+        """Whether a request sent now is processed at once."""
         return self in (State.PARTIAL, State.READY)

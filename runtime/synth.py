@@ -1,9 +1,9 @@
-"""Models of real architectures' shapes with random weights: for load tests and benchmarks, where only the
-bytes matter.
+"""Models of real architectures' shapes with random weights: for load tests and benchmarks, where
+only the bytes matter.
 
-The weights are distributed as trained ones are, so that they compress alike: normal, with a scale of its
-own for every output channel, and a few input channels that stand out. What such a model says is noise. The
-same name and seed give the same bytes.
+The weights are distributed like trained ones, so that they compress alike: normal, with a separate
+scale for every output channel, and a few outlier input channels. The output of such a model is
+noise. The same name and seed give the same bytes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _decoder(model_type: str, architecture: str, **values: Any) -> dict[str, Any
     return common | values
 
 
-# Shapes as their makers published them.
+# Shapes as published by their makers.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _decoder(
         "qwen2", "Qwen2ForCausalLM", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
@@ -110,14 +110,15 @@ def synthesize(
     residual_scale: float = 1.0,
     progress: Callable[[TransferProgress], None] | None = None,
 ) -> SynthResult:
-    """Write a model directory, whole or not at all. `progress` is told how far it is after every block.
+    """Write a model directory, as a whole or not at all. `progress` is called after every block.
 
-    `residual_scale` is applied to what each layer adds to its input. With random weights of scale 1 the next token is
-    next to a matter of chance, and a draft of the model seldom agrees with it; the smaller the scale, the more the
-    embeddings decide, and the more often both agree, as trained models do.
+    `residual_scale` is applied to each layer's contribution to its input. With random weights of
+    scale 1 the next token is almost random, and a draft of the model seldom agrees with it; the
+    smaller the scale, the more the embeddings decide, and the more often both agree, as trained
+    models do.
 
-    Raises `UsageError` for an unknown shape, a number of layers or a scale out of range, or a directory that is there
-    already. Peak memory: about 64 MiB.
+    Raises `UsageError` for an unknown shape, a number of layers or a scale out of range, or an
+    existing directory. Peak memory: about 64 MiB.
     """
     if like not in SHAPES:
         raise UsageError(f"there is no shape {like!r}", key="like", hint=f"Known are {', '.join(SHAPES)}.")
@@ -134,9 +135,7 @@ def synthesize(
         config["num_hidden_layers"] = num_layers
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(
-            f"{target} is there already", key="directory", hint="Name a directory that is new or empty."
-        )
+        raise UsageError(f"{target} exists already", key="directory", hint="Choose a new or empty directory.")
     unfinished = target.with_name(target.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -265,8 +264,8 @@ def _shards(specs: list[TensorSpec]) -> list[list[TensorSpec]]:
 
 
 def _content(spec: TensorSpec, random: np.random.Generator, scale: float) -> Iterator[memoryview]:
-    """A tensor's bytes in blocks of whole rows. 1-D weights are near 1, biases near 0, as in trained
-    models.
+    """A tensor's bytes in blocks of whole rows. 1-D weights are near 1, biases near 0, as in
+    trained models.
     """
     if len(spec.shape) == 1:
         centre = 1.0 if spec.name.endswith("weight") else 0.0

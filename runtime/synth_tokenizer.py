@@ -1,9 +1,9 @@
-"""A byte-level BPE tokenizer of any vocabulary size, made without text, for models whose weights are
-random.
+"""A byte-level BPE tokenizer of any vocabulary size, made without text, for models with random
+weights.
 
-Its merges join any two, then any three, common characters, so every text becomes tokens of up to three
-characters and decodes to itself; its file is as large, and loads as slowly, as a real tokenizer with so
-many words.
+Its merges join any two, then any three, common characters, so every text becomes tokens of up to
+three characters and decodes to itself; its file is as large, and loads as slowly, as a real
+tokenizer of the same size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-SPACE = "Ġ"  # how byte-level tokenizers spell a space
+SPACE = "Ġ"  # a space in byte-level tokenizers
 COMMON = SPACE + string.ascii_letters + string.digits
 END = "<|end|>"
 START_TURN = "<|turn|>"
@@ -31,8 +31,8 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_files(vocab_size: int, *, encoder: bool) -> dict[str, Any]:
-    """`tokenizer.json` and `tokenizer_config.json` as JSON values, and under "special_ids" what config.json
-    says of them.
+    """`tokenizer.json` and `tokenizer_config.json` as JSON values, and under "special_ids" the ids
+    for config.json.
     """
     specials = ["[PAD]", "[CLS]", "[SEP]"] if encoder else [END, START_TURN]
     words = list(specials) if encoder else []

@@ -1,4 +1,4 @@
-"""Arrays with their element types: the form in which weights go from the loader to whatever computes with them."""
+"""Arrays with their element types: the form of weights between the loader and the backends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """An array and what its elements are; BF16 is held as uint16. C-contiguous.
+    """An array and its element type; BF16 is held as uint16. C-contiguous.
 
-    On the host `array` is numpy's. On a device it is what that device's backend computes with (`cuda/weights.py`).
+    On the host `array` is a numpy array. On a device it is an array of that device's backend
+    (`backends/cuda/weights.py`).
     """
 
     dtype: DType
@@ -36,17 +37,17 @@ class Tensor:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.size_bytes
 
     def on_host(self) -> npt.NDArray[Any]:
-        """The content in numpy; no copy where it is there. Blocks."""
+        """The content as a numpy array; no copy if it is on the host. Blocks."""
         array: npt.NDArray[Any] = self.array
         return array
 
     def is_at(self, other: Tensor) -> bool:
-        """Whether both begin at the same place in memory."""
+        """Whether both begin at the same address."""
         return _address(self.array) == _address(other.array)
 
     def stacked_with(self, others: Sequence[Tensor]) -> Tensor | None:
-        """This one and the others along their first dimension, as a view; None unless they lie back to back, in this
-        order, in one memory.
+        """This tensor and the others along their first dimension, as a view; None unless they are
+        adjacent, in this order, in one allocation.
         """
         arrays = [self.array, *(other.array for other in others)]
         base, end = _owner(self.array), _address(self.array)
@@ -67,8 +68,9 @@ class Tensor:
 def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """A page-aligned array whose memory the system supplies in small pages, as it is written.
 
-    Large arrays of numpy's own ask for huge pages. A KV pool is written a few kilobytes at a time in every head of
-    every layer: the first prompt would have 200 MB cleared for the 1 MB of a 0.5B model's keys and values.
+    Large numpy arrays request huge pages. A KV pool is written a few kilobytes at a time in every
+    head of every layer: the first prompt would have 200 MB cleared for the 1 MB of a 0.5B model's
+    keys and values.
     """
     size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if size_bytes == 0:
@@ -80,7 +82,7 @@ def reserved(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialised array that begins at a multiple of 64 bytes, as matrices have to."""
+    """An uninitialised array aligned to 64 bytes, as required for matrices."""
     size_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     room = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
     begin = -_address(room) % ALIGNMENT_BYTES

@@ -1,7 +1,7 @@
 """A model's weights as arrays whose storage exists at once and whose content arrives later.
 
-`Weights` is what model code sees. `StreamedWeights` is fed by the loader; `DictWeights` holds finished
-tensors (tests, and models made in memory). Neither knows what the tensors are for.
+`Weights` is the interface for model code. `StreamedWeights` is filled by the loader; `DictWeights`
+holds finished tensors (tests, and models made in memory). Neither knows the use of the tensors.
 """
 
 from __future__ import annotations
@@ -33,20 +33,26 @@ Rows = npt.NDArray[np.int64]
 
 
 class Gate(Protocol):
-    """What some weights hold. Costs next to nothing once they are exact, as they stay then."""
+    """A gate for the content of some weights. Costs next to nothing once they are exact, since they
+    then stay unchanged.
+    """
 
     def __call__(self) -> None:
-        """Blocks until they are exact. Raises the load's error."""
+        """Block until they are exact. Raises the load's error."""
 
     def opens(self, timeout_s: float, tier: Tier = Tier.REFINE) -> bool:
-        """Whether they hold `tier`, at least, now or within this time. Raises the load's error."""
+        """Whether they have at least `tier` now, or within this time. Raises the load's error."""
 
     def reading(self, tier: Tier) -> AbstractContextManager[None]:
-        """Blocks until they hold `tier`, at least. While inside, nothing about them changes. One thread at a time."""
+        """Block until they have at least `tier`. They do not change inside the context. One thread
+        at a time.
+        """
 
 
 class RowGate(Protocol):
-    """The same, for those rows of a matrix that it is called with (integers, any shape), which come sooner for that."""
+    """A gate for the rows of a matrix in its arguments (integers, any shape), which it also
+    prioritises.
+    """
 
     def __call__(self, rows: Rows) -> None: ...
 
@@ -55,30 +61,32 @@ class RowGate(Protocol):
     def reading(self, rows: Rows, tier: Tier) -> AbstractContextManager[None]: ...
 
     def want(self, rows: Rows, tier: Tier) -> None:
-        """Have these rows sent for, in all tiers up to this one, and return at once."""
+        """Request these rows, in all tiers up to this one, and return at once."""
 
 
 class Weights(Protocol):
-    """Names are those of the checkpoint. A tensor's storage never moves, so views of it may be kept."""
+    """The weights by their names in the checkpoint. A tensor's storage never moves, so views of it
+    may be kept.
+    """
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, filled or not. Raises `ModelError` naming the tensor when there is none."""
+        """The tensor, filled or not. Raises `ModelError`, naming a missing tensor."""
 
     def __contains__(self, name: object) -> bool: ...
 
     def names(self) -> Iterator[str]: ...
 
     def gate(self, names: Iterable[str]) -> Gate:
-        """A gate that opens when all these tensors hold their exact values. Unknown names are ignored."""
+        """A gate that opens once all these tensors are exact. Unknown names are ignored."""
 
     def row_gate(self, table: str, names: Iterable[str]) -> RowGate:
-        """A gate that opens when the rows of `table` that it is called with, and all the other tensors, hold their
-        exact values: these come before all else then. Unknown names are ignored.
+        """A gate that opens once the rows of `table` in its arguments, and all the other tensors,
+        are exact: these are then loaded first. Unknown names are ignored.
         """
 
 
 class DictWeights:
-    """Weights that are all there."""
+    """Weights that are complete."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -103,7 +111,9 @@ class DictWeights:
 
 
 class StreamedWeights:
-    """Weights that a load is filling. The arrays are views of the load's slabs, which they keep alive."""
+    """Weights that a load is filling. The arrays are views of the load's slabs, which they keep
+    alive.
+    """
 
     def __init__(self, load: AnyLoad) -> None:
         self._load = load
@@ -117,7 +127,7 @@ class StreamedWeights:
                 raise missing_tensor(name, self._load.manifest.by_name)
             if entry.dtype not in DType.__members__:
                 raise ModelError(
-                    f"tensor {name} has dtype {entry.dtype}, which this version cannot compute with"
+                    f"tensor {name} has dtype {entry.dtype}, which this version does not support"
                 )
             begin = entry.offset_bytes
             self._tensors[name] = self._view(
@@ -129,7 +139,8 @@ class StreamedWeights:
         """The bytes [begin, end) of the group's memory."""
         if begin == end:
             return Tensor(dtype, np.empty(shape, dtype.numpy))
-        if group not in self._slabs:  # one array, so that adjacent tensors can be stacked as one view
+        # One array, so that adjacent tensors can be stacked as one view.
+        if group not in self._slabs:
             assert self._load.place == "host"
             self._slabs[group] = self._load.slab(group)
         return Tensor(dtype, self._slabs[group][begin:end].view(dtype.numpy).reshape(shape))
@@ -149,7 +160,7 @@ class StreamedWeights:
 
 
 class _Open:
-    """The gate of weights that are there."""
+    """The gate of complete weights."""
 
     def __call__(self) -> None:
         pass
@@ -162,7 +173,7 @@ class _Open:
 
 
 class _WholeTable:
-    """The gate of rows that come with all others."""
+    """The gate of rows that arrive with all others."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
@@ -213,7 +224,7 @@ class _GroupGate:
 
 
 class _TableGate:
-    """The gate of some rows of a table and of everything else that was named, all in whole parts."""
+    """The gate of some rows of a table and of the other named tensors, all in whole parts."""
 
     def __init__(self, load: AnyLoad, table: str, names: Iterable[str]) -> None:
         self._load = load
@@ -225,7 +236,7 @@ class _TableGate:
         )
         self._table = RowParts(manifest, table) if table in present else None
         self._tiers = [part.tier for part in manifest.parts]
-        # A tier that the artifact lacks is held by what holds the first one that it has.
+        # A tier that the artifact lacks counts as present with the first one that it has.
         self._lowest = min(self._tiers, default=Tier.REFINE)
 
     def __call__(self, rows: Rows) -> None:
@@ -264,9 +275,10 @@ class _TableGate:
 
 @contextmanager
 def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
-    """While inside, none of the groups is refined; on another device, nothing that is launched inside sees it refined.
+    """A context in which none of the groups is refined; on another device, no work launched inside
+    sees it refined.
 
-    Ascending, so that two who do this cannot wait for each other.
+    Locks in ascending order, so that two callers cannot deadlock.
     """
     with ExitStack() as stack:
         for group in groups:
@@ -280,29 +292,30 @@ def _unchanged(load: AnyLoad, groups: Iterable[int]) -> Iterator[None]:
 
 
 def _order_after(load: AnyLoad, groups: Iterable[int]) -> None:
-    """What this thread launches from now on sees what has been placed in the groups. On the host it is simply there."""
+    """Order this thread's later launches after the placement of the groups. No effect on the host."""
     if load.place == "device":
         load.order_after(groups, _stream_of(load))
 
 
 def _stream_of(load: DeviceLoad) -> int:
-    """The stream that this thread launches on; 0, the default one, where the device is not one of torch's."""
+    """The stream that this thread launches on; 0, the default one, for devices unknown to torch."""
     name = load.device_name
     if not name.startswith("cuda"):
         return 0
-    import torch  # whoever computes there has it
+    # Imported by any code that computes there.
+    import torch
 
     return int(torch.cuda.current_stream(torch.device(name)).cuda_stream)
 
 
 def missing_tensor(name: str, present: Iterable[str]) -> ModelError:
-    """The error for a tensor that is not there, with the names that look most like it."""
-    import difflib  # only on the way to an error
+    """The error for a missing tensor, with the most similar names."""
+    import difflib  # only for an error message
 
     near = difflib.get_close_matches(name, list(present), n=2)
     return ModelError(
         f"the model has no tensor {name!r}",
         hint=f"Nearest names: {', '.join(near)}."
         if near
-        else "Is this the right artifact for its config.json?",
+        else "Check that this artifact matches its config.json.",
     )

@@ -1,4 +1,4 @@
-"""Batch jobs: a file of requests becomes a file of answers, each of which is there exactly once."""
+"""Batch jobs: a file of requests becomes a file of answers, each written exactly once."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __all__ = ["handler"]
 
 
 def __getattr__(name: str) -> Any:
-    # `teneral batch` needs nothing of what answers events, and it imports a server.
+    # `teneral batch` does not need the event handler, which imports a server.
     if name != "handler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .events.handler import handler

@@ -1,8 +1,8 @@
-"""From a request to its record, through the instance that serves the model.
+"""The answers to requests, from the instance that serves the model.
 
-What is of OpenAI's form goes through the HTTP face's own routes, inside this process, so that it is answered as a
-server would; plain requests go to the model as a handler's do. A line's own fault
-becomes an error record; what is the instance's raises. It does not know parts.
+Requests in OpenAI's form go through the HTTP API's own routes, inside this process, so that they
+are answered as by a server; plain requests go to the model as a handler's do. An error of a line
+becomes an error record; an error of the instance is raised. This module does not know parts.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
     from ...runtime.instance import Instance
 
-REQUEST_TIMEOUT_S = 86_400.0  # a job has a deadline as a whole, or none
+# The job as a whole may have a deadline.
+REQUEST_TIMEOUT_S = 86_400.0
 
 
 class Answers:
-    """Lives on one event loop."""
+    """The answers of one job. Lives on one event loop."""
 
     def __init__(self, host: Instance, session: aiohttp.ClientSession, index: JobIndex) -> None:
         self._host = host
@@ -48,7 +49,7 @@ class Answers:
         self._patience = Patience(host, self._probe)
 
     async def one(self, line: Line) -> Record:
-        """The record of any line. Raises what is the instance's own trouble, `DrainingError` among it."""
+        """The record of any line. Raises the instance's own errors, `DrainingError` among them."""
         match line.request:
             case Problem() as problem:
                 return self._failed(line, problem)
@@ -60,7 +61,7 @@ class Answers:
                 return await self._plain(line, lambda: self._embed(line, text))
 
     async def embed(self, lines: Sequence[Line]) -> list[Record]:
-        """The records of lines that are all to be embedded: in one call, or where that fails, one by one."""
+        """The records of lines to embed: in one call, or after an error, one by one."""
         texts = [line.request.text for line in lines if isinstance(line.request, Embed)]
         try:
             vectors = await self._context(lines[0]).model.aembed(texts)
@@ -100,12 +101,12 @@ class Answers:
                 async with self._session.post(call.url, data=body, headers=headers) as response:
                     status, answer = response.status, await response.read()
             except aiohttp.ClientError as error:
-                raise ModelError(f"the instance does not answer: {error}") from error
+                raise ModelError(f"the instance did not answer: {error}") from error
             if status == 429:
-                raise CapacityError("the instance has too much to do")
+                raise CapacityError("the instance is overloaded")
             if status >= 500:
-                said = answer.decode(errors="replace")[:300]
-                raise ModelError(f"the instance answers {status} to line {line.number}: {said}")
+                text = answer.decode(errors="replace")[:300]
+                raise ModelError(f"the instance answered {status} to line {line.number}: {text}")
 
         try:
             await self._patience.until_answered(post)
@@ -115,7 +116,7 @@ class Answers:
         return records.answered_call(line, record_id, status, answer)
 
     def _with_defaults(self, line: Line, call: Call) -> dict[str, object]:
-        """The body with a seed and the priority of batch work, where it does not say another."""
+        """The body with a default seed and the priority of batch work."""
         if call.url == "/v1/embeddings":
             return call.body
         body = dict(call.body)
@@ -129,7 +130,7 @@ class Answers:
         return body
 
     async def _probe(self) -> None:
-        """Something that the model can answer."""
+        """A request that the model can always answer."""
         model = Context(self._host, request_id="batch-probe").model
         engine = self._host.engine
         if engine.done() and engine.exception() is not None:
@@ -157,8 +158,8 @@ def _problem_of(error: TeneralError) -> Problem:
 
 @asynccontextmanager
 async def answering(host: Instance, index: JobIndex, *, window: int) -> AsyncIterator[Answers]:
-    """While in here the instance answers, which may still be loading."""
-    # A web server, which a job of plain lines does not need before it has begun
+    """Answer requests inside this context. The instance may still be loading."""
+    # A web server, which a job of plain lines does not need.
     from ..http.application import make_application
     from ..http.limits import Limits
     from ..http.server import serving_inside

@@ -1,6 +1,6 @@
-"""Which worker of how many this process is, where a platform starts several of one job: AWS Batch's array jobs.
+"""This worker's share in an array job, where a platform starts several workers: AWS Batch.
 
-Pure: it is given the environment, whose variables AWS Batch sets in each child of an array job.
+Pure: reads the environment variables that AWS Batch sets in each child of an array job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIZE_VARIABLE = "AWS_BATCH_JOB_ARRAY_SIZE"
 
 
 def share_of(environment: Mapping[str, str]) -> Share | None:
-    """None where this is no array job's child. Raises `UsageError` for invalid variables."""
+    """The share; None outside an array job. Raises `UsageError` for invalid variables."""
     index, size = environment.get(INDEX_VARIABLE, ""), environment.get(SIZE_VARIABLE, "")
     if not index:
         return None
@@ -25,5 +25,5 @@ def share_of(environment: Mapping[str, str]) -> Share | None:
         raise UsageError(
             f"{INDEX_VARIABLE} is {index[:20]!r} and {SIZE_VARIABLE} is {size[:20]!r}",
             key=INDEX_VARIABLE,
-            hint="Say with --worker which one of how many this is, or --worker 0/1 for all parts.",
+            hint="Set --worker I/N for this worker's share, or --worker 0/1 for all parts.",
         ) from error

@@ -1,6 +1,6 @@
-"""`teneral batch`: one job, here and now, with a model of its own.
+"""`teneral batch`: one job, with a model of its own.
 
-SIGTERM ends it within the drain time; what is finished stays, and the next run goes on from there.
+SIGTERM ends it within the drain time; finished parts stay, and the next run continues from there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ EXIT_TERMINATED = 143
 def run_batch(
     spec: JobSpec, config: ServeConfig, *, deadline_s: float | None = None, quiet: bool = False
 ) -> JobReport:
-    """Blocks until the job is complete, or its time is up, or SIGTERM comes. Raises what `arun_job` does.
+    """Run a job. Blocks until it is complete, its time is over, or SIGTERM. Raises the errors of
+    `arun_job`.
 
-    Changes the process: logging, and while it works, what SIGTERM does.
+    Changes the process: logging, and while it runs, the handler of SIGTERM.
     """
     if deadline_s is not None and not (0 < deadline_s < math.inf):
         raise UsageError("--deadline-s must be a number of seconds above 0", key="deadline_s")
@@ -40,25 +41,26 @@ def run_batch(
     )
     logging.getLogger("teneral.http.access").setLevel(
         logging.WARNING
-    )  # or each line of the input would be one
-    report = finish_computed(spec, config)  # a job that was asked for twice needs no model
+        # Otherwise each line of the input would be logged.
+    )
+    report = finish_computed(spec, config)  # a job that is complete already needs no model
     if report is not None:
         return report
     with Instance(config) as instance, ProgressLines(quiet=quiet) as lines:
-        return asyncio.run(_until_told(spec, instance, lifetime, lines))
+        return asyncio.run(_until_signal(spec, instance, lifetime, lines))
 
 
 def exit_code(report: JobReport) -> int:
-    """0 when there is nothing left for this worker to do; what else it may be is worth another run."""
+    """0 if nothing is left for this worker; other statuses are worth another run."""
     if report.ok:
         return 0
     return EXIT_TERMINATED if report.stopped_by == "stop" else EXIT_INCOMPLETE
 
 
-async def _until_told(
+async def _until_signal(
     spec: JobSpec, instance: Instance, lifetime: Lifetime, lines: ProgressLines
 ) -> JobReport:
-    """The first SIGTERM stops the job; a second one ends the process."""
+    """Run the job until the first SIGTERM; a second one ends the process."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -14,18 +14,22 @@ from ...runtime.errors import CancelledError, CapacityError, DrainingError, Mode
 
 
 class JobMismatchError(AlreadyExistsError):
-    """The output's place belongs to a job of another input, model or options, or to something that is no job."""
+    """The output belongs to a job of another input, model or options, or is not a job's."""
 
 
 class JobFormatError(FormatError):
-    """What a job has left in its work folder is damaged, hostile, or from a newer version. Nothing of it was used."""
+    """A file in the job's work folder is damaged, hostile, or from a newer version. It was not
+    used.
+    """
 
 
 class ModelBrokenError(ModelError):
-    """The model ran, and answers nothing any more. What was finished is kept; another instance can go on from there."""
+    """The model stopped answering while it ran. Finished parts are kept; another instance can
+    continue.
+    """
 
 
-# Errors after which another run goes on from what is finished: exit code 75, and `JobRetryError` for events.
+# Errors after which another run can continue: exit code 75, and `JobRetryError` for events.
 WORTH_ANOTHER_RUN = (
     UnavailableError,
     NoSpaceError,

@@ -1,8 +1,9 @@
-"""The end of a job: the manifest, which says that all parts are there, and the one file that is made of them.
+"""The end of a job: the manifest, which marks the job as complete, and the one output file.
 
-Any worker that finds all parts there does it; several do no harm. Manifest and file are the same from each of them, and
-each is only created where there is none. A file that exists is recognised by the digests of the parts, or refused. A
-job that was cut off between the two is finished by its next run.
+Any worker that finds all parts does it; several are harmless. Manifest and file are the same from
+each worker, and each is only created if it does not exist. An existing file is recognised by the
+digests of the parts, or refused. A job that was interrupted between the two is finished by its next
+run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from .scan import MAX_PARTS
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_RECORD_BYTES = 1 << 50
-MAX_WRITES = 6  # of the file, where others write it at the same time or the store fails
+# Attempts to write the file, if others write it concurrently or the store fails.
+MAX_WRITES = 6
 _MANIFEST = Document(
     MANIFEST_NAME,
     JobFormatError,
@@ -44,7 +46,7 @@ _PART_KEYS = frozenset(("name", "bytes", "sha256", "records", "failed"))
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a manifest says."""
+    """The content of a manifest."""
 
     key: str
     parts: tuple[PartInfo, ...]
@@ -55,13 +57,13 @@ class Finished:
 
     @property
     def size_bytes(self) -> int:
-        """Of all parts, which is that of the one file."""
+        """The size of all parts, which is that of the output file."""
         return sum(part.size_bytes for part in self.parts)
 
 
 def finish_job(places: Places, index: JobIndex, known: Mapping[int, PartInfo]) -> Finished:
-    """Write the manifest and the file, where they are not there yet. All parts are there; `known` are those that this
-    process has written itself. Blocks.
+    """Write the manifest and the file, if they do not exist. All parts exist; `known` are those
+    written by this process. Blocks.
     """
     finished = read_finished(places, index)
     if finished is None:
@@ -80,7 +82,7 @@ def finish_job(places: Places, index: JobIndex, known: Mapping[int, PartInfo]) -
 
 
 def read_finished(places: Places, index: JobIndex) -> Finished | None:
-    """The manifest of a job whose parts are all there; None where there is none yet. Blocks."""
+    """The manifest of a job whose parts all exist; None without one. Blocks."""
     try:
         data, _ = places.work.read(MANIFEST_NAME, max_bytes=MAX_MANIFEST_BYTES)
     except NotFoundError:
@@ -88,7 +90,7 @@ def read_finished(places: Places, index: JobIndex) -> Finished | None:
     finished = parse_manifest(data)
     if finished.key != index.key or len(finished.parts) != len(index.parts):
         raise JobFormatError(
-            f"{MANIFEST_NAME} in {places.work.url} is not that of the job beside it",
+            f"{MANIFEST_NAME} in {places.work.url} is not that of the job in the same folder",
             where=MANIFEST_NAME,
             hint="Choose another output.",
         )
@@ -96,8 +98,10 @@ def read_finished(places: Places, index: JobIndex) -> Finished | None:
 
 
 def write_file(places: Places, index: JobIndex, finished: Finished) -> None:
-    """The one file, where one is wanted and is not there. Atomic: it appears whole, or not at all; it replaces nothing.
-    Blocks. Raises `JobMismatchError` where another file is.
+    """Write the one output file, if one is configured and does not exist. Blocks.
+
+    Atomic: it appears as a whole, or not at all; it replaces nothing. Raises `JobMismatchError` if
+    another file is in its place.
     """
     if places.final is None:
         return
@@ -107,7 +111,10 @@ def write_file(places: Places, index: JobIndex, finished: Finished) -> None:
         try:
             _create_file(places, index, finished)
             return
-        except (AlreadyExistsError, UnavailableError):  # another worker's write, or a lost answer to this one
+        except (
+            AlreadyExistsError,
+            UnavailableError,
+        ):  # another worker's write, or a lost response to this one
             if attempt == MAX_WRITES:
                 raise
         time.sleep(pause_s(attempt, None))
@@ -128,7 +135,9 @@ def _create_file(places: Places, index: JobIndex, finished: Finished) -> None:
 
 
 def is_file_there(places: Places, finished: Finished) -> bool:
-    """Reads the file where there is one. Raises `JobMismatchError` where something else is."""
+    """Whether the output file exists, by reading it. Raises `JobMismatchError` if it is another
+    file.
+    """
     assert places.final is not None
     try:
         found = places.final.stat(places.final_name)
@@ -136,7 +145,7 @@ def is_file_there(places: Places, finished: Finished) -> bool:
         return False
     if not _holds_parts(places, found, finished):
         raise JobMismatchError(
-            f"{places.output} is there, and is not what this job has made",
+            f"{places.output} exists and is not this job's output",
             source=places.final.url,
             name=places.final_name,
             hint="Move it away, or choose another output.",
@@ -145,7 +154,7 @@ def is_file_there(places: Places, finished: Finished) -> bool:
 
 
 def _holds_parts(places: Places, found: ObjectInfo, finished: Finished) -> bool:
-    """Whether the file is that of these parts, by their digests."""
+    """Whether the file consists of these parts, by their digests."""
     assert places.final is not None
     if found.size_bytes != finished.size_bytes:
         return False
@@ -157,7 +166,7 @@ def _holds_parts(places: Places, found: ObjectInfo, finished: Finished) -> bool:
 
 
 def _digests(chunks: Iterable[bytes], sizes_bytes: Iterable[int]) -> Iterable[str]:
-    """The SHA-256 of each stretch of so many bytes, one behind another."""
+    """The SHA-256 of each consecutive range of these sizes."""
     rest = memoryview(b"")
     pieces = iter(chunks)
     for size_bytes in sizes_bytes:
@@ -171,7 +180,7 @@ def _digests(chunks: Iterable[bytes], sizes_bytes: Iterable[int]) -> Iterable[st
 
 
 def dump_manifest(finished: Finished, index: JobIndex, places: Places) -> bytes:
-    """The same for whoever makes it: it holds no times."""
+    """The manifest as JSON, the same from every worker: it contains no times."""
     document: dict[str, Any] = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -197,7 +206,7 @@ def dump_manifest(finished: Finished, index: JobIndex, places: Places) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Finished:
-    """Raises `JobFormatError`."""
+    """Parse a manifest. Raises `JobFormatError`."""
     document = _MANIFEST.read(data, max_items=8 * MAX_PARTS)
     top = JsonObject(document, MANIFEST_NAME, _KEYS, document=_MANIFEST)
     if top.text("format") != FORMAT_NAME or top.integer("version") != FORMAT_VERSION:
@@ -218,7 +227,7 @@ def parse_manifest(data: bytes) -> Finished:
 
 
 def _remove_partials(places: Places) -> None:
-    """What workers that were stopped have left, and others have completed meanwhile."""
+    """Remove what stopped workers left of parts that others have completed."""
     try:
         names = [info.name for info in islice(places.work.list(PARTIAL_FOLDER), MAX_PARTS)]
     except SourceError:

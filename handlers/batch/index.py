@@ -1,8 +1,8 @@
-"""`job.json`: what a job is, and how its input falls into parts. Written once, by whoever comes first; all workers of
-the job go by it.
+"""`job.json`: a job's identity, and the parts of its input. Written once, by the first worker; all
+workers of the job use it.
 
-Read with distrust: an index that leaves `parse_index` is sound, and so is work by it, whatever the file was. Nothing
-here does I/O.
+Untrusted input: every invariant holds for an index that `parse_index` returns. This module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What makes two runs one job."""
+    """The identity of a job: runs with the same identity are one job."""
 
     input: str  # its address
     input_version: str
     model: str  # the digest of its artifact
-    options: Mapping[str, str]  # whatever else decides what the answers are
+    options: Mapping[str, str]  # all other settings that affect the answers
 
     @property
     def key(self) -> str:
@@ -67,13 +67,13 @@ class JobIndex:
     num_records: int
     is_openai: bool
     parts: tuple[PartSpan, ...]
-    duplicates: bytes  # a bit a record, the first in the highest bit
+    duplicates: bytes  # one bit for each record, the first in the highest bit
 
     def is_duplicate(self, record: int) -> bool:
         return bool(self.duplicates[record >> 3] >> (7 - (record & 7)) & 1)
 
     def seed(self, line_number: int) -> int:
-        """For a line that gives none: whoever does the work again draws the same tokens."""
+        """The default seed of a line: a repeated run draws the same tokens."""
         return int.from_bytes(self._hash("seed", line_number)[:8], "big") >> 1  # from 0 to 2**63 - 1
 
     def record_id(self, line_number: int) -> str:
@@ -98,7 +98,7 @@ def make_index(identity: Identity, scanned: Scanned, *, size_bytes: int, max_lin
 
 
 def check_same_job(index: JobIndex, wanted: Identity, *, place: str) -> None:
-    """Raises `JobMismatchError` naming what is another one."""
+    """Raise `JobMismatchError`, naming the difference."""
     found = index.identity
     if index.key == wanted.key:
         return
@@ -113,8 +113,10 @@ def check_same_job(index: JobIndex, wanted: Identity, *, place: str) -> None:
     else:
         names = sorted(found.options.keys() | wanted.options.keys())
         differing = [name for name in names if found.options.get(name) != wanted.options.get(name)]
-        said = [f"{name} {found.options.get(name)}, not {wanted.options.get(name)}" for name in differing]
-        what = f"other options: {'; '.join(said)}"
+        differences = [
+            f"{name} {found.options.get(name)}, not {wanted.options.get(name)}" for name in differing
+        ]
+        what = f"other options: {'; '.join(differences)}"
     raise JobMismatchError(
         f"{place} holds the job of {what}",
         source=place,
@@ -147,7 +149,7 @@ def dump_index(index: JobIndex) -> bytes:
 
 
 def parse_index(data: bytes) -> JobIndex:
-    """Raises `JobFormatError`, whose `where` names the place."""
+    """Parse an index. Raises `JobFormatError`, whose `where` names the place."""
     top = JsonObject(INDEX.read(data, max_items=4 * MAX_PARTS + 1_000), INDEX_NAME, _KEYS, document=INDEX)
     if top.text("format") != FORMAT_NAME or top.integer("version") != FORMAT_VERSION:
         INDEX.refuse("it is of another format or version", INDEX_NAME, hint=_NEWER)
@@ -155,7 +157,7 @@ def parse_index(data: bytes) -> JobIndex:
         top.text("input"), top.text("input_version"), top.text("model"), top.table("options", is_text)
     )
     if top.text("key") != identity.key:
-        INDEX.refuse("it is not the key of what stands beside it", "key")
+        INDEX.refuse("it is not the key of the other fields", "key")
     size_bytes, num_lines = top.integer("bytes", MAX_INPUT_BYTES), top.integer("lines", MAX_LINES)
     num_records = top.integer("records", num_lines)
     return JobIndex(
@@ -183,12 +185,12 @@ def _parts(top: JsonObject, size_bytes: int, num_lines: int, num_records: int) -
     lines = _integers(top, "first_lines", num_lines)
     counts = _integers(top, "part_records", num_records)
     if not len(starts) == len(lines) == len(counts):
-        INDEX.refuse("the lists are not of one length", "starts")
+        INDEX.refuse("the lists have different lengths", "starts")
     for key, values in (("starts", [*starts, size_bytes]), ("first_lines", [0, *lines])):
         if any(after <= before for before, after in pairwise(values)):
             INDEX.refuse("the numbers do not ascend", key)
     if sum(counts) != num_records or 0 in counts:
-        INDEX.refuse("the parts have not the records of the whole", "part_records")
+        INDEX.refuse("the parts' records do not add up", "part_records")
     parts, record = [], 0
     for number, (start, line, count) in enumerate(zip(starts, lines, counts, strict=True)):
         end = starts[number + 1] if number + 1 < len(starts) else size_bytes
@@ -207,7 +209,7 @@ def _integers(top: JsonObject, key: str, maximum: int) -> list[int]:
 
 
 def _packed(flags: bytes) -> list[str]:
-    """As texts of a bounded length. Nearly always nothing but zeros, so it is short."""
+    """The flags as texts of bounded length, mostly zeros and therefore short."""
     text = base64.b64encode(zlib.compress(flags, 6)).decode()
     return [text[start : start + _CHUNK_CHARS] for start in range(0, len(text), _CHUNK_CHARS)]
 
@@ -230,5 +232,5 @@ def _duplicates(top: JsonObject, num_records: int) -> bytes:
 
 
 def index_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as texts, which is how an index holds them; without those that are None."""
+    """Options as texts for the index; without those that are None."""
     return {name: str(value) for name, value in options.items() if value is not None}

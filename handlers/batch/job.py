@@ -1,7 +1,8 @@
-"""Running a job, or what is left of it: `run_job`, and `arun_job` for async callers.
+"""Runs a job, or the rest of it: `run_job`, and `arun_job` for async callers.
 
-It may be called for the same job any number of times, at the same time too, and killed at any moment: every record is
-visible once in the end. It knows no platform: whoever runs jobs for one gives it an instance and a lifetime.
+They may be called for the same job any number of times, also concurrently, and killed at any
+moment: every record appears once in the end. This module knows no platform: the caller supplies an
+instance and a lifetime.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ OnProgress = Callable[[JobProgress], None]
 def run_job(
     spec: JobSpec, host: Instance, *, timeout_s: float | None = None, on_progress: OnProgress | None = None
 ) -> JobReport:
-    """As `arun_job`, with so much time. Blocks."""
+    """The blocking form of `arun_job`, with a time limit."""
     refuse_to_block_a_loop()
     return asyncio.run(arun_job(spec, host, lifetime=Lifetime(timeout_s), on_progress=on_progress))
 
@@ -60,12 +61,13 @@ def run_job(
 async def arun_job(
     spec: JobSpec, host: Instance, *, lifetime: Lifetime | None = None, on_progress: OnProgress | None = None
 ) -> JobReport:
-    """Work on the job until it is complete, this worker's share is done, or the lifetime ends: at its deadline, or once
-    it is cancelled and `spec.drain_s` have passed. The instance may still be loading.
+    """Work on the job until it is complete, this worker's share is done, or the lifetime ends: at
+    its deadline, or `spec.drain_s` after it is cancelled. The instance may still be loading.
 
-    Raises `JobMismatchError` when the output is another job's, `ChangedError` when the input was replaced meanwhile,
-    the store's errors, and what has ended the instance. Whatever is raised, finished parts stay: a later run goes on
-    from there. `on_progress` is called now and then, on this loop: it must not block.
+    Raises `JobMismatchError` if the output is another job's, `ChangedError` if the input was
+    replaced meanwhile, the store's errors, and the error that ended the instance. Finished parts
+    stay after any error: a later run continues from there. `on_progress` is called regularly, on
+    this loop: it must not block.
     """
     lifetime = lifetime or Lifetime()
     meter = Meter()
@@ -76,9 +78,10 @@ async def arun_job(
 
 
 def finish_computed(spec: JobSpec, config: ServeConfig) -> JobReport | None:
-    """Complete a job whose parts are all there, or see that it is complete; None where there is more to do.
+    """Complete a job whose parts all exist, or check that it is complete; None if parts are
+    missing.
 
-    Needs no instance: of the model it reads the manifest. Blocks. Raises as `arun_job` does.
+    Needs no instance: it reads the model's manifest. Blocks. Raises the errors of `arun_job`.
     """
     with open_places(spec, config.source_options) as places:
         index = read_index(places)
@@ -93,7 +96,7 @@ def finish_computed(spec: JobSpec, config: ServeConfig) -> JobReport | None:
 
 
 class _Job:
-    """One run. Lives on one event loop."""
+    """One run of a job. Lives on one event loop."""
 
     def __init__(
         self, spec: JobSpec, host: Instance, places: Places, lifetime: Lifetime, meter: Meter
@@ -104,7 +107,7 @@ class _Job:
         self._lifetime = lifetime
         self._meter = meter
         config = host.config
-        # Batch work may fill half of the engine's queue.
+        # Batch work may use half of the engine's queue.
         room = config.max_running + (config.max_queued + 1) // 2
         self._window = max(1, min(2 * config.max_running, room))
 
@@ -134,7 +137,7 @@ class _Job:
         return self._unfinished(index, done, draining)
 
     async def _open(self) -> Opened:
-        """Raises `CancelledError` when the lifetime ends before."""
+        """Open the job. Raises `CancelledError` if the lifetime ends first."""
         spec, places = self._spec, self._places
         info = await asyncio.to_thread(places.input.look)
         version = places.input.identity_of(info)
@@ -167,7 +170,7 @@ class _Job:
 
     async def _work(self, opened: Opened, done: frozenset[int], written: dict[int, PartInfo]) -> None:
         index = opened.index
-        # Who comes later begins somewhere else: others may be at work from the beginning on.
+        # Later workers begin at a random part: others may be working from the beginning on.
         start = 0 if opened.is_new or self._spec.share else random.randrange(len(index.parts))  # noqa: S311
         partials = frozenset[int]()
         if not opened.is_new:
@@ -233,7 +236,7 @@ def _complete(spec: JobSpec, index: JobIndex, finished: Finished, meter: Meter) 
 
 
 def _model_at(config: ServeConfig) -> str:
-    """As `model_of` an instance that has loaded the model."""
+    """The identity of the model, like `model_of` for an instance that has loaded it."""
     address, digest = split_pin(config.model)
     if digest is None:
         source = open_source(address, config.source_options)
@@ -245,13 +248,15 @@ def _model_at(config: ServeConfig) -> str:
 
 
 def _in_daemon(function: Callable[[], T]) -> Future[T]:
-    """The function's result, from a thread that holds nothing up: not even the end of a loop whose job was stopped."""
+    """The function's result, from a daemon thread that blocks nothing: not even the end of a loop
+    whose job was stopped.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - told to who waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiting caller
             future.set_exception(error)
 
     threading.Thread(target=run, name="teneral-batch-model", daemon=True).start()
@@ -260,7 +265,7 @@ def _in_daemon(function: Callable[[], T]) -> Future[T]:
 
 @asynccontextmanager
 async def _reporting(meter: Meter, on_progress: OnProgress | None) -> AsyncIterator[None]:
-    """While in here, and once at the end, the function is told how far the job is."""
+    """Report progress regularly inside this context, and once at the end."""
     if on_progress is None:
         yield
         return

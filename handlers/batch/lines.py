@@ -1,8 +1,9 @@
-"""What one line of the input asks for.
+"""The request of one input line.
 
-A line is a request of OpenAI's Batch API (`custom_id`, `method`, `url`, `body`), or a plain one: `prompt` or `messages`
-with a generation's options beside them, or `input` to be embedded. Whatever else stands there is a `Problem`, which
-becomes an error record: no line can fail a job. It does no I/O and does not check what only the model knows.
+A line is a request of OpenAI's Batch API (`custom_id`, `method`, `url`, `body`), or a plain one:
+`prompt` or `messages` with generation options, or `input` to embed. Anything else is a `Problem`,
+which becomes an error record: no line can fail a job. This module does no I/O and makes no checks
+that need the model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CustomId = str | int
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to a route of the HTTP face."""
+    """A request to a route of the HTTP API."""
 
     url: str
     body: dict[str, Any]
@@ -44,7 +45,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a line has no answer. Codes: docs/batch.md."""
+    """The reason why a line has no answer. Codes: docs/batch.md."""
 
     code: str
     message: str
@@ -55,7 +56,7 @@ Request = Call | Generate | Embed | Problem
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line that is not blank. `custom_id` is None where it is unknown, wrong, or an earlier line's."""
+    """One line that is not blank. `custom_id` is None if it is unknown, invalid, or a duplicate."""
 
     number: int
     custom_id: CustomId | None
@@ -66,16 +67,17 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the scan must know of a line: by what name its answer goes, and of which kind it is."""
+    """The fields of a line that the scan needs: the name and the form of its answer."""
 
-    custom_id: CustomId | None  # None: there is none that can be used
-    is_implicit: bool  # the line gives none: it is the line's number
+    custom_id: CustomId | None  # None: the line has no valid one
+    # The line has none, so it is the line's number.
+    is_implicit: bool
     is_openai: bool
     is_embedding: bool
 
 
 class _Fields(msgspec.Struct):
-    """All else is passed over without being kept."""
+    """The fields that are read; all others are skipped."""
 
     custom_id: Any = msgspec.UNSET
     method: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -90,7 +92,7 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def read_head(raw: RawLine) -> Head | None:
-    """None where the line is too long or no JSON object."""
+    """The head of a line; None if the line is too long or not a JSON object."""
     if raw.data is None:
         return None
     try:
@@ -118,7 +120,7 @@ def _usable_id(value: Any, number: int) -> CustomId | None:
 
 
 def parse_line(raw: RawLine, *, is_duplicate: bool, job_is_openai: bool, max_line_bytes: int) -> Line:
-    """The line as a request. `job_is_openai` says in which form the error of an unreadable one is told."""
+    """The line as a request. `job_is_openai` selects the form of an unreadable line's error."""
     head = read_head(raw)
     if head is None:
         return Line(raw.number, None, _unreadable(raw, max_line_bytes), job_is_openai)
@@ -126,7 +128,7 @@ def parse_line(raw: RawLine, *, is_duplicate: bool, job_is_openai: bool, max_lin
     request: Request = _request_of(raw, head)
     if is_duplicate:
         shown = str(custom_id)[:MAX_SHOWN_CHARS]
-        message = f"line {raw.number}: the custom_id {shown!r} is an earlier line's"
+        message = f"line {raw.number}: the custom_id {shown!r} is a duplicate of an earlier line's"
         if head.is_implicit:
             message = f"line {raw.number} has no custom_id, and its number is that of another line"
         custom_id, request = None, Problem("duplicate_custom_id", message)
@@ -150,7 +152,8 @@ def _unreadable(raw: RawLine, max_line_bytes: int) -> Problem:
 def _request_of(raw: RawLine, head: Head) -> Request:
     try:
         fields = _OBJECT.decode(raw.data or b"")
-    except _UNREADABLE:  # in what `read_head` has passed over
+    # In the part that `read_head` skipped.
+    except _UNREADABLE:
         return _unreadable(raw, 0)
     fields.pop("custom_id", None)
     return _call(fields, raw.number) if head.is_openai else _plain(fields, raw.number)
@@ -168,7 +171,7 @@ def _call(fields: dict[str, Any], number: int) -> Call | Problem:
     if not isinstance(body, dict):
         return _invalid(number, "the body must be an object")
     if body.get("stream"):
-        return _invalid(number, "a batch job streams nothing: leave `stream` out of the body")
+        return _invalid(number, "batch jobs do not stream: leave `stream` out of the body")
     return Call(url, body)
 
 

@@ -1,4 +1,4 @@
-"""How far a job is, as numbers: counted by its worker, shown by whoever looks. It prints nothing."""
+"""The progress of a job in numbers, counted by its worker. Prints nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """A moment's view. Counts of parts and records are the job's, those that begin with `run_` this run's."""
+    """A snapshot of the progress. Counts of parts and records are the job's, those with the prefix
+    `run_` this run's.
+    """
 
     records: int
-    records_done: int  # visible ones, and those that were computed for parts which are not yet
+    # Visible ones, and those computed for parts that are not visible yet.
+    records_done: int
     parts: int
     parts_done: int
     run_records: int
@@ -35,7 +38,7 @@ class JobProgress:
 
 
 class Meter:
-    """Counts. Belongs to the event loop's thread."""
+    """The counters. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()
@@ -43,13 +46,13 @@ class Meter:
         self.parts = 0
         self.records_visible = 0
         self.parts_done = 0
-        self.records_pending = 0  # of parts that are being worked on
+        self.records_pending = 0  # of parts in progress
         self.run_records = 0
         self.run_failed = 0
         self.run_tokens = 0
 
     def part_done(self, num_records: int) -> None:
-        """A part is visible, whoever made it so."""
+        """Count a visible part of any worker."""
         self.parts_done += 1
         self.records_visible += num_records
 

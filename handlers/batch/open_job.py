@@ -1,7 +1,8 @@
-"""Which job it is that a spec describes: the index that is there, or a new one.
+"""The opening of a job: an existing index is read, or a new one is written.
 
-Whoever comes first scans the input, beside the load of the model, and writes `job.json` by a conditional put; all
-others find it there. A place that belongs to another job is refused by name. It does not know how parts are worked on.
+The first worker scans the input, in parallel to the load of the model, and writes `job.json` by a
+conditional put; all others find it. An output that belongs to another job is refused by name. This
+module does not know how parts are processed.
 """
 
 from __future__ import annotations
@@ -41,17 +42,19 @@ COMPRESSED = (
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """`version` is the one of the input with which the store is asked for it."""
+    """An open job. `version` is the version of the input for reads from the store."""
 
     index: JobIndex
     version: str
-    is_new: bool  # nobody has worked on it before
+    is_new: bool  # no worker has started it before
 
 
 def identity_of(
     spec: JobSpec, config: ServeConfig, input_address: str, input_version: str, model: str
 ) -> Identity:
-    """What decides the answers: of the settings, those that a user chooses and that a model's answers depend on."""
+    """The identity of the answers: from the settings, those that a user chooses and that affect a
+    model's answers.
+    """
     options = {
         "max_line_bytes": spec.max_line_bytes,
         "name": config.served_name,
@@ -64,12 +67,12 @@ def identity_of(
 
 
 def model_of(digest: bytes | None, config: ServeConfig) -> str:
-    """Of plain safetensors nothing is known but where they are."""
+    """The identity of the model. Plain safetensors have only their address."""
     return split_pin(config.model)[0] if digest is None else digest.hex()
 
 
 def read_index(places: Places) -> JobIndex | None:
-    """The index that is there. Blocks. Raises `JobFormatError`."""
+    """The existing index. Blocks. Raises `JobFormatError`."""
     try:
         data, _ = places.work.read(INDEX_NAME, max_bytes=MAX_INDEX_BYTES)
     except NotFoundError:
@@ -78,18 +81,20 @@ def read_index(places: Places) -> JobIndex | None:
 
 
 def find_index(places: Places) -> JobIndex | None:
-    """As `read_index`; None only where nothing is that looks like a job's output. Blocks. Raises `JobMismatchError`."""
+    """The existing index; None only if nothing looks like a job's output. Blocks. Raises
+    `JobMismatchError`.
+    """
     index = read_index(places)
     if index is not None:
         return index
     found = _what_is_there(places)
     if not found:
         return None
-    index = read_index(places)  # another worker of this job may have begun just now
+    index = read_index(places)  # another worker of this job may have just started
     if index is not None:
         return index
     raise JobMismatchError(
-        f"{found} is there, but no {INDEX_NAME} that says of which job",
+        f"{found} exists, but without the {INDEX_NAME} of its job",
         source=places.work.url,
         name=INDEX_NAME,
         hint="Move it away, or choose another output.",
@@ -97,7 +102,7 @@ def find_index(places: Places) -> JobIndex | None:
 
 
 def _what_is_there(places: Places) -> str:
-    """The address of something that only a job leaves there; '' for nothing."""
+    """The address of an object that only a job writes; '' without one."""
     if _is_final_there(places):
         return places.output
     return places.work.url if list_parts(places.work) or _is_manifest_there(places) else ""
@@ -124,15 +129,17 @@ def _is_manifest_there(places: Places) -> bool:
 def scan_input(
     places: Places, spec: JobSpec, *, version: str, size_bytes: int, part_lines: int, lifetime: Lifetime
 ) -> Scanned:
-    """Read the whole input once. Blocks. Raises `CancelledError` once the lifetime has ended, `ChangedError`,
-    and `UsageError` for an input that is compressed or has too many lines.
+    """Read the whole input once. Blocks.
+
+    Raises `CancelledError` once the lifetime has ended, `ChangedError`, and `UsageError` for an
+    input that is compressed or has too many lines.
     """
     scanner = Scanner(max_line_bytes=spec.max_line_bytes, max_lines=spec.max_lines, part_lines=part_lines)
     for number, chunk in enumerate(read_input(places.input, version, 0, size_bytes)):
         lifetime.check()
         if number == 0 and chunk.startswith(COMPRESSED):
             raise UsageError(
-                f"{places.input.address} is compressed", key="input", hint="Give it as plain JSONL."
+                f"{places.input.address} is compressed", key="input", hint="Decompress it to plain JSONL."
             )
         scanner.feed(chunk)
     return scanner.finish()
@@ -141,10 +148,13 @@ def scan_input(
 def publish_index(
     places: Places, identity: Identity, scanned: Scanned, *, size_bytes: int, max_line_bytes: int
 ) -> tuple[JobIndex, bool]:
-    """The index of the job, and whether it is new. Blocks. Raises `JobMismatchError` where another's came first."""
+    """Publish the index of the job, and return whether it is new. Blocks. Raises `JobMismatchError`
+    if another job was first.
+    """
     index = make_index(identity, scanned, size_bytes=size_bytes, max_line_bytes=max_line_bytes)
     data = dump_index(index)
-    parse_index(data)  # what a reader would refuse is not published
+    # An index that readers would refuse is not published.
+    parse_index(data)
     try:
         places.work.put(INDEX_NAME, data, if_absent=True)
     except AlreadyExistsError:

@@ -1,7 +1,8 @@
-"""What was finished of a part that did not become whole, because its worker was told to stop: kept for who goes on.
+"""Finished records of an incomplete part, kept by a stopped worker for its successor.
 
-Without it, a job whose parts take longer than its workers live would never end. It is a convenience: what is missing or
-damaged is computed again. A part's record comes from here unchanged, so it is the same whoever completes the part.
+Without them, a job whose parts take longer than its workers live would never end. They are an
+optimisation: missing or damaged ones are computed again. Records are used unchanged, so a part is
+the same whichever worker completes it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def partial_name(number: int) -> str:
 
 
 def list_partials(work: Store) -> frozenset[int]:
-    """The parts of which there is something. Blocks."""
+    """The parts with partial records. Blocks."""
     try:
         names = [
             info.name.removeprefix(PARTIAL_FOLDER).removesuffix(".jsonl")
@@ -40,7 +41,7 @@ def list_partials(work: Store) -> frozenset[int]:
 
 
 def write_partial(work: Store, number: int, lines: Sequence[Line], records: Sequence[Record | None]) -> None:
-    """Leave these records; what another worker has left of the same part is replaced. Blocks."""
+    """Store these records, replacing those of another worker for the same part. Blocks."""
     entries = [
         msgspec.json.encode(
             (line.number, record.is_failed, record.num_tokens, msgspec.Raw(record.data.rstrip()))
@@ -52,7 +53,7 @@ def write_partial(work: Store, number: int, lines: Sequence[Line], records: Sequ
 
 
 def read_partial(work: Store, number: int, lines: Sequence[Line]) -> list[Record | None]:
-    """A record for each of the part's lines, None where it is not known. Blocks."""
+    """A record for each of the part's lines, None if unknown. Blocks."""
     found: dict[int, Record] = {}
     try:
         data, _ = work.read(partial_name(number), max_bytes=MAX_PARTIAL_BYTES)
@@ -65,5 +66,5 @@ def read_partial(work: Store, number: int, lines: Sequence[Line]) -> list[Record
 
 
 def remove_partial(work: Store, number: int) -> None:
-    """Blocks."""
+    """Remove a part's partial records. Blocks."""
     remove_quietly(work, partial_name(number))

@@ -1,7 +1,8 @@
-"""Parts: pieces of the input whose records are one object of the output, written once.
+"""Parts: ranges of the input whose records are one object of the output, written once.
 
-A part is a checkpoint. Its object appears whole, by a conditional put: of two workers that compute the same one, the
-first wins, and the other's is as if it had never been. It does not know how records are made.
+A part is a checkpoint. Its object appears as a whole, by a conditional put: of two workers that
+compute the same one, the first wins, and the other's is discarded. This module does not know how
+records are made.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NAME = re.compile(r"parts/(\d{6})\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class PartInfo:
-    """A part that is there."""
+    """A finished part."""
 
     size_bytes: int
     sha256: str
@@ -44,7 +45,7 @@ def part_name(number: int) -> str:
 
 
 def list_parts(work: Store, num_parts: int | None = None) -> frozenset[int]:
-    """The numbers of those that are there: of a job of so many parts, or any."""
+    """The numbers of the finished parts: of a job with `num_parts`, or any."""
     try:
         found = [_NAME.fullmatch(info.name) for info in work.list(PARTS_FOLDER)]
     except NotFoundError:  # nothing was written yet
@@ -62,8 +63,8 @@ def is_there(work: Store, number: int) -> bool:
 
 
 def plan_order(num_parts: int, done: frozenset[int], share: Share | None, start: int) -> list[int]:
-    """The parts that a worker does, in its order: of its share, those that are missing, beginning with the first from
-    `start` on and then from the beginning. Workers that begin at different places meet late.
+    """The missing parts of a worker's share in its order: from `start` on, then from the beginning.
+    Workers that begin at different places collide late.
     """
     share = share or Share(0, 1)
     mine = [number for number in range(share.index, num_parts, share.count) if number not in done]
@@ -80,9 +81,9 @@ def read_input(
 ) -> Iterator[bytes]:
     """Bytes [start_byte, end_byte) of the input, in pieces. Ends early once `is_stopped`. Blocks.
 
-    Raises `ChangedError` when the input is not `version` any more.
+    Raises `ChangedError` if the input is no longer `version`.
     """
-    size_bytes = FIRST_READ_BYTES  # a small input need not take much memory
+    size_bytes = FIRST_READ_BYTES  # a small input need not use much memory
     while start_byte < end_byte and not is_stopped():
         buffer = bytearray(min(size_bytes, end_byte - start_byte))
         given.source.read_into(given.name, start_byte, memoryview(buffer), version=version)
@@ -92,7 +93,9 @@ def read_input(
 
 
 def read_lines(given: Input, version: str, index: JobIndex, number: int) -> list[Line]:
-    """A part's requests. Blocks. Raises `JobFormatError` when the index does not fit the input."""
+    """The requests of a part. Blocks. Raises `JobFormatError` if the index does not match the
+    input.
+    """
     part = index.parts[number]
     splitter = LineSplitter(index.max_line_bytes, start_byte=part.start_byte, first_line=part.first_line)
     lines: list[Line] = []
@@ -112,7 +115,7 @@ def read_lines(given: Input, version: str, index: JobIndex, number: int) -> list
         )
     if len(lines) != part.num_records or splitter.next_byte != part.end_byte:
         raise JobFormatError(
-            f"part {number} of the input has not the {part.num_records} records that job.json says",
+            f"part {number} of the input does not have the {part.num_records} records of job.json",
             where=f"part {number}",
             hint="job.json is damaged: choose another output, or remove this one.",
         )
@@ -126,13 +129,14 @@ def _split(chunks: Iterable[bytes], splitter: LineSplitter) -> Iterator[RawLine]
 
 
 def put_part(work: Store, number: int, data: bytes, info: PartInfo) -> PartInfo | None:
-    """Make the part visible. Returns `info`; None when it may be another worker's that is there. Blocks."""
+    """Write the part. Returns `info`; None if another worker's part may exist already. Blocks."""
     try:
         work.put(part_name(number), data, if_absent=True)
     except AlreadyExistsError:
         return None
     except SourceError:
-        # A store may refuse what it has just taken from somebody else (S3 says 409 then), or its answer was lost.
+        # A store may refuse an object that it has just accepted from another worker (S3 returns
+        # 409), or its response was lost.
         if _is_there_surely(work, number):
             return None
         raise
@@ -155,7 +159,7 @@ class _Response(msgspec.Struct):
 
 
 class _Record(msgspec.Struct):
-    """What says whether a record is an error: in both of its forms."""
+    """The fields that mark a record as an error, in both forms."""
 
     error: msgspec.Raw = msgspec.Raw(b"null")
     response: _Response | None = None
@@ -165,14 +169,16 @@ _RECORD = msgspec.json.Decoder(_Record)
 
 
 def is_failed_record(record: bytes) -> bool:
-    """Raises `msgspec.DecodeError` for what is no record."""
+    """Whether the record is an error. Raises `msgspec.DecodeError` for an invalid record."""
     read = _RECORD.decode(record)
     has_error = bytes(read.error) != b"null"
     return has_error or (read.response is not None and read.response.status_code != 200)
 
 
 def read_part(work: Source, number: int, index: JobIndex) -> tuple[bytes, PartInfo]:
-    """A part as it is there, whoever wrote it. Blocks. Raises `JobFormatError` when it has not the part's records."""
+    """Read a finished part of any worker. Blocks. Raises `JobFormatError` if it does not have the
+    part's records.
+    """
     name = part_name(number)
     data, _ = work.read(name, max_bytes=MAX_PART_OBJECT_BYTES)
     records = data.split(b"\n")
@@ -191,7 +197,7 @@ def read_part(work: Source, number: int, index: JobIndex) -> tuple[bytes, PartIn
 
 
 def remove_quietly(work: Store, name: str) -> None:
-    """For what nobody will look at again."""
+    """Remove an object that is no longer needed, ignoring errors."""
     try:
         work.delete(name)
     except SourceError:

@@ -1,9 +1,10 @@
-"""How often an instance is asked for one line, and whose fault it is when it does not answer.
+"""Retries of a line, and the attribution of errors to the line or the instance.
 
-Who is told that there is too much to do comes back, later and later. Where an answer fails on the instance's side, the
-line is asked for again without other such lines beside it: one that breaks the model breaks the step that others share.
-What then still fails is the line's own fault, if the model answers a simple question at that moment; if not, the
-instance is broken, and no line may be blamed for that. It does not know what is asked.
+A line refused by an overloaded instance is retried with growing delays. After an error of the
+instance, the line is retried without other failed lines in parallel: a line that breaks the model
+breaks the step that others share. If it still fails, the error is the line's own if the model
+answers a simple request at that moment; otherwise the instance is broken, and no line is at fault.
+This module does not know the requests.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
     from ...runtime.instance import Instance
 
 MAX_TRIES_AS_SUSPECT = 2
-SUSPECT_PAUSE_S = 0.05  # in which an instance that has failed says so
-MAX_TRIES_ALONE = 20  # of what finds no room although no other request of the job wants any
+# The time in which a failed instance reports it.
+SUSPECT_PAUSE_S = 0.05
+# Of a line that finds no capacity although no other request of the job uses any.
+MAX_TRIES_ALONE = 20
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 
 T = TypeVar("T")
 
 
 class LineFault(Exception):
-    """A line has no answer, for a reason of its own: `error`."""
+    """A line's own error: `error`."""
 
     def __init__(self, error: TeneralError) -> None:
         super().__init__(error.message)
@@ -39,7 +42,9 @@ class LineFault(Exception):
 
 
 class Patience:
-    """Lives on one event loop. `probe` asks the model something that it can answer."""
+    """The retry policy of one job. Lives on one event loop. `probe` sends a request that the model
+    can always answer.
+    """
 
     def __init__(self, host: Instance, probe: Callable[[], Awaitable[object]]) -> None:
         self._host = host
@@ -48,8 +53,10 @@ class Patience:
         self._num_asking = 0
 
     async def until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` gives. Raises `LineFault`, or what keeps this instance from answering anybody: `DrainingError`,
-        its failure, or `ModelBrokenError`.
+        """Call `ask` until it has a result.
+
+        Raises `LineFault`, or the error that keeps this instance from answering any line:
+        `DrainingError`, its failure, or `ModelBrokenError`.
         """
         try:
             return await self._once(ask)
@@ -72,8 +79,10 @@ class Patience:
         raise LineFault(last)
 
     async def _once(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks until there is room. `CapacityError` is a line's fault only where nobody else of this job is there to
-        wait for, again and again: then it asks for more than there ever is.
+        """Retry until there is capacity.
+
+        `CapacityError` is the line's own error only if it repeats while no other request of this
+        job uses any capacity: the line then needs more than there is.
         """
         pause_s, num_alone = FIRST_PAUSE_S, 0
         self._num_asking += 1
@@ -91,20 +100,21 @@ class Patience:
                     if not self._is_refused(error):
                         raise
                     raise LineFault(RequestError(error.message, hint=error.hint)) from error
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - not all of them at once
+                # jittered, to not retry all at once
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
         finally:
             self._num_asking -= 1
 
     def _is_refused(self, error: ModelError) -> bool:
-        """Whether this kind of model cannot do it, however often it is asked."""
+        """Whether this kind of model does not support it, however often it is retried."""
         parts: tuple[Future[Any], ...] = (self._host.engine, self._host.embedder)
         return error is not self._host.failure and any(
             part.done() and part.exception() is error for part in parts
         )
 
     def _check_host(self, error: TeneralError) -> None:
-        """Raises where the instance itself says that it cannot answer."""
+        """Raise if the instance itself reports that it cannot answer."""
         if self._host.failure is not None:
             raise self._host.failure
         if isinstance(error, WEIGHTS_LOST):
@@ -113,7 +123,7 @@ class Patience:
             raise DrainingError("the instance is shutting down")
 
     async def _check_model(self, error: TeneralError) -> None:
-        """Raises `ModelBrokenError` when the model does not answer the simple question either."""
+        """Raise `ModelBrokenError` if the model does not answer the simple request either."""
         try:
             await self._once(self._probe)
         except DrainingError:
@@ -121,6 +131,6 @@ class Patience:
         except (LineFault, TeneralError) as failure:
             self._check_host(error)
             raise ModelBrokenError(
-                f"the model answers nothing any more: {error.message}",
-                hint="What was finished is kept: run the job again, here or on another machine.",
+                f"the model has stopped answering: {error.message}",
+                hint="Finished parts are kept: run the job again, here or on another machine.",
             ) from failure

@@ -1,7 +1,8 @@
-"""Where a job reads and writes: from addresses to stores and names.
+"""The stores and object names of a job, from its addresses.
 
-Of a folder or prefix as output, the job's own objects stand in it. Of a name that ends in `.jsonl`, they stand in a
-folder beside it, `NAME.jsonl.parts/`, and the file comes last. It does not know what is written there.
+If the output is a folder or prefix, the job's own objects are in it. If it is a name that ends in
+`.jsonl`, they are in a folder next to it, `NAME.jsonl.parts/`, and the file comes last. This module
+does not know their content.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ FILE_SUFFIX = ".jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The object to read. `address` tells it from every other one, for as long as its content is the same."""
+    """The object to read. `address` identifies it for as long as its content is the same."""
 
     source: Source
     name: str
     address: str
-    version: str | None  # that was asked for
+    version: str | None  # the expected one
 
     def look(self) -> ObjectInfo:
-        """What is there now. Raises `ChangedError` when it is not the version that was asked for."""
+        """The current object. Raises `ChangedError` if it is not the expected version."""
         info = self.source.stat(self.name)
         if self.version is not None and self.version.strip('"') != info.version.strip('"'):
             raise ChangedError(
-                f"{self.address} has the version {info.version}, not {self.version} as was asked for",
+                f"{self.address} has the version {info.version}, not the expected {self.version}",
                 source=self.source.url,
                 name=self.name,
                 hint="It was replaced: the newer version is a job of its own.",
@@ -44,8 +45,8 @@ class Input:
         return info
 
     def identity_of(self, info: ObjectInfo) -> str:
-        """The version as the job's identity has it: of a file without its inode, which is another one on another node
-        that mounts the same folder.
+        """The version in the job's identity: for a file without its inode, which differs between
+        nodes that mount the same folder.
         """
         version = info.version.strip('"')
         return version.rpartition("-")[0] if scheme_of(self.address) == "" else version
@@ -53,12 +54,13 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """A context manager, which closes the stores."""
+    """The open stores of a job. A context manager, which closes them."""
 
     input: Input
-    output: str  # as it was written
+    output: str  # as configured
     work: Store  # of the job's own objects
-    final: Store | None  # of the one file that is made of them, where one is wanted
+    # Of the one output file, if one is configured.
+    final: Store | None
     final_name: str = ""
 
     def __enter__(self) -> Self:
@@ -73,19 +75,19 @@ class Places:
 
 
 def open_places(spec: JobSpec, default: SourceOptions) -> Places:
-    """Does no I/O. Raises `UsageError` for invalid addresses."""
+    """Open the stores, without I/O. Raises `UsageError` for invalid addresses."""
     options = spec.source_options or default
     folder, name = _split(spec.input, "input")
     given = Input(open_source(folder, options), name, _plain(folder, name), spec.input_version)
     if not is_text(given.address):
         raise UsageError(
-            f"the address of the input is too long, or not a text: {spec.input[:80]!r}", key="input"
+            f"the address of the input is too long or not printable: {spec.input[:80]!r}", key="input"
         )
     if not spec.output.endswith(FILE_SUFFIX):
         return Places(given, spec.output, open_store(spec.output, options), None)
     folder, name = _split(spec.output, "output")
     if _plain(folder, name) == given.address:
-        raise UsageError("the output is the input", key="output", hint="Name another file for the answers.")
+        raise UsageError("the output is the input", key="output", hint="Choose another file for the answers.")
     work = open_store(spec.output + WORK_SUFFIX, options)
     return Places(given, spec.output, work, open_store(folder, options), name)
 

@@ -1,4 +1,4 @@
-"""Showing how far a job is: a bar on a terminal, elsewhere a line of JSON now and then, for logs and their readers."""
+"""Display of a job's progress: a bar on a terminal, otherwise regular lines of JSON for logs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def render(progress: JobProgress, *, width: int = 100) -> str:
 
 
 class ProgressLines:
-    """Prints to a stream, by default stderr. A context manager: leaving it ends the line. Never raises because the
-    stream is gone.
+    """Prints progress to a stream, by default stderr. A context manager, which ends the line. Never
+    raises for a closed stream.
     """
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -46,7 +46,7 @@ class ProgressLines:
         self._is_line_open = False
 
     def update(self, progress: JobProgress) -> None:
-        """Cheap: most calls print nothing."""
+        """Show progress. Cheap: most calls print nothing."""
         now_s = time.monotonic()
         if self._is_quiet or now_s - self._printed_s < (REDRAW_S if self._is_terminal else LINE_S):
             return
@@ -69,5 +69,5 @@ class ProgressLines:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # the terminal was closed: the job goes on
+        except (OSError, ValueError):  # the terminal was closed: the job continues
             self._is_quiet = True

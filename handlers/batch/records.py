@@ -1,7 +1,8 @@
-"""One line of the output for each record of the input.
+"""The output line of each input record.
 
-A request of OpenAI's form is answered in the form of OpenAI's batch output; a plain one by a small flat record. A
-record is one line of JSON, and says by itself whether it is an error. It does not know where records go.
+A request in OpenAI's form is answered in the form of OpenAI's batch output; a plain one by a small
+flat record. A record is one line of JSON, which shows whether it is an error. This module does not
+know where records are written.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`data` ends in a line's end."""
+    """A record. `data` ends with a line end."""
 
     data: bytes
     is_failed: bool
-    num_tokens: int = 0  # that were generated
+    num_tokens: int = 0  # generated tokens
 
 
 class _Usage(msgspec.Struct):
@@ -40,10 +41,11 @@ _BODY = msgspec.json.Decoder(_Body)
 
 
 def answered_call(line: Line, record_id: str, status: int, body: bytes) -> Record:
-    """`body` is what the HTTP face said, as it said it: JSON on one line."""
+    """The record of an HTTP API answer. `body` is its unchanged JSON on one line."""
     try:
         usage = _BODY.decode(body).usage
-    except (msgspec.DecodeError, UnicodeDecodeError):  # nothing of ours says that
+    # Our own routes never return that.
+    except (msgspec.DecodeError, UnicodeDecodeError):
         usage, body = None, msgspec.json.encode(body.decode(errors="replace"))
     response = {"status_code": status, "request_id": f"req_{record_id}", "body": msgspec.Raw(body)}
     return Record(

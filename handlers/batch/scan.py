@@ -1,7 +1,8 @@
-"""One pass over the input: where its parts begin, how many records it has, and which lines take another's custom_id.
+"""One pass over the input: the beginnings of its parts, the number of records, and the duplicates
+of custom_ids.
 
-The input is streamed: what is held is one line, 17 bytes a record, and the places of the parts. Pure: whoever reads the
-input feeds it. Of what lines ask for, it sees no more than `read_head`.
+The input is streamed: memory is one line, 17 bytes a record, and the positions of the parts. Pure:
+the caller feeds it. Of the lines it uses only `read_head`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from .lines import read_head
 from .splitter import LineSplitter, RawLine
 
 MAX_PARTS = 4_096
-MAX_PART_BYTES = 1 << 20  # of input, unless one line is larger, or the parts would be too many
-EMBEDDING_LINES = 8  # times as many in a part where most lines are embedded: each takes little time
+# Of input, unless one line is larger, or there would be too many parts.
+MAX_PART_BYTES = 1 << 20
+# Factor for parts of mostly embeddings, whose lines take little time.
+EMBEDDING_LINES = 8
 _HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpan:
-    """Bytes [start_byte, end_byte) of the input, which begin with line `first_line` and hold `num_records` records, of
-    which the first is number `first_record` of the job.
+    """Bytes [start_byte, end_byte) of the input, from line `first_line` on, with `num_records`
+    records, the first of which is the job's record `first_record`.
     """
 
     start_byte: int
@@ -37,34 +40,38 @@ class PartSpan:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What the pass has found. `duplicates` has a bit a record, set where another record has its custom_id: an earlier
-    one, or, of a line without a custom_id, any line that gives the line's number as its own.
+    """The result of the pass.
+
+    `duplicates` has a bit a record, set if another record has its custom_id: an earlier one, or,
+    for a line without a custom_id, any line that has the line's number as its own.
     """
 
     parts: tuple[PartSpan, ...]
     num_lines: int
     num_records: int
-    is_openai: bool  # the first line that can be read
+    is_openai: bool  # of the first readable line
     duplicates: bytes
 
 
 class Scanner:
-    """Feed it all bytes, in order, and then `finish`."""
+    """The pass. Feed it all bytes, in order, and then `finish`."""
 
     def __init__(self, *, max_line_bytes: int, max_lines: int, part_lines: int) -> None:
         self._splitter = LineSplitter(max_line_bytes)
         self._max_lines = max_lines
         self._part_lines = part_lines
-        self._starts: list[tuple[int, int, int]] = []  # of each part: its first byte, line and record
+        # The first byte, line and record of each part.
+        self._starts: list[tuple[int, int, int]] = []
         self._hashes = bytearray()
-        self._implicit = bytearray()  # a byte a record: whether its custom_id is its line's number
+        # A byte a record: whether its custom_id is its line's number.
+        self._implicit = bytearray()
         self._num_lines = 0
         self._num_records = 0
         self._num_embeddings = 0
         self._is_openai: bool | None = None
 
     def feed(self, chunk: bytes) -> None:
-        """Raises `UsageError` when there are too many lines."""
+        """Add bytes. Raises `UsageError` for too many lines."""
         self._take(self._splitter.feed(chunk))
 
     def finish(self) -> Scanned:
@@ -104,7 +111,7 @@ class Scanner:
             self._num_embeddings += head.is_embedding
             if self._is_openai is None:
                 self._is_openai = head.is_openai
-        # A line without a name of its own can be nobody's duplicate: no text begins with this byte.
+        # A line without a name of its own cannot be a duplicate: no text begins with this byte.
         name = (
             b"\xff%d" % self._num_records
             if head is None or head.custom_id is None
@@ -115,21 +122,25 @@ class Scanner:
         self._num_records += 1
 
     def _is_full(self, raw: RawLine) -> bool:
-        """Whether the part that is open ends before this line."""
+        """Whether the open part ends before this line."""
         start_byte, _, first_record = self._starts[-1]
         size_bytes = raw.start_byte + len(raw.data or b"") - start_byte
         return self._num_records - first_record >= self._part_lines or size_bytes > MAX_PART_BYTES
 
 
 def merged(starts: list[tuple[int, int, int]], max_parts: int, wanted: int) -> list[tuple[int, int, int]]:
-    """Every n-th beginning of a part, so that `wanted` neighbours become one, or more where they would be too many."""
+    """Every n-th beginning of a part, so that `wanted` neighbours become one, or more if there
+    would be too many.
+    """
     step = max(wanted, -(-len(starts) // max_parts))
     return starts[::step]
 
 
 def duplicates_of(hashes: bytearray, implicit: bytearray) -> np.ndarray:
-    """(N,) bool from N hashes of 16 bytes: whether one that goes before it is the same. Hashes that are not `implicit`
-    (N bytes) go before those that are, and earlier ones before later ones. Takes about 40 bytes a hash.
+    """(N,) bool from N hashes of 16 bytes: whether an earlier one is the same.
+
+    Hashes that are not `implicit` (N bytes) come before those that are, and otherwise in input
+    order. Takes about 40 bytes a hash.
     """
     pairs = np.frombuffer(bytes(hashes), dtype=np.uint64).reshape(-1, 2)  # (N, 2)
     flags = np.zeros(len(pairs), dtype=bool)  # (N,)

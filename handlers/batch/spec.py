@@ -1,4 +1,4 @@
-"""What a batch job is asked to do, and what became of it: values that hold no connection and do no I/O."""
+"""The specification and the report of a batch job: values without connections or I/O."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from ...loader.errors import UsageError
 from ...loader.sources.base import SourceOptions
 from ...loader.tools.progress_bar import format_duration
 
-MAX_LINES = 5_000_000  # of any job: a hash of 16 bytes for each is held while the input is scanned
+# Of any job: a hash of 16 bytes for each is held during the scan.
+MAX_LINES = 5_000_000
 MAX_LINE_BYTES = 64 << 20
 MAX_PART_LINES = 100_000
-MAX_WORKERS = 10_000  # that is as many children as an array job may have
+# The maximum of children of an array job.
+MAX_WORKERS = 10_000
 _SHARE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of one of several workers: those whose number leaves `index` when it is divided by `count`."""
+    """The parts of one of several workers: those whose number modulo `count` is `index`."""
 
     index: int
     count: int
@@ -28,18 +30,18 @@ class Share:
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count <= MAX_WORKERS:
             raise UsageError(
-                f"worker {self.index} of {self.count} cannot be",
+                f"worker {self.index} of {self.count} is invalid",
                 key="worker",
-                hint=f"Workers count from 0, and there may be {MAX_WORKERS}: 0/4, 1/4, 2/4 and 3/4 are all of four.",
+                hint=f"Workers are numbered from 0, up to {MAX_WORKERS} of them: 0/4, 1/4, 2/4 and 3/4 for four.",
             )
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """From 'I/N'. Raises `UsageError`."""
+        """Parse 'I/N'. Raises `UsageError`."""
         match = _SHARE.fullmatch(text)
         if match is None:
             raise UsageError(
-                f"{text[:40]!r} does not say which worker of how many",
+                f"{text[:40]!r} is not a worker's share, I/N",
                 key="worker",
                 hint="Write 0/4 for the first of four.",
             )
@@ -48,21 +50,23 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job, and this worker's place in it. Raises `UsageError` for invalid values.
+    """A job, and this worker's share of it. Raises `UsageError` for invalid values.
 
-    The input, the model, and the limits of lines and of their number decide what the job is: they must be the same
-    for all of its workers. The other fields are each worker's own.
+    The input, the model, and the limits of lines and of their number identify the job: they must be
+    the same for all of its workers. The other fields are each worker's own.
     """
 
     input: str  # a JSONL file or object: a path, s3://bucket/key or http(s)://…
     output: str  # a folder or prefix, or a name that ends in .jsonl
     input_version: str | None = None  # the input's expected ETag, if known; a different one is an error
-    source_options: SourceOptions | None = None  # how to reach both; None: as the model is reached
+    # How to reach both; None: as the model is reached.
+    source_options: SourceOptions | None = None
     max_line_bytes: int = 1 << 20
     max_lines: int = 1_000_000
-    part_lines: int | None = None  # None: about two per sequence that the engine runs at once
+    part_lines: int | None = None  # None: about twice the engine's max_running
     share: Share | None = None  # None: all parts
-    drain_s: float = 8.0  # for what is being worked on when the job is told to stop
+    # For the lines in progress when the job is asked to stop.
+    drain_s: float = 8.0
     model_identity: str | None = None  # None: the digest of the model's artifact
 
     def __post_init__(self) -> None:
@@ -75,41 +79,48 @@ class JobSpec:
 
 
 class Status(enum.StrEnum):
-    COMPLETE = "complete"  # every record is there, and the manifest; of a .jsonl output, the file
+    # Every record exists, and the manifest; of a .jsonl output, the file.
+    COMPLETE = "complete"
     SHARE_DONE = (
-        "share_done"  # this worker's parts are there; others' are not yet, and one of them ends the job
+        # This worker's parts exist; others are missing, and another worker ends the job.
+        "share_done"
     )
-    INCOMPLETE = "incomplete"  # the deadline came, or somebody stopped it: run it again
+    # The deadline passed, or the job was stopped: run it again.
+    INCOMPLETE = "incomplete"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
-    """How a worker's run ended. Counts of records are the job's; what begins with `run_` is this run's own."""
+    """The result of a worker's run. Counts of records are the job's; those with the prefix `run_`
+    are this run's.
+    """
 
     status: Status
     output: str
-    key: str  # the idempotency key: the same for every run of the same job; '' where it ended before it was known
+    # The idempotency key: the same for every run of the same job; '' if the run ended before it was
+    # known.
+    key: str
     records: int = 0
     records_done: int = 0
     failed: int | None = None  # records that are errors; known when the job is complete
     parts: int = 0
     parts_done: int = 0
     stopped_by: str | None = None  # deadline | stop | draining
-    run_records: int = 0  # that this run computed
+    run_records: int = 0  # computed by this run
     run_failed: int = 0
     run_tokens: int = 0  # that were generated
     run_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is left for this worker to do."""
+        """Whether nothing is left for this worker."""
         return self.status is not Status.INCOMPLETE
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "status": str(self.status), "run_s": round(self.run_s, 3)}
 
     def render(self) -> str:
-        """For people."""
+        """The report as text."""
         lines = [f"{self.output}  {self.status}"]
         if self.stopped_by is not None:
             lines[0] += f" ({self.stopped_by})"

@@ -1,7 +1,7 @@
-"""Bytes in chunks of any size → lines, of bounded length.
+"""A splitter of chunks of bytes into lines of bounded length.
 
-Invariant: however the bytes are cut into chunks, the lines are the same, and no more than one line of the allowed
-length is held. A longer one is passed over, and told of. It does not know what lines say.
+Invariant: the lines do not depend on the chunks, and at most one line of the allowed length is
+held. A longer one is skipped, and reported. This module does not know the content of lines.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # what some editors write before the first line
-_MARK_BYTES = len(_BYTE_ORDER_MARK) + len(b"\r")  # that may stand around a line and do not count
+# Some editors write it before the first line.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Bytes around a line that do not count.
+_MARK_BYTES = len(_BYTE_ORDER_MARK) + len(b"\r")
 
 
 class RawLine(NamedTuple):
-    """A line of the input. `data` is without the line's end; None: it is longer than allowed."""
+    """A line of the input. `data` is without the line end; None: it is longer than allowed."""
 
-    number: int  # from 1, blank ones count
+    number: int  # from 1, counting blank lines
     start_byte: int
     data: bytes | None
 
@@ -26,7 +28,9 @@ class RawLine(NamedTuple):
 
 
 class LineSplitter:
-    """Feed it the bytes from `start_byte` on, where line number `first_line` begins, and then `finish`."""
+    """The splitter. Feed it the bytes from `start_byte` on, where line number `first_line` begins,
+    and then `finish`.
+    """
 
     def __init__(self, max_line_bytes: int, *, start_byte: int = 0, first_line: int = 1) -> None:
         self._max_line_bytes = max_line_bytes
@@ -38,11 +42,11 @@ class LineSplitter:
 
     @property
     def next_byte(self) -> int:
-        """Where the bytes begin that were not fed yet."""
+        """The position of the first byte not fed yet."""
         return self._next_byte
 
     def feed(self, chunk: bytes) -> Iterator[RawLine]:
-        """The lines that end in the chunk. Consume it all before the next one is fed."""
+        """The lines that end in the chunk. Consume all before feeding the next one."""
         position = 0
         base = self._next_byte
         while (end := chunk.find(b"\n", position)) >= 0:
@@ -54,7 +58,7 @@ class LineSplitter:
         self._next_byte = base + len(chunk)
 
     def finish(self) -> Iterator[RawLine]:
-        """The last line, where no line's end stands behind it."""
+        """The last line, if it has no line end."""
         if self._next_byte > self._start_byte:
             yield self._end_line()
 

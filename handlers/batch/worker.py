@@ -1,8 +1,9 @@
-"""One worker: takes parts that are missing, has their lines answered, and makes each part visible when it is whole.
+"""A worker: takes missing parts, has their lines answered, and writes each complete part.
 
-A few parts are open at a time, so that the last lines of one share the engine with the first of the next; that many
-parts of work are lost when the process is killed, at most. Nothing is locked: what two workers do twice is visible once
-(`parts.put_part`). It does not know where lines are answered, nor how a job begins and ends.
+A few parts are open at a time, so that the last lines of one share the engine with the first of the
+next; at most that many parts of work are lost if the process is killed. There are no locks: a part
+computed by two workers is written once (`parts.put_part`). This module does not know how lines are
+answered, nor how a job begins and ends.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from .places import Places
 from .records import Record
 
 MIN_OPEN_PARTS = 2
-MAX_EMBED_TEXTS = 32  # of one call: of similar length, so that few tokens are padding
-CUT_S = 1.5  # before the deadline, what is still being worked on is given up, and what is finished of it kept
-MAX_LEAVING_S = 5.0  # for that, where there is no deadline
+# Of one call: of similar length, so that few tokens are padding.
+MAX_EMBED_TEXTS = 32
+# Before the deadline, lines in progress are cancelled, and the finished ones of their parts kept.
+CUT_S = 1.5
+MAX_LEAVING_S = 5.0  # for that, without a deadline
 
 
 @dataclass(slots=True)
 class _OpenPart:
-    """A part that is being worked on: its lines, and their records as they come."""
+    """A part in progress: its lines, and their records so far."""
 
     number: int
     lines: list[Line]
@@ -43,7 +46,7 @@ class _OpenPart:
 
 
 class Worker:
-    """Lives on one event loop; used once."""
+    """One worker's run. Lives on one event loop; used once."""
 
     def __init__(
         self,
@@ -58,8 +61,10 @@ class Worker:
         window: int,
         partials: frozenset[int] = frozenset(),
     ) -> None:
-        """`window` is how many lines are worked on at a time; of the parts in `partials`, some records are known."""
-        self.written: dict[int, PartInfo] = {}  # parts that this worker made visible
+        """`window` is the number of concurrent lines; some records of the parts in `partials` are
+        known.
+        """
+        self.written: dict[int, PartInfo] = {}  # written by this worker
         self._places = places
         self._index = index
         self._answers = answers
@@ -74,13 +79,14 @@ class Worker:
         self._partials = partials
         self._pace = PartPace()
         self._open: dict[int, _OpenPart] = {}
-        self._answered_s: float | None = None  # when the first record came
+        self._answered_s: float | None = None  # time of the first record
         self._stopped_s: float | None = None
 
     async def run(self, order: Sequence[int]) -> None:
-        """Do these parts, as many as there is time for. Ends early when the lifetime does; raises what ended it else.
+        """Process these parts, as many as time allows. Ends early with the lifetime; otherwise
+        raises the error that ended it.
 
-        What was finished of parts that did not become whole is left in the store, for who goes on.
+        Finished records of incomplete parts are left in the store, for the next worker.
         """
         waiting, tasks = deque(order), dict[asyncio.Task[None], int]()
         stopped = asyncio.Event()
@@ -95,7 +101,7 @@ class Worker:
                 if watch in done:
                     self._stopped_s = time.monotonic()
                 elif not done:
-                    break  # time is up
+                    break  # no time left
                 for task in done - {watch}:
                     del tasks[task]
                     _raise_first(task)
@@ -106,14 +112,16 @@ class Worker:
             await self._leave_partials()
 
     def _begin(self, waiting: deque[int], tasks: dict[asyncio.Task[None], int]) -> bool:
-        """Open parts while there is room and time. Returns whether any is open."""
+        """Open parts while there is capacity and time. Returns whether any is open."""
         while waiting and len(tasks) < self._max_open and self._has_time():
             number = waiting.popleft()
             tasks[asyncio.create_task(self._do_part(number))] = number
         return bool(tasks)
 
     def _count_open(self) -> int:
-        """So many that the window is full while the last lines of one part are worked on."""
+        """The number of parts that fill the window while the last lines of one part are in
+        progress.
+        """
         sizes = sorted(part.num_records for part in self._index.parts)
         return max(MIN_OPEN_PARTS, 1 + math.ceil(self._window_lines / sizes[len(sizes) // 2]))
 
@@ -121,7 +129,7 @@ class Worker:
         return not self._lifetime.cancelled and self._pace.has_time(self._lifetime.remaining_s())
 
     def _patience_s(self) -> float | None:
-        """How long what is open is waited for; None: for ever."""
+        """The time to wait for open parts; None: unlimited."""
         left_s = self._lifetime.remaining_s() - CUT_S
         if self._stopped_s is not None:
             left_s = min(left_s, self._stopped_s + self._drain_s - time.monotonic())
@@ -130,7 +138,7 @@ class Worker:
     async def _do_part(self, number: int) -> None:
         num_records = self._index.parts[number].num_records
         if await asyncio.to_thread(is_there, self._places.work, number):
-            self._meter.part_done(num_records)  # another worker's
+            self._meter.part_done(num_records)  # written by another worker
             return
         lines = await asyncio.to_thread(
             read_lines, self._places.input, self._input_version, self._index, number
@@ -138,7 +146,8 @@ class Worker:
         part = self._open[number] = _OpenPart(number, lines, [None] * len(lines))
         if number in self._partials:
             part.records = await asyncio.to_thread(read_partial, self._places.work, number, lines)
-        # All of one part are begun before the first of the next, so that it is whole first.
+        # All lines of one part are started before the first of the next, so that it completes
+        # first.
         async with asyncio.TaskGroup() as group, self._turn:
             for indices in units_of(lines, skip=lambda index: part.records[index] is not None):
                 await self._window.acquire()
@@ -146,7 +155,9 @@ class Worker:
         await self._write(part)
 
     async def _answer(self, part: _OpenPart, indices: list[int]) -> None:
-        """Some lines of one part: one, or several that are embedded together. Gives its place in the window back."""
+        """Answer some lines of one part: one, or several to embed together. Frees its place in the
+        window.
+        """
         try:
             lines = [part.lines[index] for index in indices]
             records = (
@@ -171,13 +182,15 @@ class Worker:
         del self._open[part.number]
         self._meter.records_pending -= part.num_answered
         self._meter.part_done(len(records))
-        # The wait for the weights is not a part's time: it comes once.
+        # Waiting for the weights happens once, and does not count as a part's time.
         self._pace.note(time.monotonic() - max(part.begun_s, self._answered_s or part.begun_s))
         if part.number in self._partials:
             await asyncio.to_thread(remove_partial, self._places.work, part.number)
 
     async def _leave_partials(self) -> None:
-        """Nothing depends on it: it hides no other error, and is not waited for beyond the deadline."""
+        """Store partial records, an optimisation: it hides no other error, and is cut off at the
+        deadline.
+        """
         writes = asyncio.gather(
             *(
                 asyncio.to_thread(write_partial, self._places.work, part.number, part.lines, part.records)
@@ -190,10 +203,10 @@ class Worker:
 
 
 def units_of(lines: Sequence[Line], *, skip: Callable[[int], bool] = lambda _: False) -> Iterator[list[int]]:
-    """What of a part is worked on at once, as indices of its lines, in the order in which it is begun.
+    """The units of a part's work, as indices of its lines, in the order of their start.
 
-    Long lines come first: a part is as late as its last line. Texts to be embedded go together with those of a similar
-    length.
+    Long lines come first: a part is as late as its last line. Texts to embed are grouped with those
+    of similar length.
     """
     order = sorted(
         (index for index in range(len(lines)) if not skip(index)), key=lambda index: -lines[index].size_bytes
@@ -217,7 +230,7 @@ async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 def _raise_first(task: asyncio.Task[None]) -> None:
-    """What ended the task, if anything did: of several errors at once, the first."""
+    """Raise the task's error, if any: the first of several."""
     error = task.exception()
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

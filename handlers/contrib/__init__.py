@@ -1,1 +1,1 @@
-"""Teneral inside of other frameworks; each needs an extra."""
+"""Integrations with other frameworks; each needs an extra."""

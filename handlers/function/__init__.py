@@ -1,1 +1,1 @@
-"""User functions: what they are given, and how they are called."""
+"""User functions: their inputs, and how they are run."""

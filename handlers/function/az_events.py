@@ -1,6 +1,8 @@
-"""Event Grid's events of new blobs, in its own schema and as CloudEvents, as the same values; and its handshake.
+"""Event Grid's events of new blobs, in its own schema and as CloudEvents, as the same values; and
+its handshake.
 
-Pure. The blob's name is taken from the event's subject, which has it as it is; the address in its data is encoded.
+Pure. The blob's name comes from the event's subject, which is not encoded; the address in its data
+is.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def validation_code(event: Any) -> str:
 
 
 def created_blob(event: Any) -> ObjectRef | None:
-    """Of an event in either schema; None for other news of a blob. Raises `RequestError`."""
+    """The blob of an event in either schema; None for other events of a blob. Raises
+    `RequestError`.
+    """
     if event.get("type", event.get("eventType")) != CREATED:
         return None
     data = event.get("data")

@@ -1,8 +1,9 @@
-"""The calls of a user's function, each from its start until its thread or coroutine has ended.
+"""The running calls of a user's function, each counted until its thread or coroutine has ended.
 
-A client that goes away, and a deadline that passes, end a request at once, but not a plain function: Python has no way
-to end a thread. Such a call is abandoned and still counts, so that functions which hang never pile up without bound:
-beyond the bound new calls are refused. It knows no threads.
+A disconnected client and a passed deadline end a request at once, but not a plain function: Python
+cannot end a thread. Such a call is abandoned and still counts, so that functions that hang never
+accumulate without bound: beyond the bound new calls are refused. This module does not manage
+threads.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from typing import NamedTuple
 
 from ...runtime.errors import HandlerBusyError
 
-DEFAULT_MAX_CALLS = 352  # as many as a server's requests in work, by default
-TOLD_AFTER_S = 1.0  # a function that looks at `context.cancelled` has ended by then
-TOLD_EVERY_S = 10.0  # of refusals
+# The default of a server's running requests.
+DEFAULT_MAX_CALLS = 352
+# A function that checks `context.cancelled` has ended by then.
+LOG_AFTER_S = 1.0
+# Between log lines of refusals.
+LOG_EVERY_S = 10.0
 MAX_NAMED = 8
-RETRY_AFTER_S = 5.0  # nothing says when a function ends that hangs
+# The end of a function that hangs is unknown.
+RETRY_AFTER_S = 5.0
 
 logger = logging.getLogger("teneral.handler")
 
@@ -31,54 +36,54 @@ class FunctionCall:
 
     request_id: str
     started_s: float = field(default_factory=time.monotonic)
-    abandoned_s: float | None = None  # when its reader left
-    is_told: bool = False  # the log has it
+    abandoned_s: float | None = None  # when its client left
+    is_logged: bool = False  # it is in the log
 
 
 class CallStatistics(NamedTuple):
-    calls: int  # that have not ended
-    abandoned_calls: int  # of these, whose readers have left
+    calls: int  # running
+    abandoned_calls: int  # running although their clients left
     max_calls: int
     refused_calls_total: int
 
 
 class FunctionCalls:
-    """Thread-safe."""
+    """The calls of one function. Thread-safe."""
 
     def __init__(self, name: str, max_calls: int = DEFAULT_MAX_CALLS) -> None:
-        """`name` is the function's, for the log."""
+        """`name` is the function's, for logs."""
         self.max_calls = max_calls
         self._name = name
         self._lock = threading.Lock()
         self._calls: dict[FunctionCall, None] = {}  # the oldest first
         self._num_refused = 0
-        self._told_s = float("-inf")
+        self._logged_s = float("-inf")
 
     def begin(self, request_id: str) -> FunctionCall:
-        """Count one more. Raises `HandlerBusyError` when there are as many as may be."""
+        """Count a new call. Raises `HandlerBusyError` at the bound."""
         with self._lock:
             if len(self._calls) < self.max_calls:
                 call = FunctionCall(request_id)
                 self._calls[call] = None
                 return call
             self._num_refused += 1
-            is_told = time.monotonic() - self._told_s < TOLD_EVERY_S
-            if not is_told:
-                self._told_s = time.monotonic()
-        if not is_told:
+            is_logged = time.monotonic() - self._logged_s < LOG_EVERY_S
+            if not is_logged:
+                self._logged_s = time.monotonic()
+        if not is_logged:
             logger.warning("calls of %s are refused: %s", self._name, self.describe())
         raise HandlerBusyError(
-            f"{self.max_calls} calls of {self._name} have not ended, which is as many as may run",
+            f"{self.max_calls} calls of {self._name} have not ended, which is the limit",
             retry_after_s=RETRY_AFTER_S,
             hint="Have the function end when context.cancelled is set or its deadline passes.",
         )
 
     def end(self, call: FunctionCall) -> None:
-        """Its thread or coroutine has ended."""
+        """Count the end of the call's thread or coroutine."""
         with self._lock:
             self._calls.pop(call, None)
-            is_told = call.is_told
-        if is_told and call.abandoned_s is not None:
+            is_logged = call.is_logged
+        if is_logged and call.abandoned_s is not None:
             logger.info(
                 "request %s: %s has ended, %.1f s after its reader left",
                 call.request_id,
@@ -87,12 +92,14 @@ class FunctionCalls:
             )
 
     def abandon(self, call: FunctionCall) -> None:
-        """Its reader leaves, on a running event loop. A call that goes on is told in the log soon."""
+        """Mark a call whose client left, on a running event loop. If it goes on, this is logged
+        soon.
+        """
         with self._lock:
             if call not in self._calls:
                 return
             call.abandoned_s = time.monotonic()
-        asyncio.get_running_loop().call_later(TOLD_AFTER_S, self._tell, call)
+        asyncio.get_running_loop().call_later(LOG_AFTER_S, self._tell, call)
 
     def statistics(self) -> CallStatistics:
         with self._lock:
@@ -100,7 +107,7 @@ class FunctionCalls:
             return CallStatistics(len(self._calls), num_abandoned, self.max_calls, self._num_refused)
 
     def describe(self) -> str:
-        """How many have not ended, and of those that were abandoned the oldest ones by their requests."""
+        """The number of running calls, and the requests of the oldest abandoned ones."""
         now_s = time.monotonic()
         with self._lock:
             num_calls = len(self._calls)
@@ -116,7 +123,7 @@ class FunctionCalls:
         with self._lock:
             if call not in self._calls:
                 return
-            call.is_told = True
+            call.is_logged = True
         logger.warning(
             "request %s: %s goes on although its reader left; %s",
             call.request_id,

@@ -1,8 +1,8 @@
-"""What a handler is given beside its event: who asks, how long it may take, the model, a logger, the KV
+"""The context of a handler's invocation: the client, the time limit, the model, a logger, the KV
 session.
 
-It knows no platform: whoever receives the request makes a `Context`, and cancels it when the client goes
-away.
+It knows no platform: the platform's code makes a `Context` for a request, and cancels it when the
+client disconnects.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Context:
-    """One invocation's surroundings. Thread-safe; valid until the invocation ends, which cancels what it left
-    running.
+    """The context of one invocation. Thread-safe; valid until the invocation ends, which cancels
+    its remaining work.
     """
 
     def __init__(
@@ -36,29 +36,34 @@ class Context:
         trace_id: str | None = None,
         on_progress: Callable[[Any], object] | None = None,
     ) -> None:
-        """`host` is the instance that serves the model; `timeout_s` counts from now, None is no deadline. RequestError
-        for an invalid `session`. `platform` is what the place where this runs tells of the invocation.
+        """`host` is the instance that serves the model; `timeout_s` counts from now, None is no
+        deadline. `platform` is the platform's information about the invocation. Raises RequestError
+        for an invalid `session`.
         """
         check_owner(session=session or "")
         self.request_id = request_id
         self.platform = (
-            platform  # on Lambda: its name, the function's ARN, client context, identity and so on
+            # On Lambda: its name, the function's ARN, client context, identity and so on.
+            platform
         )
-        self.trace_id = trace_id  # as the platform writes it, of X-Ray for one; None: nobody traces
+        # In the platform's format, such as X-Ray's; None: not traced.
+        self.trace_id = trace_id
         self.session = (
-            session  # what is computed is kept for the next invocation that names the same; None: none
+            # The KV cache is kept for the next invocation with the same session; None: none.
+            session
         )
         self.logger: logging.LoggerAdapter[logging.Logger] = logging.LoggerAdapter(
             logging.getLogger(LOGGER_NAME), {"request_id": request_id}
         )
-        self.host = host  # for handlers that are a part of Teneral; `model` is for all others
+        # For handlers that are part of Teneral; all others use `model`.
+        self.host = host
         self._on_progress = on_progress
         self._lifetime = Lifetime(timeout_s)
         self.model = Model(host, self._lifetime, request_id, session=session)
 
     @property
     def deadline(self) -> float | None:
-        """The moment on `time.monotonic()`'s clock by which the invocation must be done; None: no limit."""
+        """The deadline on `time.monotonic()`'s clock; None: no limit."""
         return self._lifetime.deadline
 
     def remaining_time_s(self) -> float:
@@ -67,21 +72,23 @@ class Context:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the client has gone away. Calls of the model then raise `CancelledError`; long work should
-        stop.
+        """Whether the client has disconnected. Calls of the model then raise `CancelledError`; long
+        work should stop.
         """
         return self._lifetime.cancelled
 
     def progress(self, value: Any) -> None:
-        """Tell whoever waits how far this is, where the platform has a way for it (RunPod's queue); elsewhere nothing
-        happens. `value` is JSON; of several in one second, one is told.
+        """Report progress to the client, where the platform supports it (RunPod's queue); otherwise
+        do nothing.
+
+        `value` is JSON; at most one a second is sent.
         """
         if self._on_progress is not None:
             self._on_progress(value)
 
     def cancel(self) -> None:
-        """End the invocation: generations stop within one step, waiting calls raise `CancelledError`.
-        Idempotent.
+        """End the invocation: generations stop within one step, waiting calls raise
+        `CancelledError`. Idempotent.
         """
         self._lifetime.cancel()
 

@@ -1,6 +1,7 @@
-"""Cloud Storage's events of new objects: Eventarc's CloudEvents, and Pub/Sub's notifications, as the same values.
+"""Cloud Storage's events of new objects: Eventarc's CloudEvents, and Pub/Sub's notifications, as
+the same values.
 
-Pure. Of a notification only the message's attributes are read, so its payload format does not count.
+Pure. Only the attributes of a notification are read, so its payload format does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 from ...runtime.errors import RequestError
 from .object_ref import ObjectRef
 
-EVENT_TYPES = "google.cloud.storage.object.v1."  # what the types of its CloudEvents begin with
+EVENT_TYPES = "google.cloud.storage.object.v1."  # prefix of the types of its CloudEvents
 FINALIZED = "google.cloud.storage.object.v1.finalized"
 NOTIFIED = "OBJECT_FINALIZE"
 PUBSUB_TYPE = "google.cloud.pubsub.topic.v1.messagePublished"
@@ -20,7 +21,7 @@ MAX_DIGITS = 19
 
 
 def finalized_object(event: Any) -> ObjectRef | None:
-    """Of a CloudEvent of Cloud Storage; None for other news of an object. Raises `RequestError`."""
+    """The object of a CloudEvent of Cloud Storage; None for other events. Raises `RequestError`."""
     if event.get("type") != FINALIZED:
         return None
     data = event.get("data")
@@ -40,7 +41,7 @@ def is_notification(message: Any) -> bool:
 
 
 def notified_object(message: Any) -> ObjectRef | None:
-    """Of a notification; None for other news of an object. Raises `RequestError`."""
+    """The object of a notification; None for other events. Raises `RequestError`."""
     attributes = message["attributes"]
     if attributes["eventType"] != NOTIFIED:
         return None
@@ -48,7 +49,7 @@ def notified_object(message: Any) -> ObjectRef | None:
 
 
 def message_text(message: Any) -> str:
-    """The text that a message of Pub/Sub brings. Raises `RequestError` for other bytes."""
+    """The text of a Pub/Sub message. Raises `RequestError` for other bytes."""
     data = message.get("data") if isinstance(message, dict) else None
     try:
         return base64.b64decode(data or "", validate=True).decode()

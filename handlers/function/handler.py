@@ -1,7 +1,8 @@
-"""The user's function: found by its address, and called in the way that its kind needs.
+"""The user's function: its import by name, and calls by its kind.
 
-A function may be plain, a coroutine, or a generator of either kind. All of them run outside of the caller's event loop,
-so that one that blocks holds up nothing but itself, and every kind gives its values through the same channel.
+A function may be plain, a coroutine, or a generator of either kind. All of them run outside the
+caller's event loop, so that a blocking one blocks only itself, and every kind returns its values
+through the same channel.
 """
 
 from __future__ import annotations
@@ -46,20 +47,20 @@ class HandlerKind(enum.StrEnum):
 
     @property
     def is_generator(self) -> bool:
-        """By its definition. A plain function may return an iterator all the same, which shows when it does."""
+        """Whether it is defined as a generator. A plain function may still return an iterator,
+        which is only known then.
+        """
         return self in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR)
 
 
 class Handler:
-    """A function that was found to take (event, context). Serves any number of invocations at a time; close
-    it at the end.
-    """
+    """A function that takes (event, context). Serves concurrent invocations; close it at the end."""
 
     def __init__(
         self, function: Callable[..., Any], *, name: str | None = None, max_calls: int = DEFAULT_MAX_CALLS
     ) -> None:
-        """`name` is what errors call it; `max_calls` bounds the calls that have not ended. Raises `HandlerError` when
-        it does not take two positional arguments.
+        """`name` is the function's name in errors; `max_calls` bounds the running calls. Raises
+        `HandlerError` if it does not take two positional arguments.
         """
         self.function = function
         self.name = name or str(getattr(function, "__qualname__", type(function).__name__))
@@ -78,15 +79,15 @@ class Handler:
 
     @property
     def loop_thread(self) -> LoopThread:
-        """The loop of this handler's coroutines, started when the first one runs."""
+        """The loop of this handler's coroutines, started with the first one."""
         with self._lock:
             if self._loop_thread is None:
                 self._loop_thread = LoopThread(f"teneral-handler-{self.name}")
             return self._loop_thread
 
     def close(self) -> None:
-        """Cancel async invocations that still run, and end their loop. Threads end with the calls that they
-        are in; the log has those that go on.
+        """Cancel running async invocations, and end their loop. Threads end with their calls; the
+        log names those still running.
         """
         self.threads.close()
         with self._lock:
@@ -98,22 +99,24 @@ class Handler:
 
 
 def load_handler(spec: str, *, max_calls: int = DEFAULT_MAX_CALLS) -> Handler:
-    """The handler that `module:function` or `path/file.py:function` names. Raises `HandlerError`."""
+    """Load the handler named by `module:function` or `path/file.py:function`. Raises
+    `HandlerError`.
+    """
     return Handler(find_function(spec), name=spec, max_calls=max_calls)
 
 
 async def run(
     handler: Handler, event: Any, context: Context, *, on_stream: Callable[[], object] = lambda: None
 ) -> AsyncIterator[Any]:
-    """Invoke the handler and yield its results as they come: JSON-ready values, str or bytes.
+    """Invoke the handler and yield its results as they are made: JSON-ready values, str or bytes.
 
-    A plain function gives one; one that yields, or that returns an iterator, any number. At most a few
-    results are made ahead of their reader. `on_stream` is called before the first result, or the end, of
-    a function that yields or returns an iterator. Leaving early (`aclose`, or cancelling the task)
-    cancels the context, and with it every generation that was begun. Raises `HandlerError` for whatever the function
-    raises (`__cause__` is that), except errors of Teneral itself, which pass through as they are; and
-    `CancelledError` when the deadline passes first. A function whose reader has left counts until it has ended:
-    `HandlerBusyError` when there are too many of them.
+    A plain function gives one; a generator, or a function that returns an iterator, any number. At
+    most a few results are made ahead of their reader. `on_stream` is called before the first
+    result, or the end, of a generator or an iterator. Leaving early (`aclose`, or cancelling the
+    task) cancels the context, and with it all its generations. Raises `HandlerError` for the
+    function's exceptions (as `__cause__`), except errors of Teneral itself, which pass through; and
+    `CancelledError` if the deadline passes first. A function whose reader has left counts until it
+    has ended: `HandlerBusyError` if there are too many.
     """
     outlet = Outlet()
     call = handler.calls.begin(context.request_id)
@@ -140,7 +143,7 @@ async def run(
 
 
 async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The first values, so many or fewer; the rest can still be read from `values`."""
+    """The first `count` values, or fewer; the rest can still be read from `values`."""
     while count > 0:
         try:
             yield await anext(values)
@@ -150,7 +153,7 @@ async def up_to(count: int, values: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def kind_of(function: Callable[..., Any]) -> HandlerKind:
-    """What calling it gives; sees through `functools.partial` and objects with `__call__`."""
+    """The kind of a call's result; handles `functools.partial` and objects with `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
@@ -165,8 +168,8 @@ def kind_of(function: Callable[..., Any]) -> HandlerKind:
 def _begin(
     handler: Handler, event: Any, context: Context, outlet: Outlet, call: FunctionCall
 ) -> Callable[[], object]:
-    """Start the invocation beside the caller's loop. Returns what asks it to stop: threads have no such
-    thing.
+    """Start the invocation outside the caller's loop. Returns a function that requests its end;
+    threads ignore it.
     """
     try:
         if handler.kind.is_async:
@@ -204,7 +207,8 @@ def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> N
             for value in result:
                 outlet.put(_checked(handler, value))
         finally:
-            if hasattr(result, "close"):  # a generator has, and its `finally` runs now
+            # A generator has one; its `finally` runs now.
+            if hasattr(result, "close"):
                 result.close()
     except OutletClosedError:
         return
@@ -215,7 +219,7 @@ def _invoke(handler: Handler, event: Any, context: Context, outlet: Outlet) -> N
 
 
 async def _invoke_async(handler: Handler, event: Any, context: Context, outlet: Outlet) -> None:
-    """The same for coroutines, on the handler's loop."""
+    """The body of a coroutine's task, on the handler's loop."""
     try:
         result = handler.function(event, context)
         if inspect.isawaitable(result):
@@ -241,22 +245,23 @@ async def _invoke_async(handler: Handler, event: Any, context: Context, outlet: 
 
 
 def _checked(handler: Handler, value: Any) -> Any:
-    """The value itself when it can be sent. To encode it is the check, made in the user's thread, not on the
-    server's loop.
+    """The value itself if it can be sent. The check is encoding it, in the user's thread, not on
+    the server's loop.
     """
     if isinstance(value, bytes):
         return value
     if inspect.iscoroutine(value):
-        value.close()  # or Python warns of a coroutine that was never awaited, on top of our error
+        # Otherwise Python warns of a coroutine that was never awaited, in addition to our error.
+        value.close()
 
     def refuse(part: object) -> None:
         raise ResultError(
-            f"{handler.name} gave {_type_name(part)}, which is not JSON",
-            hint="Give dicts, lists, strings, numbers, booleans and None (numpy: .tolist()), or bytes alone.",
+            f"{handler.name} returned {_type_name(part)}, which is not JSON",
+            hint="Return dicts, lists, strings, numbers, booleans and None (numpy: .tolist()), or bytes alone.",
         )
 
     try:
-        # As UTF-8, which half of a surrogate pair, as in a text that was cut, has no form in.
+        # UTF-8 cannot encode a lone surrogate, as in a truncated text.
         text = (
             value
             if isinstance(value, str)
@@ -264,13 +269,13 @@ def _checked(handler: Handler, value: Any) -> Any:
         )
         text.encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise ResultError(f"{handler.name} gave a value that is not JSON: {error}") from error
+        raise ResultError(f"{handler.name} returned a value that is not JSON: {error}") from error
     return value
 
 
-def _said(error: BaseException) -> str:
-    """The exception's own text. To make it is users' code as well, and what that raises must not end the thread, or
-    nobody would ever be told.
+def _text_of(error: BaseException) -> str:
+    """The exception's own text. It is made by users' code too, whose errors must not end the thread
+    without a reply.
     """
     try:
         return str(error)
@@ -284,13 +289,15 @@ def _type_name(value: object) -> str:
 
 
 def _as_error(handler: Handler, error: BaseException, context: Context) -> TeneralError:
-    """As it is told to the caller. The developer's own errors go to the log, with their tracebacks."""
+    """The error for the caller. The developer's own errors are logged, with their tracebacks."""
     if isinstance(error, HandlerError) or not isinstance(error, TeneralError):
         logger.error("request %s: %s failed", context.request_id, handler.name, exc_info=error)
     if isinstance(error, TeneralError):
         return error
-    told = f"{handler.name} raised {type(error).__name__}: {_said(error)}"
-    failure = HandlerError(told if len(told) <= MAX_MESSAGE_CHARS else f"{told[:MAX_MESSAGE_CHARS]}…")
+    message = f"{handler.name} raised {type(error).__name__}: {_text_of(error)}"
+    failure = HandlerError(
+        message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
+    )
     failure.__cause__ = error
     return failure
 
@@ -299,11 +306,12 @@ _HINT = "Name it as package.module:function or path/file.py:function."
 
 
 def find_function(spec: str) -> Callable[..., Any]:
-    """The object that `spec` names. Raises `HandlerError`.
+    """Find the object that `spec` names. Raises `HandlerError`.
 
-    The file's folder (or the working directory, for a module) is put on `sys.path`, so that the modules
-    beside it can be imported: last, not first as Python does for a script, because a file called `http.py`
-    there must not replace the standard library's for a server that is still importing.
+    The file's folder (or the working directory, for a module) is put on `sys.path`, so that
+    neighbouring modules can be imported: last, not first as Python does for a script, because a
+    file called `http.py` there must not replace the standard library's for a server that is still
+    importing.
     """
     place, separator, attribute = spec.rpartition(":")
     if not (separator and place and attribute):
@@ -324,14 +332,16 @@ def _import_file(path: Path) -> ModuleType:
     path = path.absolute()
     if not path.is_file():
         raise HandlerError(f"there is no file {path}", hint=_HINT)
-    # A name of its own: a file called json.py must not become the module `json` for everybody else.
+    # A name of its own: a file called json.py must not become the module `json` for all other
+    # importers.
     name = f"teneral_handler_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise HandlerError(f"{path} is not a Python file", hint="Its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
     _put_on_path(path.parent)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+    # Dataclasses and pickle look a class's module up there.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,7 +1,7 @@
-"""`teneral invoke`: one call of a function handler, here and now, with a model of its own.
+"""`teneral invoke`: one call of a function handler, with a model of its own.
 
-What the function gives is printed as it comes: a line of JSON for each value, texts and bytes as they are.
-The process ends with the call.
+Results are printed as they are made: a line of JSON for each value, texts and bytes unchanged. The
+process ends with the call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ MAX_EVENT_BYTES = 64 << 20
 
 
 def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: float) -> int:
-    """Load the handler, read the event ('-' is standard input), start the model, print the results. Returns
-    0.
+    """Load the handler, read the event ('-' is standard input), start the model, print the results.
+    Returns 0.
 
-    Raises `HandlerError`, `UsageError` for an event that is no JSON, and whatever the model's load raises.
+    Raises `HandlerError`, `UsageError` for an event that is not JSON, and the errors of the model's
+    load.
     """
     if not 0 < timeout_s <= 86_400:
         raise UsageError("--timeout-s must be from 0 to 86400 seconds", key="timeout_s")
@@ -48,7 +49,7 @@ def invoke_once(spec: str, event_file: str, config: ServeConfig, *, timeout_s: f
 
 @contextmanager
 def _naming_debug() -> Iterator[None]:
-    """An error of the developer's own, raised in here, tells how to see more of it."""
+    """Add a hint about --debug to errors of the developer's own code."""
     try:
         yield
     except HandlerError as error:
@@ -58,7 +59,7 @@ def _naming_debug() -> Iterator[None]:
 
 
 def read_event(place: str) -> Any:
-    """The JSON value in a file, or on standard input for '-'; None where there is nothing. Raises
+    """The JSON value in a file, or on standard input for '-'; None if it is empty. Raises
     `UsageError`.
     """
     try:
@@ -89,7 +90,7 @@ async def _print_results(handler: Handler, event: Any, context: Context) -> None
 
 
 def _print_value(value: Any) -> None:
-    """Flushed at once: whoever reads the pipe sees what the function yields as it yields it."""
+    """Print and flush, so that a reader of the pipe sees values as the function yields them."""
     out = sys.stdout
     if isinstance(value, bytes):
         out.flush()

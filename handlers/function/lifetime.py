@@ -1,8 +1,8 @@
-"""How long one request may go on: until its deadline, or until somebody cancels it.
+"""The lifetime of one request: until its deadline, or until it is cancelled.
 
-Everything that waits on behalf of a request waits through its `Lifetime`, so that a passed deadline and a
-client that went away end the wait at once, in a thread as on an event loop. It does not know what is being
-waited for.
+All waits of a request go through its `Lifetime`, so that a passed deadline and a disconnected
+client end the wait at once, in a thread or on an event loop. It does not know the purpose of a
+wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Lifetime:
-    """Thread-safe. Ends once, for good."""
+    """A lifetime. Thread-safe. Ends once, for good."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
         """`timeout_s` counts from now; None is no deadline."""
@@ -50,9 +50,9 @@ class Lifetime:
             callback()
 
     def on_cancel(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have `callback` run on `cancel`, from whichever thread cancels; at once when that was before.
+        """Run `callback` on `cancel`, in the cancelling thread; at once if it is cancelled already.
 
-        Returns a function that takes the registration back. The callback must not block or raise.
+        Returns a function that removes the registration. The callback must not block or raise.
         """
         with self._lock:
             key = self._next_key
@@ -64,23 +64,22 @@ class Lifetime:
         return lambda: self._forget(key)
 
     def check(self) -> None:
-        """Raises `CancelledError` when the request was cancelled or its deadline has passed."""
+        """Raise `CancelledError` if the request was cancelled or its deadline has passed."""
         if self._cancelled or self.remaining_s() <= 0:
             raise self.ending()
 
     def ending(self) -> CancelledError:
-        """The error that says why the request has ended."""
+        """The error with the reason of the end."""
         if self._cancelled:
             return CancelledError("the request was cancelled")
-        return CancelledError(
-            "the request's deadline has passed", hint="Ask for less, or allow it more time."
-        )
+        return CancelledError("the request's deadline has passed", hint="Request less, or allow more time.")
 
     def wait(self, future: Future[T]) -> T:
-        """Block until the future is done and return its result, or raise its error or `CancelledError`.
+        """Block until the future is done and return its result, or raise its error or
+        `CancelledError`.
 
-        The future goes on: others may wait for it too. Raises `HandlerError` when it would block an event
-        loop.
+        The future is not cancelled, because others may wait for it too. Raises `HandlerError` if it
+        would block an event loop.
         """
         if not future.done():
             refuse_to_block_a_loop()
@@ -96,7 +95,7 @@ class Lifetime:
         return future.result()
 
     async def wait_async(self, future: Future[T]) -> T:
-        """As `wait`, without blocking the running loop."""
+        """The async form of `wait`."""
         if not future.done():
             woken = asyncio.Event()
             wake = calling_on_loop(asyncio.get_running_loop(), woken.set)
@@ -118,20 +117,18 @@ class Lifetime:
 
 
 def calling_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object]) -> Callable[..., None]:
-    """A function that any thread may call to have `function` called on `loop`; does nothing once the loop is
-    closed.
-    """
+    """A thread-safe function that calls `function` on `loop`; does nothing once the loop is closed."""
 
     def call(*args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: nobody is left there to be told
+        with contextlib.suppress(RuntimeError):  # closed: there is no receiver
             loop.call_soon_threadsafe(function, *args)
 
     return call
 
 
 def refuse_to_block_a_loop() -> None:
-    """Raises `HandlerError` when the calling thread runs an event loop: every other handler on it would stand
-    still.
+    """Raise `HandlerError` if the calling thread runs an event loop, where it would block all other
+    handlers.
     """
     try:
         asyncio.get_running_loop()

@@ -1,9 +1,9 @@
-"""`context.model`: the model as a handler sees it, in text, vectors and tokens.
+"""`context.model`: the model's API for handlers, in text, vectors and tokens.
 
-Every call waits for as little as it needs: tokenising for the tokenizer, a generation for the layers that it
-reaches. Blocking calls are for handlers written with `def`; those with an `a` before their name are for
-`async def`. Every call ends with its invocation: at the deadline, or when the client goes away. It knows no
-HTTP; errors are those of `runtime.errors`.
+Every call waits for as little as it needs: tokenising for the tokenizer, a generation for the
+layers that it reaches. Blocking calls are for handlers written with `def`; those with the prefix
+`a` are for `async def`. Every call ends with its invocation: at the deadline, or when the client
+disconnects. This module knows no HTTP; errors are those of `runtime.errors`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
 MAX_EMBEDDED_TEXTS = 2_048
 
-Prompt = str | Sequence[Mapping[str, Any]]  # a text to go on from, or chat messages {"role": …, "content": …}
+# A text to continue, or chat messages {"role": …, "content": …}.
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class ModelHost(Protocol):
-    """What serves a model: `runtime.instance.Instance`. The futures fail when loading does, or for the wrong
-    kind of model.
+    """The server of a model: `runtime.instance.Instance`. Its futures fail if loading fails, or for
+    the wrong kind of model.
     """
 
     @property
@@ -56,17 +57,17 @@ class ModelHost(Protocol):
 
 
 class Model:
-    """One invocation's view of the model. Thread-safe.
+    """The model in one invocation. Thread-safe.
 
     All calls raise `CancelledError` when the invocation has ended, `RequestError` for invalid
-    arguments, `CapacityError` when the instance has too much to do, `ModelError` when this kind of model
-    cannot do it, and the load's own error when loading failed.
+    arguments, `CapacityError` when the instance is overloaded, `ModelError` for an operation that
+    this kind of model does not support, and the load's own error if loading failed.
     """
 
     def __init__(
         self, host: ModelHost, lifetime: Lifetime, request_id: str, *, session: str | None = None
     ) -> None:
-        """`session` is that of generations which name none."""
+        """`session` is the default of generations."""
         self._session = session or ""
         self._host = host
         self._lifetime = lifetime
@@ -79,12 +80,12 @@ class Model:
     # -- text ------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """Go on from a text, or answer chat messages. Blocks until all is there."""
+        """Continue a text, or answer chat messages. Blocks until it is complete."""
         return self.stream(prompt, **options).read()
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
-        """As `generate`, in pieces of text as they are decided. Returns when the request is in the engine's
-        queue.
+        """Generate like `generate`, in pieces of text as they are decided. Returns once the request
+        is in the engine's queue.
         """
         refuse_to_block_a_loop()
         tokenizer = self._lifetime.wait(self._host.tokenizer)
@@ -93,14 +94,14 @@ class Model:
         return TextStream(engine.submit, request, self._lifetime)
 
     async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """As `generate`, for async handlers."""
+        """The async form of `generate`."""
         stream = await self.astream(prompt, **options)
         return await stream.read()
 
     async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
-        """As `stream`, for async handlers: `async for text in await context.model.astream(prompt)`."""
+        """The async form of `stream`: `async for text in await context.model.astream(prompt)`."""
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
-        # A long prompt takes a while to tokenise, and a chat template is rendered by another process.
+        # A long prompt takes a while to tokenise, and another process renders the chat template.
         request = await asyncio.to_thread(self._request, tokenizer, prompt, parse_options(options))
         engine = await self._lifetime.wait_async(self._host.engine)
         return AsyncTextStream(engine.submit, request, self._lifetime)
@@ -108,37 +109,37 @@ class Model:
     # -- vectors ---------------------------------------------------------------------------------------------
 
     def embed(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """One vector a text: (N, dim) float32, the caller's own. Raises `ContextLengthError` for a text that
-        is too long.
+        """One vector for each text: (N, dim) float32, owned by the caller. Raises
+        `ContextLengthError` for a text that is too long.
         """
         return self._rows(texts, "embed")
 
     async def aembed(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """As `embed`, for async handlers."""
+        """The async form of `embed`."""
         return await self._arows(texts, "embed")
 
     # -- scores ----------------------------------------------------------------------------------------------
 
     def classify(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """A score for each label: (N, num_labels) float32 logits, the caller's own. Raises `ContextLengthError` for a
-        text that is too long.
+        """A score for each label: (N, num_labels) float32 logits, owned by the caller. Raises
+        `ContextLengthError` for a text that is too long.
         """
         return self._rows(texts, "classify")
 
     async def aclassify(self, texts: str | Sequence[str]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """As `classify`, for async handlers."""
+        """The async form of `classify`."""
         return await self._arows(texts, "classify")
 
     def labels(self) -> tuple[str, ...]:
-        """A classifier's labels, in the order of its scores; () of a model that embeds. Blocks until the model is
-        there. An ONNX model's are those of its config.json.
+        """A classifier's labels, in the order of its scores; () for a model that embeds. Blocks
+        until the model is loaded. An ONNX model's labels are those of its config.json.
         """
         if self._lifetime.wait(self._host.kind) == "onnx":
             return self._lifetime.wait(self._host.onnx).labels
         return self._lifetime.wait(self._host.embedder).labels
 
     async def alabels(self) -> tuple[str, ...]:
-        """As `labels`, for async handlers."""
+        """The async form of `labels`."""
         if await self._lifetime.wait_async(self._host.kind) == "onnx":
             return (await self._lifetime.wait_async(self._host.onnx)).labels
         return (await self._lifetime.wait_async(self._host.embedder)).labels
@@ -146,9 +147,10 @@ class Model:
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """An ONNX model's outputs by name, the caller's own arrays. `inputs` are arrays of the model's types, or what
-        numpy makes arrays of. Blocks while the weights that it needs arrive. Raises `RequestError` naming the input
-        that does not fit.
+        """An ONNX model's outputs by name, as arrays owned by the caller.
+
+        `inputs` are arrays of the model's types, or values that numpy converts to arrays. Blocks while the weights
+        that it needs arrive. Raises `RequestError`, naming the input that does not fit.
         """
         refuse_to_block_a_loop()
         runner = self._lifetime.wait(self._host.onnx)
@@ -156,10 +158,10 @@ class Model:
         try:
             return self._lifetime.wait(outputs)
         finally:
-            runner.give_up(outputs)  # does nothing once it is done
+            runner.give_up(outputs)  # no effect once it is done
 
     async def arun(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-        """As `run`, for async handlers."""
+        """The async form of `run`."""
         runner = await self._lifetime.wait_async(self._host.onnx)
         outputs = runner.submit(inputs)
         try:
@@ -172,28 +174,30 @@ class Model:
         return self._lifetime.wait(self._host.onnx).spec.inputs
 
     async def ainputs(self) -> tuple[Value, ...]:
-        """As `inputs`, for async handlers."""
+        """The async form of `inputs`."""
         return (await self._lifetime.wait_async(self._host.onnx)).spec.inputs
 
     # -- tokens ----------------------------------------------------------------------------------------------
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """A text's tokens, by default with those that the model wants around a prompt. Blocks until the
-        tokenizer is there.
+        """A text's tokens, by default with the special tokens around a prompt. Blocks until the
+        tokenizer is loaded.
         """
         return self._lifetime.wait(self._host.tokenizer).encode(text, add_special_tokens=add_special_tokens)
 
     async def atokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """As `tokenize`, for async handlers."""
+        """The async form of `tokenize`."""
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
     def token_offsets(self, text: str) -> list[tuple[int, int]]:
-        """Which characters of the text each of its tokens stands for, half-open, without special tokens."""
+        """The half-open range of the text's characters for each of its tokens, without special
+        tokens.
+        """
         return self._lifetime.wait(self._host.tokenizer).offsets(text)
 
     async def atoken_offsets(self, text: str) -> list[tuple[int, int]]:
-        """As `token_offsets`, for async handlers."""
+        """The async form of `token_offsets`."""
         tokenizer = await self._lifetime.wait_async(self._host.tokenizer)
         return await asyncio.to_thread(tokenizer.offsets, text)
 
@@ -209,7 +213,7 @@ class Model:
         try:
             return self._lifetime.wait(rows)
         finally:
-            embedder.give_up(rows)  # does nothing once it is done
+            embedder.give_up(rows)  # no effect once it is done
 
     async def _arows(
         self, texts: str | Sequence[str], method: Literal["embed", "classify"]
@@ -253,10 +257,8 @@ def _tokenize_texts(tokenizer: TextTokenizer, texts: str | Sequence[str], max_to
     items = [texts] if isinstance(texts, str) else texts
     if not isinstance(items, list | tuple) or not all(isinstance(text, str) for text in items):
         raise RequestError(
-            "what is embedded or classified must be a string or a list of strings", param="input"
+            "the input to embed or classify must be a string or a list of strings", param="input"
         )
     if len(items) > MAX_EMBEDDED_TEXTS:
-        raise RequestError(
-            f"{len(items)} texts were given, but {MAX_EMBEDDED_TEXTS} is the most", param="input"
-        )
+        raise RequestError(f"{len(items)} texts were given, more than {MAX_EMBEDDED_TEXTS}", param="input")
     return [tokenizer.encode(text, max_tokens=max_tokens) for text in items]

@@ -1,4 +1,4 @@
-"""The object of a store that an event tells of, as a value. Pure; it knows no events."""
+"""A reference to an object of a store, from an event. Pure; it knows no events."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ FORMS = {"s3": "s3://bucket/key", "gs": "gs://bucket/key", "az": "az://account/c
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """An object, in that version which has this ETag (in Cloud Storage: generation) or id; '' for whichever there is.
+    """An object's version with this ETag (in Cloud Storage: generation) or id; '' for the current
+    one.
 
-    Of Azure, `bucket` is the container and `account` the storage account; elsewhere there is no account.
+    In Azure, `bucket` is the container and `account` the storage account; elsewhere there is no
+    account.
     """
 
     bucket: str
@@ -27,7 +29,7 @@ class ObjectRef:
 
     @classmethod
     def parse(cls, address: Any, *, param: str = "", schemes: tuple[str, ...] = ("s3",)) -> ObjectRef:
-        """Of an address in one of these kinds of stores. Raises `RequestError`."""
+        """Parse an address in one of these kinds of stores. Raises `RequestError`."""
         scheme, _, rest = address.partition("://") if isinstance(address, str) else ("", "", "")
         place = rest
         account = ""

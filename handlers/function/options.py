@@ -1,7 +1,7 @@
-"""What may be said about one generation, as keyword arguments of `context.model` and as keys of an event.
+"""Generation options, as keyword arguments of `context.model` and as keys of an event.
 
-`GenerateOptions` is the type for people and checkers; `parse_options` is the check at run time, because
-events come from outside. Neither knows tokens or the engine.
+`GenerateOptions` is the type for people and type checkers; `parse_options` is the check at run
+time, because events are untrusted. Neither knows tokens or the engine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MAX_LOGIT_BIASES = 1_024
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Every option has a default; None means it, too. See `SamplingParams` for ranges and for the order of
-    application.
+    """The options. Every one has a default, which None selects, too. See `SamplingParams` for
+    ranges and the order of application.
     """
 
     max_tokens: int | None  # None: until the context is full
@@ -33,13 +33,17 @@ class GenerateOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
-    logprobs: int | None  # of each token, and of so many of the best in its place; None: none
-    first_token: Literal["exact", "draft", "sketch"] | None  # None: as the instance is set
+    # Of each token, and of that many top alternatives; None: none.
+    logprobs: int | None
+    first_token: Literal["exact", "draft", "sketch"] | None  # None: the instance's default
     session: (
         str | None
-    )  # keeps what was computed for the next call that names the same; None: the invocation's
-    tenant: str | None  # shares its turns in the queue with calls that give the same
-    cache_salt: str | None  # shares keys and values only with calls that give the same
+        # Keeps the KV cache for the next call with the same session; None: the invocation's.
+    )
+    # Calls of one tenant share their turns in the queue.
+    tenant: str | None
+    # Only calls with the same salt share keys and values.
+    cache_salt: str | None
     priority: Literal["interactive", "batch"] | None  # None: interactive
     adapter: str | None  # the name of an adapter of the model; None: none
     tools: Sequence[Mapping[str, Any]] | None  # for a prompt of messages
@@ -48,7 +52,7 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ParsedOptions:
-    """Options whose types and ranges were checked."""
+    """Checked options."""
 
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -66,15 +70,18 @@ class ParsedOptions:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """For options that come from outside: raises `RequestError` for one that there is not."""
+    """Check untrusted options: raises `RequestError` for an unknown one."""
     for name in options:
         if name not in _PARSERS:
             raise RequestError(f"unknown option {name[:100]!r}", param=name[:100], hint=_known_options())
 
 
 def parse_options(options: Mapping[str, Any]) -> ParsedOptions:
-    """Raises `HandlerError` for an option that there is not: its name stands in the developer's code. Raises
-    `RequestError` naming the first option with an invalid value: values often come from the caller.
+    """Parse options.
+
+    Raises `HandlerError` for an unknown option, which is in the developer's code, and
+    `RequestError` naming the first option with an invalid value, because values often come from the
+    caller.
     """
     sampling: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -146,7 +153,7 @@ def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
         raise _wrong(name, f"a mapping of up to {MAX_LOGIT_BIASES} token ids to numbers", value)
     biases = []
     for key, bias in value.items():
-        # JSON has only strings for keys.
+        # JSON has only string keys.
         token = (
             int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
         )

@@ -1,8 +1,8 @@
-"""The way of a handler's values from its own thread or loop to the event loop of whoever asked for them.
+"""The channel of a handler's values from its own thread or loop to the consumer's event loop.
 
-At most `CAPACITY` values are on their way: a handler that yields faster than its client reads waits. One
-producer and one consumer; when the consumer leaves, the producer's next `put` raises `OutletClosedError`. It
-does not look at the values.
+At most `CAPACITY` values are queued: a handler that yields faster than its client reads waits. One
+producer and one consumer; when the consumer leaves, the producer's next `put` raises
+`OutletClosedError`. The values are opaque.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ CAPACITY = 8
 
 
 class OutletClosedError(Exception):
-    """Nobody takes values any more."""
+    """The consumer has left."""
 
 
 class _End:
-    """What stands behind the last value."""
+    """The marker after the last value."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class Outlet:
-    """Made by the consumer, on its event loop. `put`, `put_async`, `finish` and `end` are the producer's, from any
-    thread.
+    """A channel. Made by the consumer, on its event loop. The producer calls `put`, `put_async`,
+    `finish` and `end`, from any thread.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._room = asyncio.Semaphore(CAPACITY)
         self._arrived = asyncio.Event()
-        self._values: deque[Any] = deque()  # only touched on the consumer's loop
+        self._values: deque[Any] = deque()  # only used on the consumer's loop
         self._closed = False
         self.is_stream = (
-            False  # the producer yields; known by the first value, or the end where there is none
+            # The producer yields; known with the first value, or the end without one.
+            False
         )
 
     def put(self, value: Any) -> None:
-        """Block until there is room, and hand the value over. Raises `OutletClosedError` when nobody takes
-        it.
+        """Block until there is room, and pass the value. Raises `OutletClosedError` if the consumer
+        has left.
         """
         try:
             self._send(value).result()
@@ -53,11 +54,11 @@ class Outlet:
             raise OutletClosedError from None
 
     async def put_async(self, value: Any) -> None:
-        """As `put`, from another loop than the consumer's."""
+        """The async form of `put`, on another loop than the consumer's."""
         await asyncio.wrap_future(self._send(value))
 
     def end(self, error: BaseException | None = None) -> None:
-        """No value will follow; `error` is raised to the consumer behind the last one. Never waits.
+        """End the values; `error` is raised in the consumer after the last one. Never waits.
 
         Without an error the values, even none, are a stream: a single value ends with `finish`.
         """
@@ -65,8 +66,8 @@ class Outlet:
         calling_on_loop(self._loop, self._append)(_End(error))
 
     def finish(self, value: Any) -> None:
-        """The one value there is, and its end: once round the consumer's loop instead of twice. Never waits; nobody may
-        be there to take it.
+        """Pass the only value and the end, in one pass of the consumer's loop instead of two. Never
+        waits; the consumer may have left.
         """
         calling_on_loop(self._loop, self._append)(value, _End(None))
 
@@ -74,7 +75,7 @@ class Outlet:
         return self
 
     async def __anext__(self) -> Any:
-        """The next value; behind the last one, the error that the producer ended with."""
+        """The next value; after the last one, the producer's error."""
         while not self._values:
             self._arrived.clear()
             await self._arrived.wait()
@@ -85,7 +86,7 @@ class Outlet:
         return value
 
     def close(self) -> None:
-        """Take no more, and wake a producer that waits for room. The consumer's; idempotent."""
+        """Stop consuming, and wake a producer that waits for room. For the consumer; idempotent."""
         self._closed = True
         self._room.release()
 

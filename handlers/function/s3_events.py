@@ -1,6 +1,7 @@
-"""What S3 tells of new objects: its own notifications, and EventBridge's "Object Created" events, as the same values.
+"""S3's events of new objects: its own notifications, and EventBridge's "Object Created" events, as
+the same values.
 
-Pure. Every function that takes events shares it; what is done about an object is not known here.
+Pure. Shared by all functions that take events; it does not know their purpose.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from .object_ref import ObjectRef
 __all__ = ["CREATED", "MAX_OBJECTS", "TEST_EVENT", "ObjectRef", "created_objects"]
 
 MAX_OBJECTS = 1_000  # of one event
-TEST_EVENT = "s3:TestEvent"  # comes once, when a bucket is told whom to notify
+# Sent once, when notifications are configured.
+TEST_EVENT = "s3:TestEvent"
 CREATED = "Object Created"
 
 
 def created_objects(event: Any) -> list[ObjectRef]:
-    """Of an S3 notification or an "Object Created" event of EventBridge; none of other kinds of S3's own events.
+    """The objects of an S3 notification or an "Object Created" event of EventBridge; none for S3's
+    other events.
 
-    Raises `RequestError` for what is neither.
+    Raises `RequestError` for anything else.
     """
     try:
         if event.get("Event") == TEST_EVENT:
@@ -39,11 +42,11 @@ def created_objects(event: Any) -> list[ObjectRef]:
             for of in (record["s3"] for record in records if record["eventName"].startswith("ObjectCreated:"))
         ]
     except (AttributeError, KeyError, TypeError) as error:
-        raise RequestError("this is no event of S3 that tells of a new object") from error
+        raise RequestError("this is not an S3 object-created event") from error
 
 
 def _ref(bucket: Any, key: Any, described: dict[str, Any], *, version: str) -> ObjectRef:
     if not (isinstance(bucket, str) and isinstance(key, str)):
-        raise RequestError("the event names its bucket and key by something that is no text")
+        raise RequestError("the event's bucket and key must be strings")
     etag = str(described.get("eTag") or described.get("etag") or "")
     return ObjectRef(bucket, key, etag, str(described.get(version) or ""))

@@ -1,7 +1,8 @@
-"""Text that is being generated: streams of pieces, and the `Completion` that they add up to.
+"""Streams of generated text, and the `Completion` that they add up to.
 
-A stream submits its request when it is made, and gives the engine its capacity back when it ends, is closed,
-or its invocation ends. It never gives half a character, nor text that may still turn out to be a stop string.
+A stream submits its request when it is made, and frees the engine's capacity when it ends, is
+closed, or its invocation ends. It never returns half a character, nor text that may still become a
+stop string.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ Submit = Callable[[GenerationRequest, Callable[[GenerationEvent], None]], "Gener
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a generation took, in tokens."""
+    """The token counts of a generation."""
 
     prompt_tokens: int
     completion_tokens: int
-    drafted_tokens: int = 0  # of the completion's: chosen by weights that were not exact yet
+    # Of the completion's tokens: chosen by weights that were not exact yet.
+    drafted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -43,10 +45,12 @@ class Completion:
     text: str
     finish_reason: FinishReason
     usage: Usage
-    logprobs: tuple[TokenLogprob, ...] = ()  # one a token, where they were asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token, if requested
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready value, as handlers return it. Its usage has `drafted_tokens` where there are any."""
+        """A JSON-ready value for handlers to return. Its usage has `drafted_tokens` if there are
+        any.
+        """
         usage = asdict(self.usage)
         if not self.usage.drafted_tokens:
             del usage["drafted_tokens"]
@@ -57,7 +61,7 @@ class Completion:
 
 
 class _Generated:
-    """What both kinds of streams share: events add up here, and the invocation's end is watched for."""
+    """The base of both kinds of streams: accumulates events, and reacts to the invocation's end."""
 
     def __init__(self, request: GenerationRequest, lifetime: Lifetime) -> None:
         self._lifetime = lifetime
@@ -73,14 +77,14 @@ class _Generated:
 
     @property
     def completion(self) -> Completion:
-        """The whole, once the stream has been read to its end. Raises `HandlerError` before."""
+        """The whole completion, once the stream was read to its end. Raises `HandlerError` before."""
         if self._completion is None:
             raise HandlerError("the stream has not been read to its end", hint="Read it, or call `read()`.")
         return self._completion
 
     @property
     def drafted_tokens(self) -> int:
-        """How many of the tokens read so far were chosen by weights that were not exact yet."""
+        """The number of tokens read so far that were chosen by weights that were not exact yet."""
         return self._num_drafted
 
     def _start(
@@ -91,14 +95,16 @@ class _Generated:
         self._forget = self._lifetime.on_cancel(self._generation.cancel)
 
     def _stop(self) -> None:
-        """Give the engine its capacity back. Harmless when the generation has ended by itself."""
+        """Free the engine's capacity. Harmless if the generation has ended."""
         self._ended = True
         self._forget()
         if self._generation is not None:
             self._generation.cancel()
 
     def _take(self, event: GenerationEvent) -> str:
-        """Add an event and return its text. On the last one, keep the completion or raise what ended it."""
+        """Add an event and return its text. For the last one, keep the completion or raise its
+        error.
+        """
         self._num_tokens += len(event.tokens)
         self._num_drafted += event.num_drafted
         if event.finish_reason is not None:
@@ -121,8 +127,8 @@ class _Generated:
 
 
 class TextStream(_Generated):
-    """An iterator over pieces of text, never empty ones. Leaving it as a context manager, or `close`, gives
-    up the rest.
+    """An iterator over pieces of text, never empty ones. Leaving it as a context manager, or
+    `close`, cancels the rest.
     """
 
     def __init__(self, submit: Submit, request: GenerationRequest, lifetime: Lifetime) -> None:
@@ -142,14 +148,14 @@ class TextStream(_Generated):
         raise StopIteration
 
     def read(self) -> Completion:
-        """Read the rest, blocking, and return the whole, with the pieces that were given before."""
+        """Read the rest, blocking, and return the whole, including earlier pieces."""
         with self:
             for _ in self:
                 pass
         return self.completion
 
     def close(self) -> None:
-        """Give up what was not generated yet. Idempotent."""
+        """Cancel the rest of the generation. Idempotent."""
         self._stop()
 
     def __enter__(self) -> Self:
@@ -167,7 +173,7 @@ class TextStream(_Generated):
 
 
 class AsyncTextStream(_Generated):
-    """As `TextStream`, for async handlers. Belongs to the event loop that it was made on."""
+    """The async form of `TextStream`. Belongs to the event loop that it was made on."""
 
     def __init__(self, submit: Submit, request: GenerationRequest, lifetime: Lifetime) -> None:
         super().__init__(request, lifetime)
@@ -185,14 +191,14 @@ class AsyncTextStream(_Generated):
         raise StopAsyncIteration
 
     async def read(self) -> Completion:
-        """Read the rest and return the whole, with the pieces that were given before."""
+        """Read the rest and return the whole, including earlier pieces."""
         async with self:
             async for _ in self:
                 pass
         return self.completion
 
     async def aclose(self) -> None:
-        """Give up what was not generated yet. Idempotent."""
+        """Cancel the rest of the generation. Idempotent."""
         self._stop()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,5 @@
-"""Threads of user functions: one event loop in a thread, and threads that run one call after another.
+"""Threads of user functions: one event loop in a thread, and threads that run one call after
+another.
 
 Both are daemons: a function that never ends does not keep the process alive.
 """
@@ -17,7 +18,7 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Runs from construction to `close`. A daemon: a coroutine that never ends does not keep the process."""
+    """An event loop in a daemon thread, from construction to `close`."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -27,8 +28,10 @@ class LoopThread:
     def submit(
         self, coroutine: Coroutine[Any, Any, None], ended: Callable[[], object]
     ) -> Callable[[], object]:
-        """Start the coroutine on the loop; returns what asks it to stop. `ended` is called on the loop when it has
-        ended, also where it was cancelled before its first step. Raises `RuntimeError` once the loop is closed.
+        """Start the coroutine on the loop; returns a function that cancels it.
+
+        `ended` is called on the loop when it has ended, even if it was cancelled before its first
+        step. Raises `RuntimeError` once the loop is closed.
         """
         task: asyncio.Task[None] | None = None
 
@@ -49,8 +52,8 @@ class LoopThread:
         return calling_on_loop(self._loop, stop)
 
     def close(self) -> None:
-        """Cancel what runs, give it a moment to clean up, and end the thread. Idempotent; not for the loop's
-        own thread.
+        """Cancel running coroutines, give them a moment to clean up, and end the thread.
+        Idempotent; not for the loop's own thread.
         """
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -77,18 +80,19 @@ Call = Callable[[], object]
 
 
 class CallThreads:
-    """Thread-safe. Daemons: a function that never returns does not keep the process alive."""
+    """Reused daemon threads for calls. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._idle: list[
             queue.SimpleQueue[Call | None]
-        ] = []  # of each idle thread, its next call; the last one first
+            # The next call of each idle thread; the last one first.
+        ] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def run(self, call: Call) -> None:
-        """Have it called; returns at once. It must not raise."""
+        """Run the call in a thread; returns at once. It must not raise."""
         with self._lock:
             calls = self._idle.pop() if self._idle else None
         if calls is None:
@@ -111,13 +115,14 @@ class CallThreads:
             except queue.Empty:
                 with self._lock:
                     if calls not in self._idle:
-                        continue  # somebody has just taken it, and is about to give it a call
+                        continue  # it was taken concurrently, and is about to get a call
                     self._idle.remove(calls)
                 return
             if call is None:
                 return
             call()
-            del call  # what it holds must not wait for the next one
+            # Release its references before waiting for the next call.
+            del call
             with self._lock:
                 if self._closed or len(self._idle) >= MAX_IDLE:
                     return

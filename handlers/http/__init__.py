@@ -1,1 +1,1 @@
-"""The HTTP face: OpenAI-compatible routes, health, metrics, and the user's handler."""
+"""The HTTP API: OpenAI-compatible routes, health, metrics, and the user's handler."""

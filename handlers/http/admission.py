@@ -1,9 +1,9 @@
-"""Who may come in, decided before any work is done: how many sequences there may be, and what bodies may cost
-in memory.
+"""Admission control before any work is done: bounds on the number of sequences and on the memory of
+bodies.
 
-The engine has a bound of its own. What is counted here are the sequences that are on their way to it (being
-tokenised, or waiting for the tokenizer or the model to load) together with those that it has; so whoever was
-let in finds a place when it gets there, and the rest learn at once that there is none.
+The engine has a bound of its own. This module counts the sequences on their way to it (being
+tokenised, or waiting for the tokenizer or the model to load) together with those that it has; so an
+admitted request finds a place when it arrives, and the rest are refused at once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .limits import Limits
 
 
 class Admission:
-    """Lives in the event loop's thread only. `num_in_engine` tells how many sequences the engine has, `retry_after_s`
-    when who is refused may come back.
+    """The admission of one server. For the event loop's thread only. `num_in_engine` returns the
+    number of the engine's sequences, `retry_after_s` the time for refused clients to retry.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Admission:
         retry_after_s: Callable[[], float],
         body_is_there: Callable[[web.Request], None] = lambda _: None,
     ) -> None:
-        """`body_is_there` is called when a request's body has come; it may raise."""
+        """`body_is_there` is called once a request's body has arrived; it may raise."""
         self._limits = limits
         self._num_in_engine = num_in_engine
         self._retry_after_s = retry_after_s
@@ -43,28 +43,28 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences let in that the engine does not have yet."""
+        """The admitted sequences that the engine does not have yet."""
         return self._waiting
 
     @property
     def body_bytes(self) -> int:
-        """Memory that request bodies are charged with at the moment."""
+        """The memory currently charged for request bodies."""
         return self._body_bytes
 
     @property
     def answer_bytes(self) -> int:
-        """Memory that unfinished answers are charged with at the moment."""
+        """The memory currently charged for unfinished answers."""
         return self._answer_bytes
 
     @contextmanager
     def waiting(self, num_sequences: int) -> Iterator[None]:
-        """While in here the sequences count as waiting; leave when the engine has them. Raises
-        `CapacityError`.
+        """Count the sequences as waiting inside this context; leave it once the engine has them.
+        Raises `CapacityError`.
         """
         taken = self._waiting + self._num_in_engine()
         if taken + num_sequences > self._limits.max_taken:
             raise CapacityError(
-                f"{taken} sequences are running or waiting, of {self._limits.max_taken} that may",
+                f"{taken} sequences are running or waiting, of at most {self._limits.max_taken}",
                 retry_after_s=self._retry_after_s(),
                 hint="Try again shortly, or start more instances.",
             )
@@ -76,8 +76,8 @@ class Admission:
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[int], None]]:
-        """While in here: a function that charges memory for what an answer holds until it is whole. It raises
-        `RequestError` for more than one answer may hold, and `CapacityError` for more than all of them.
+        """A context with a function that charges memory for an unfinished answer. It raises
+        `RequestError` beyond the limit of one answer, and `CapacityError` beyond that of all.
         """
         charged_bytes = 0
 
@@ -87,11 +87,11 @@ class Admission:
                 raise RequestError(
                     f"the answer's log-probabilities would take more than {self._limits.max_answer_bytes} bytes",
                     param="logprobs",
-                    hint="Ask for fewer tokens, choices or log-probabilities, or for a stream.",
+                    hint="Request fewer tokens, choices or log-probabilities, or for a stream.",
                 )
             if self._answer_bytes + num_bytes > self._limits.max_answer_bytes_in_flight:
                 raise CapacityError(
-                    "the log-probabilities of the requests in work take all the memory that they may",
+                    "the log-probabilities of the requests in progress use all of their memory limit",
                     retry_after_s=self._retry_after_s(),
                 )
             charged_bytes += num_bytes
@@ -104,10 +104,10 @@ class Admission:
 
     @asynccontextmanager
     async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
-        """The request's body. It counts until this is left, with what may be made of it.
+        """The request's body, charged inside this context together with its decoded values.
 
-        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for a
-        compressed one, and `CapacityError` when the bodies of all requests together are too much.
+        Raises `ApiError` 413 for a body beyond the limit, 408 for one that does not arrive, 415 for
+        a compressed one, and `CapacityError` if the bodies of all requests together are too large.
         """
         self._check_head(request)
         data = bytearray()
@@ -125,7 +125,7 @@ class Admission:
             self._body_bytes -= charged_bytes
 
     async def _chunks(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The body as it comes; 408 when it does not."""
+        """The body's chunks as they arrive; 408 at the time limit."""
         end_s = asyncio.get_running_loop().time() + self._limits.body_timeout_s
         while True:
             try:
@@ -138,10 +138,10 @@ class Admission:
             yield chunk
 
     def _charge(self, num_bytes: int) -> int:
-        """So many bytes more of memory; returns them. `CapacityError` when there is not so much."""
+        """Charge that much memory; returns the number. Raises `CapacityError` beyond the limit."""
         if self._body_bytes + num_bytes > self._limits.max_body_bytes_in_flight:
             raise CapacityError(
-                "the bodies of the requests in work take all the memory that they may",
+                "the bodies of the requests in progress use all of their memory limit",
                 retry_after_s=self._retry_after_s(),
             )
         self._body_bytes += num_bytes
@@ -149,7 +149,9 @@ class Admission:
 
     def _check_head(self, request: web.Request) -> None:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "compressed bodies are not taken: send it plain", code="unsupported_encoding")
+            raise ApiError(
+                415, "compressed bodies are not supported: send it uncompressed", code="unsupported_encoding"
+            )
         if request.content_length is not None and request.content_length > self._limits.max_body_bytes:
             raise self._too_large()
 

@@ -1,6 +1,6 @@
-"""An application: the edge, the routes of any server, and the routes that it is given.
+"""The application: the edge, the routes of every server, and the routes passed to it.
 
-Knows no platform and no API; `handlers/app.py` puts the whole together.
+Knows no platform and no API; `handlers/app.py` assembles the whole.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def make_application(
     ping_while_loading: int = 503,
     make_instance: Callable[[], Instance] | None = None,
 ) -> web.Application:
-    """The HTTP server of an instance, which may still be loading. The caller closes instance and handler.
+    """Make the HTTP server of an instance, which may still be loading. The caller closes instance
+    and handler.
 
-    `handler` is the user's function behind /invoke. `make_instance` gives another instance, not started, for when the
-    model is unloaded and loaded again.
+    `handler` is the user's function for /invoke. `make_instance` makes another instance, not
+    started, for unloading and reloading the model.
     """
     make_instance = make_instance or partial(_another, instance.config)
     limits = (limits or Limits()).within_files(max_files())
@@ -75,20 +76,21 @@ def make_application(
 def _invoke_route(service: Service, handler: Handler | None) -> RouteHandler:
     if handler is None:
         return _without_function(service)
-    from .invoke import InvokeRoute  # with all that runs functions: servers of a model alone do without
+    # Imports everything that runs functions: servers with only a model do not need it.
+    from .invoke import InvokeRoute
 
     return InvokeRoute(service, handler).post
 
 
 def _another(config: ServeConfig) -> Instance:
-    from ...runtime.instance import Instance  # there is one already, so this is imported
+    from ...runtime.instance import Instance  # imported already, for the first instance
 
     timeline = Timeline(started_at=time.monotonic())  # this process started long before
     return Instance(config, timeline=timeline)
 
 
 def _without_function(service: Service) -> RouteHandler:
-    """An ONNX model answers /invoke itself; other models need a function."""
+    """The route /invoke without a function: an ONNX model answers it; other models need a function."""
     made: list[RouteHandler] = []
 
     async def post(request: web.Request) -> web.StreamResponse:
@@ -99,7 +101,8 @@ def _without_function(service: Service) -> RouteHandler:
                 code="no_handler",
             )
         if not made:
-            from ..function.handler import Handler  # with all that runs functions, which few servers do
+            # Imports everything that runs functions, which few servers need.
+            from ..function.handler import Handler
             from ..plain import handler as plain
             from .invoke import InvokeRoute
 

@@ -1,12 +1,12 @@
-"""The bounds on connections: how many there are, how long and how large the head of a request may be, and how much lies
-here that a client does not take. (What a request may cost once its head is there, `limits` and `admission` say.)
+"""The bounds on connections: their number, the time and size of a request's head, and the unsent
+data of slow clients. (The bounds on the rest of a request are in `limits` and `admission`.)
 
-A connection that nobody uses costs a file descriptor, and a client that sends its headers byte by byte holds
-one for as long as it likes, and so does one that sends its body byte by byte. So when there are too many, the one that
-has been idle the longest gives way, then the one whose body has been on its way the longest; only when all of them are
-at work is a new one refused. A client that reads slowly holds what it has not read: of a stream
-that is bounded here, since more is written only when there is room; of a whole answer it is the answer, until the
-client has taken next to nothing for too long. It knows no routes.
+An idle connection costs a file descriptor, and so do a client that sends its headers byte by byte,
+for as long as it likes, and one that sends its body byte by byte. So if there are too many, the
+connection with the longest idle time is closed, then the one with the slowest body; only if all of
+them are busy is a new one refused. A slow reader holds its unread data: a bounded part of a stream,
+since more is written only if there is room; or a whole answer, until the client has read almost
+nothing for too long. This module knows no routes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from .errors import INVALID_REQUEST, SERVER_ERROR, ApiError
 from .limits import MAX_UNSENT_BYTES, PIECE_BYTES
 
 HEAD_END = b"\r\n\r\n"
-MIN_TAKEN_BYTES = 16 << 10  # by a client for which something waits, in the time that it has to take anything
-# Beyond it writers wait; behind it there is room for one more piece.
+# Minimum that a client must read of waiting data within the stall time.
+MIN_TAKEN_BYTES = 16 << 10
+# Beyond it writers wait; there is room for one more piece after it.
 HIGH_WATER_BYTES = MAX_UNSENT_BYTES - PIECE_BYTES - 1024
-SLOW_BODY_S = 5.0  # a body that is longer on its way may have to give way to a new connection
+# A slower body may be dropped for a new connection.
+SLOW_BODY_S = 5.0
 
 
 class Connections:
-    """All connections of one server. Lives in the event loop's thread only."""
+    """The connections of one server. For the event loop's thread only."""
 
     def __init__(
         self,
@@ -47,23 +49,25 @@ class Connections:
         self.write_stall_s = write_stall_s
         self.retry_after_s = retry_after_s
         self._max_connections = max_connections
-        self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, which requests know
-        self._idle: dict[_Connection, None] = {}  # the one that has been idle the longest stands first
-        self._receiving: dict[_Connection, float] = {}  # whose bodies are on their way, and since when
+        self._open: dict[object, _Connection] = {}  # by aiohttp's protocol, as known to requests
+        # The connection with the longest idle time first.
+        self._idle: dict[_Connection, None] = {}
+        # Connections with an incomplete body, and the time of its start.
+        self._receiving: dict[_Connection, float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def unsent_bytes(self) -> list[int]:
-        """Of each connection, what was written that the kernel has not taken yet."""
+        """The bytes of each connection that the kernel has not accepted yet."""
         return [connection.unsent_bytes for connection in self._open.values()]
 
     def guarding(self, make: Callable[[], Any]) -> Callable[[], asyncio.Protocol]:
-        """A protocol factory that puts each protocol of `make` behind these bounds."""
+        """A protocol factory that wraps each protocol of `make` in these bounds."""
         return lambda: _Connection(self, make)
 
     def request_begins(self, protocol: object, *, body_is_to_come: bool = False) -> None:
-        """A request's head is there; until `request_ends` its connection is at work."""
+        """Record a request's head; until `request_ends` its connection is busy."""
         if (connection := self._open.get(protocol)) is not None:
             connection.begin()
             self._idle.pop(connection, None)
@@ -71,12 +75,12 @@ class Connections:
                 self._receiving[connection] = time.monotonic()
 
     def body_is_there(self, protocol: object) -> None:
-        """The whole body of the request has come."""
+        """Record that the whole body of the request has arrived."""
         if (connection := self._open.get(protocol)) is not None:
             self._receiving.pop(connection, None)
 
     def request_ends(self, protocol: object, body: StreamReader) -> None:
-        """Its handler is done; what is still to come of its `body` is no head."""
+        """Record the end of its handler; the rest of its `body` is not a head."""
         if (connection := self._open.get(protocol)) is not None:
             connection.is_working = False
             connection.body = body
@@ -84,8 +88,8 @@ class Connections:
             self._idle[connection] = None
 
     def make_room(self) -> bool:
-        """Whether there is room for one more, where need be by closing the one that has been idle the longest, or whose
-        body has been on its way the longest.
+        """Make room for one more connection, if necessary by closing the one with the longest idle
+        time, or the slowest body. Returns whether there is room.
         """
         if len(self._open) < self._max_connections:
             return True
@@ -104,14 +108,14 @@ class Connections:
         self._idle[connection] = None
 
     def closed(self, connection: _Connection) -> None:
-        """Forget a connection. Idempotent."""
+        """Remove a connection. Idempotent."""
         self._open.pop(connection.protocol, None)
         self._idle.pop(connection, None)
         self._receiving.pop(connection, None)
 
 
 class _Connection(asyncio.Protocol):
-    """Stands before aiohttp's protocol and passes everything on."""
+    """A wrapper of aiohttp's protocol that forwards everything."""
 
     def __init__(self, owner: Connections, make: Callable[[], Any]) -> None:
         self.protocol: Any = None  # aiohttp's, once there is room for it
@@ -123,7 +127,8 @@ class _Connection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is arriving
         self._head_bytes = 0
         self._head_is_whole = False
-        self._tail = b""  # of the head so far: its end may come in two pieces
+        # Of the head so far: its end may arrive in two pieces.
+        self._tail = b""
         self._stall_timer: asyncio.TimerHandle | None = None  # runs while writers wait
 
     @property
@@ -141,7 +146,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._owner.make_room():
-            self._refuse(503, "all connections that this server may have are at work", "too_many_connections")
+            self._refuse(503, "all connections of this server are busy", "too_many_connections")
             return
         self.protocol = self._make()
         self._owner.opened(self)
@@ -171,11 +176,12 @@ class _Connection(asyncio.Protocol):
             self.protocol.connection_lost(error)
 
     def _is_behind_a_head(self, data: bytes) -> bool:
-        """Whether what comes now belongs to a request whose head was whole, or comes behind it.
+        """Whether this data belongs to a request with a complete head, or follows it.
 
-        A client that was answered before it had sent its body goes on sending. aiohttp reads that for some seconds, and
-        throws it away: to close at once would take the answer from the client, too. The end of such a body may come in
-        one piece with the next head; then what follows is no head (nor if it only looks so: aiohttp's bounds remain).
+        A client that was answered before it had sent its body continues to send. aiohttp reads that
+        for some seconds, and discards it: closing at once would lose the answer, too. The end of
+        such a body may arrive in one piece with the next head; the data after it then is not
+        counted as a head (nor if it only looks so: aiohttp's bounds remain).
         """
         is_behind = self.is_working or (self.body is not None and not self.body.is_eof())
         if is_behind and HEAD_END in data:
@@ -183,7 +189,9 @@ class _Connection(asyncio.Protocol):
         return is_behind
 
     def _take_head(self, data: bytes) -> bool:
-        """Count what belongs to a head. False when it was too much, and the connection is being closed."""
+        """Count the bytes of a head. Returns False beyond the limit, when the connection is being
+        closed.
+        """
         owner = self._owner
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
@@ -194,7 +202,7 @@ class _Connection(asyncio.Protocol):
                 "request_timeout",
             )
         if self._head_is_whole:
-            return True  # a body, of a request that is about to begin
+            return True  # the body of a request that is about to begin
         head = self._tail + data
         self._tail = head[1 - len(HEAD_END) :]
         self._head_is_whole = HEAD_END in head
@@ -205,7 +213,9 @@ class _Connection(asyncio.Protocol):
         return False
 
     def _watch_taking(self) -> None:
-        """Cut the client off unless it takes something. No handler does it: that of a whole answer is done."""
+        """Abort the connection unless the client reads. A timer, because the handler of a whole
+        answer has ended.
+        """
         unsent_bytes = self.unsent_bytes
 
         def check() -> None:
@@ -222,7 +232,7 @@ class _Connection(asyncio.Protocol):
             self._stall_timer = None
 
     def _refuse(self, status: int, message: str, code: str) -> None:
-        """Answer at once, and close; nothing more is read."""
+        """Answer at once and close, without reading more."""
         self._forget_head()
         kind = SERVER_ERROR if status >= 500 else INVALID_REQUEST
         body = ApiError(status, message, kind=kind, code=code).body()

@@ -1,5 +1,5 @@
-"""The path of every request: its id, its key, its place among the works in flight, its errors, its
-count, and its line in the log.
+"""The middleware of every request: its id, its API key, its place among the running requests, its
+errors, its metrics, and its log line.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .inflight import deadline_of
 from .keys import ApiKeys, given_key
 from .service import CALL, SERVICE, Call, Service
 
-# Probes carry no key.
+# Probes have no key.
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 QUIET_PATHS = frozenset({"/metrics", "/timeline", "/timeline/events", "/debug/kv", "/debug/artifact"})
 MAX_LOGGED_PATH_CHARS = 200
-CLIENT_GONE = 499  # nobody receives it: for the count only
+# No client receives it: for metrics only.
+CLIENT_GONE = 499
 access_logger = logging.getLogger("teneral.http.access")
 _TRACEPARENT = re.compile(
     r"(?P<version>[0-9a-f]{2})-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-[0-9a-f]{2}(?P<rest>(?:-.{0,200})?)\Z"
@@ -37,11 +38,11 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class EdgeRules:
-    """The edge's rules for the routes behind it, which it does not import. Paths are patterns of routes."""
+    """The edge's rules for the routes, which it does not import. Paths are patterns of routes."""
 
     open_paths: frozenset[str] = OPEN_PATHS  # answered without a key
     control_paths: frozenset[str] = frozenset()  # work without a model
-    takes_any_media: bool = False  # as `check_media_type` has it
+    takes_any_media: bool = False  # as in `check_media_type`
     error_response: Callable[[web.Request, ApiError], web.Response] = lambda _, error: error.response()
 
     @property
@@ -51,8 +52,8 @@ class EdgeRules:
 
 
 def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRules) -> Middleware:
-    """The one middleware. With `keys`, every route but the open ones needs one of them, and so does a path without
-    a route. Pages of `origins` may send requests.
+    """The middleware. With `keys`, every route except the open ones needs one of them, and so does
+    an unknown path. Pages of `origins` may send requests.
     """
 
     guards = _Guards(keys, origins, rules)
@@ -77,12 +78,13 @@ def edge(service: Service, keys: ApiKeys | None, origins: Origins, rules: EdgeRu
 
 
 def stamp(origins: Origins) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """For the signal `on_response_prepare`: the headers that every response carries."""
+    """The handler of the signal `on_response_prepare`: the headers of every response."""
 
     async def add(request: web.Request, response: web.StreamResponse) -> None:
-        response.headers["Server"] = "teneral"  # aiohttp's would tell the versions that run here
+        response.headers["Server"] = "teneral"  # aiohttp's own would show version numbers
         if request.app[SERVICE].in_flight.draining:
-            response.headers["Connection"] = "close"  # so that a load balancer's next request goes elsewhere
+            # Has a load balancer send the next request elsewhere.
+            response.headers["Connection"] = "close"
             response.force_close()
         origins.stamp(request, response)
         call = CALL.get(None)
@@ -98,15 +100,15 @@ def _body_is_to_come(request: web.Request) -> bool:
 
 
 def _size_bytes(response: web.StreamResponse) -> int:
-    """Of the body; of a stream, of what was sent of it, with its head and framing."""
+    """The size of the body; of a stream, the bytes sent, with its head and framing."""
     if isinstance(response, web.Response) and isinstance(response.body, bytes):
         return len(response.body)
     return response.body_length if response.prepared else 0
 
 
 def _log_access(request: web.Request, status: int, size_bytes: int, call: Call, rules: EdgeRules) -> None:
-    """One line a request. The path as it was sent, which has no line breaks, and without the query, which may
-    hold a secret; probes come every second, so they are for debugging only.
+    """Log one line for each request: the path as sent, which has no line breaks, without the query,
+    which may contain a secret. Frequent probes are logged for debugging only.
     """
     is_quiet = request.method in ("GET", "HEAD") and _route_of(request) in rules.quiet_paths
     level = logging.DEBUG if is_quiet else logging.INFO
@@ -160,7 +162,7 @@ def _fields_of(
 
 
 def request_id_of(request: web.BaseRequest) -> str:
-    """The caller's own id when it is a reasonable one, so that logs can be joined; else a fresh one."""
+    """The caller's own id if it is valid, so that logs can be joined; else a new one."""
     given = request.headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
@@ -188,7 +190,7 @@ async def _guarded(
     try:
         is_from_outside = not is_from_inside(request)
         if is_from_outside:
-            # Before the key: browsers ask without one.
+            # Before the key: browsers send preflights without one.
             if (answer := guards.origins.preflight(request)) is not None:
                 return answer
             if request.method not in SAFE_METHODS:
@@ -211,14 +213,14 @@ async def _guarded(
     except asyncio.CancelledError:
         raise
     except ConnectionError:
-        raise  # the client went away while it was written to
-    except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
+        raise  # the client disconnected while it was written to
+    except Exception as error:  # noqa: BLE001 - every error is answered
         return guards.rules.error_response(request, call.explain(error))
 
 
 def _is_open(request: web.Request, rules: EdgeRules) -> bool:
-    """Whether no key is asked for. By the route that will answer, not by how its path is written; and only to look: a
-    path that is open for probes may take work as well.
+    """Whether no key is needed. By the matched route, not the spelling of its path; and only for
+    reading: a path that is open for probes may also accept work.
     """
     return request.method in ("GET", "HEAD") and _route_of(request) in rules.open_paths
 
@@ -235,7 +237,7 @@ def _check_key(request: web.Request, keys: ApiKeys) -> None:
 
 
 def _route_of(request: web.Request) -> str:
-    """The route's pattern: what a client writes must not become time series."""
+    """The route's pattern: a client's text must not become a time series."""
     resource = request.match_info.route.resource
     return "unmatched" if resource is None else resource.canonical
 
@@ -246,7 +248,7 @@ PREFLIGHT_AGE_S = 600
 SAFE_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
 EXPOSED_HEADERS = "x-request-id, openai-processing-ms, retry-after"
 MAX_ASKED_HEADERS_CHARS = 4096
-# What a form can send, and a page without being asked first.
+# Media types that a form can send, and a page without a preflight.
 FORM_TYPES = frozenset(("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"))
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+|null")
 _TOKENS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]*")
@@ -254,7 +256,7 @@ _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
 
 
 def parse_origins(setting: str | None) -> frozenset[str]:
-    """The origins that a setting names, separated by commas. Raises `UsageError`."""
+    """The origins in a setting, separated by commas. Raises `UsageError`."""
     if setting is None:
         return frozenset()
     origins = frozenset(origin.strip().lower().rstrip("/") for origin in setting.split(",") if origin.strip())
@@ -264,7 +266,7 @@ def parse_origins(setting: str | None) -> frozenset[str]:
         raise UsageError(
             f"cors_origin must be 1 to {MAX_ORIGINS} origins such as https://app.example.com, or *",
             key="cors_origin",
-            hint="Give scheme, host and port as the browser's address bar has them, without a path.",
+            hint="Write scheme, host and port as in the browser's address bar, without a path.",
         )
     return origins
 
@@ -276,11 +278,11 @@ class Origins:
         self._named = frozenset(named)
 
     def names(self, origin: str) -> bool:
-        """Whether the operator named it. Its case does not matter."""
+        """Whether the operator named it. Case-insensitive."""
         return ANY_ORIGIN in self._named or origin.lower() in self._named
 
     def check(self, request: web.Request) -> None:
-        """Raises 403 for a request of a page that may not send it."""
+        """Raise 403 for a request of a page that may not send it."""
         origin = request.headers.get("Origin")
         if origin is None or self.names(origin) or _is_own(origin, request.headers.get("Host", "")):
             return
@@ -291,7 +293,7 @@ class Origins:
         )
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a browser that asks before it sends something; None where it does not ask. Raises 403."""
+        """The answer to a browser's preflight; None for other requests. Raises 403."""
         if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
             return None
         self.check(request)
@@ -307,7 +309,7 @@ class Origins:
         return web.Response(status=204, headers=headers)
 
     def stamp(self, request: web.Request, response: web.StreamResponse) -> None:
-        """The headers by which a browser lets the page read the response."""
+        """Add the headers by which a browser lets the page read the response."""
         if not self._named:
             return
         response.headers["Vary"] = "Origin"
@@ -318,8 +320,8 @@ class Origins:
 
 
 def check_media_type(request: web.Request, *, takes_any: bool) -> None:
-    """Raises 415 for a body that a form could send, where the route's media type would have to be said. `takes_any`:
-    the platform hands over bodies of every kind at /invocations.
+    """Raise 415 for a body that a form could send, if the route needs another media type.
+    `takes_any`: the platform sends bodies of every kind to /invocations.
     """
     media = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if _JSON.fullmatch(media) or not request.can_read_body:
@@ -327,14 +329,15 @@ def check_media_type(request: web.Request, *, takes_any: bool) -> None:
     if request.path == "/invocations":
         if takes_any or (media and media not in FORM_TYPES):
             return
-    elif request.path in ("/", "/events"):  # CloudEvents in binary mode; no page sends such headers unasked
+    # CloudEvents in binary mode; pages cannot send such headers without a preflight.
+    elif request.path in ("/", "/events"):
         if any(name.lower().startswith("ce-") for name in request.headers):
             return
     elif request.path.startswith("/v2/") and media in ("", "application/octet-stream"):
-        return  # Triton's own clients say none
+        return  # Triton's own clients send none
     raise ApiError(
         415,
-        f"a body of type {media[:100]!r} is not taken: send it with 'Content-Type: application/json'",
+        f"a body of type {media[:100]!r} is not supported: send it with 'Content-Type: application/json'",
         code="unsupported_media_type",
     )
 
@@ -346,7 +349,9 @@ def is_from_inside(request: web.Request) -> bool:
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Whether the page came from this server's own address, which is no name: a name may be made to lead here."""
+    """Whether the page came from this server's own address, not a name: any name may be made to
+    resolve to it.
+    """
     _, _, place = origin.partition("://")
     if not place or place.lower() != host.lower():
         return False

@@ -1,7 +1,7 @@
 """Errors as HTTP: one table from exceptions to statuses and OpenAI's error shape.
 
-Nothing else in this package knows a status code for an exception. What an unforeseen exception says stays in
-the log: the client gets only its request id to ask about.
+No other module of this package maps an exception to a status code. The text of an unexpected
+exception is only logged: the client gets its request id to ask about.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 DRAIN_RETRY_AFTER_S = 1.0  # another instance takes over at once
 
-# Exception, status, type, code. The first match counts, so a subclass stands before its base.
+# Exception, status, type, code. The first match counts, so a subclass comes before its base.
 _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID_REQUEST, "context_length_exceeded"),
     (AdapterNotFoundError, 404, INVALID_REQUEST, "model_not_found"),
     (AdapterError, 400, INVALID_REQUEST, "adapter_invalid"),
     (AdapterUnavailableError, 503, SERVER_ERROR, "adapter_unavailable"),
-    (RefusedError, 400, INVALID_REQUEST, "content_refused"),  # or what it says itself
+    (RefusedError, 400, INVALID_REQUEST, "content_refused"),  # or its own code
     (RequestError, 400, INVALID_REQUEST, None),
     (HandlerBusyError, 503, SERVER_ERROR, "handler_busy"),
     (CapacityError, 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -56,7 +56,7 @@ _TABLE: tuple[tuple[type[TeneralError], int, str, str | None], ...] = (
 
 
 class ApiError(TeneralError):
-    """An error that exists only on this side of HTTP, or another one translated."""
+    """An error of the HTTP side only, or a translated one."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ApiError(TeneralError):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """The client's part of an exception."""
+    """The client's view of an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TeneralError):
@@ -96,15 +96,14 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, web.HTTPException):
         return _from_aiohttp(error)
     if isinstance(error, web.RequestPayloadError):
-        return ApiError(400, "the body is not what its headers announce")
+        return ApiError(400, "the body does not match its headers")
     return ApiError(500, "internal error: the server's log has it under this request's id", kind=SERVER_ERROR)
 
 
 def _translated(error: TeneralError) -> ApiError:
     unknown = (TeneralError, 500, SERVER_ERROR, None)
     _, status, wire_type, code = next((row for row in _TABLE if isinstance(error, row[0])), unknown)
-    # A hint tells the caller what to do; of a server's own trouble it would tell the operator, who has the
-    # log.
+    # A hint is for the caller; hints of server errors are for the operator, who has the log.
     message = f"{error.message}. {error.hint}" if error.hint and status < 500 else error.message
     return ApiError(
         status,
@@ -134,19 +133,20 @@ def _from_aiohttp(error: web.HTTPException) -> ApiError:
     if error.status == 404:
         return ApiError(404, "there is no such route here", code="unknown_url")
     if error.status == 405:
-        message = f"this route does not take that method; it takes {allow}"
+        message = f"this route does not support that method; it supports {allow}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allow} if allow else {})
     kind = INVALID_REQUEST if error.status < 500 else SERVER_ERROR
     return ApiError(error.status, error.reason or "the request failed", kind=kind)
 
 
 NOT_READY_RETRY_AFTER_S = 1.0
-MAX_RETRY_AFTER_S = 30.0  # a load gets faster and slower, and its first layers are enough
+# A load's rate varies, and its first layers are enough.
+MAX_RETRY_AFTER_S = 30.0
 
 
 def expected_wait_s(fraction: float, elapsed_s: float) -> float:
-    """How long to wait before asking again: until all is loaded, if the rest goes as fast as what has come so far,
-    within bounds. `fraction` is what has come of the load in `elapsed_s`.
+    """The bounded time before a retry: until everything is loaded, at the rate so far. `fraction`
+    of the load has arrived in `elapsed_s`.
     """
     if fraction <= 0:
         return NOT_READY_RETRY_AFTER_S

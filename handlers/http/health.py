@@ -1,4 +1,4 @@
-"""Probes and figures of an instance: /livez, /readyz and /health, /ping, /version, /metrics, /timeline,
+"""Probes and metrics of an instance: /livez, /readyz and /health, /ping, /version, /metrics, /timeline,
 /debug/kv.
 """
 
@@ -26,23 +26,25 @@ class HealthRoutes:
     def __init__(
         self, service: Service, *, ping_while_loading: int = 503, calls: FunctionCalls | None = None
     ) -> None:
-        """`ping_while_loading` is the status of /ping until requests can be answered; `calls` are those of the user's
-        function.
+        """`ping_while_loading` is the status of /ping until requests can be answered; `calls` are
+        those of the user's function.
         """
         self._calls = calls
         self._service = service
         self._ping_while_loading = ping_while_loading
 
     async def livez(self, request: web.Request) -> web.Response:
-        """200 for as long as the event loop turns: loading, draining and even a failed load are no reason to
-        be killed.
+        """200 while the event loop runs: loading, draining and even a failed load are no reason for
+        a restart.
         """
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
     async def readyz(self, request: web.Request) -> web.Response:
-        """200 when a request that is sent now is worked on at once, or with `?when=exact` when every weight is exact;
-        else 503. The state and the load's progress either way. `?wait_s=N` holds the answer back until it is 200, for
-        up to N seconds. /health is the same route: most routers look there.
+        """200 if a request sent now is processed at once, or with `?when=exact` if every weight is
+        exact; else 503.
+
+        Returns the state and the load's progress. `?wait_s=N` delays the answer until it is 200,
+        for up to N seconds. /health is the same route, used by most routers.
         """
         wanted = _wanted(request)
         await self._wait_until(wanted, _wait_s(request))
@@ -63,7 +65,7 @@ class HealthRoutes:
         )
 
     async def _wait_until(self, wanted: frozenset[State], wait_s: float) -> None:
-        """Return when the state is one of those, or can become none of them any more, or `wait_s` are over."""
+        """Wait until the state is one of those, or can never become one of them, or for `wait_s`."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
         hopeful = wanted | {State.LOADING, State.PARTIAL}
@@ -71,8 +73,11 @@ class HealthRoutes:
             await asyncio.sleep(READY_POLL_S)
 
     async def ping(self, request: web.Request) -> web.Response:
-        """What SageMaker and RunPod's load balancer ask: 200 when requests can be answered. No body, as SageMaker has
-        it. While the instance loads, what the platform knows as that; draining or failed, 503 to all.
+        """The probe of SageMaker and RunPod's load balancer: 200 once requests can be answered,
+        without a body.
+
+        While the instance loads, the platform's own status for that; draining or failed, 503 for
+        all.
         """
         state = self._service.state
         if state.can_answer:
@@ -108,7 +113,7 @@ class HealthRoutes:
         }
         if self._calls is not None:
             statistics["function"] = self._calls.statistics()
-        # In a thread: the first time it imports the Prometheus client.
+        # In a thread: the first call imports the Prometheus client.
         text = await asyncio.to_thread(service.metrics.render, statistics)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
@@ -120,7 +125,7 @@ class HealthRoutes:
 
 
 def _wanted(request: web.Request) -> frozenset[State]:
-    """The states that `?when=` asks for."""
+    """The states of the parameter `?when=`."""
     when = request.query.get("when", "first-layer")
     if when == "exact":
         return frozenset({State.READY})

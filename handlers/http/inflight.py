@@ -1,6 +1,6 @@
 """Requests in flight: their places, their deadlines, and the drain.
 
-The header `Deadline-Ms` bounds a request in milliseconds from when its head is here.
+The header `Deadline-Ms` limits a request to that many milliseconds from the arrival of its head.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ...loader.errors import TeneralError
 from ...runtime.errors import CapacityError, DrainingError
 from .errors import SERVER_ERROR, ApiError
 
-CUT_GRACE_S = 0.5  # for the requests that were ended to tell their clients
+CUT_GRACE_S = 0.5  # for ended requests to notify their clients
 
 
 class Work:
-    """One request being worked on."""
+    """One request in progress."""
 
     def __init__(self, scope: asyncio.Timeout) -> None:
         self.ended = asyncio.Event()
-        self.has_place = False  # its body is there
+        self.has_place = False  # its body has arrived
         self._scope = scope
         self._reason: TeneralError | None = None
 
     @property
     def ended_by(self) -> TeneralError | None:
-        """Why it was ended from here; None while it was not: a cancellation is the client's then."""
+        """The reason if the server ended it; None otherwise: a cancellation is then the client's."""
         return self._reason if self._scope.expired() else None
 
     @property
     def deadline_s(self) -> float | None:
-        """On the event loop's clock; None while there is none."""
+        """On the event loop's clock; None without one."""
         return self._scope.when()
 
     def limit(self, seconds: float, reason: TeneralError | None = None) -> None:
-        """Give the request so much time from now, unless it has less already. `reason` is why it ends then; by
-        default, that this server allows no more.
+        """Limit the request to that much time from now, unless it has less already. `reason` is the
+        error at its end; by default, the server's own time limit.
         """
         when_s = asyncio.get_running_loop().time() + seconds
         if self.deadline_s is None or when_s < self.deadline_s:
@@ -68,8 +68,8 @@ def _took_too_long(seconds: float) -> ApiError:
 
 
 class InFlight:
-    """All works of one server. Lives in the event loop's thread only. `retry_after_s` tells when who is refused may
-    come back.
+    """The requests of one server. For the event loop's thread only. `retry_after_s` returns the
+    time for refused clients to retry.
     """
 
     def __init__(self, max_works: int, retry_after_s: Callable[[], float] = lambda: 1.0) -> None:
@@ -80,7 +80,7 @@ class InFlight:
         self.draining = False
 
     def __len__(self) -> int:
-        """All requests, those whose bodies are still to come as well."""
+        """All requests, including those with incomplete bodies."""
         return len(self._works)
 
     @property
@@ -88,7 +88,9 @@ class InFlight:
         return self._num_places_taken
 
     def take_place(self, work: Work) -> None:
-        """The work's body is there. Raises `CapacityError` when there is no place. Idempotent."""
+        """Record that the request's body has arrived. Raises `CapacityError` without a free place.
+        Idempotent.
+        """
         if not work.has_place:
             self._require_place()
             work.has_place = True
@@ -100,8 +102,8 @@ class InFlight:
 
     @asynccontextmanager
     async def work(self) -> AsyncIterator[Work]:
-        """Do one request's work in here, once it has taken a place. Raises `DrainingError` or `CapacityError` before
-        anything was begun, and whatever ended the work.
+        """A context for one request's work, once it has taken a place. Raises `DrainingError` or
+        `CapacityError` before anything is started, and the error that ended the work.
         """
         if self.draining:
             raise DrainingError("this instance is shutting down")
@@ -125,26 +127,29 @@ class InFlight:
     def _require_place(self) -> None:
         if self._num_places_taken >= self._max_works:
             raise CapacityError(
-                f"{self._max_works} requests are being worked on, which is as many as are allowed",
+                f"{self._max_works} requests are in progress, which is the limit",
                 retry_after_s=self._retry_after_s(),
             )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; end what still runs after `timeout_s`. True when nothing
-        was ended.
+        """Refuse new requests and wait for running ones; end those still running after `timeout_s`.
+        Returns True if none was ended.
         """
         self.draining = True
-        reason = DrainingError(f"the instance shut down {timeout_s:g} s after it was told to")
+        reason = DrainingError(f"the instance shut down {timeout_s:g} s after it was asked to")
         return await finish(self.works, timeout_s, reason)
 
 
 async def finish(works: Collection[Work], timeout_s: float, reason: TeneralError) -> bool:
-    """Wait for these works; end those that still run after `timeout_s`. True when nothing was ended."""
+    """Wait for these requests; end those still running after `timeout_s`. Returns True if none was
+    ended.
+    """
     if await _all_ended(works, timeout_s):
         return True
     for work in works:
         work.end(reason)
-    await _all_ended(works, CUT_GRACE_S)  # else their clients take nothing; who drains closes the connections
+    # Otherwise their clients do not read; the drain closes the connections.
+    await _all_ended(works, CUT_GRACE_S)
     return False
 
 
@@ -169,11 +174,11 @@ class Deadline:
     moment_s: float  # on `time.monotonic()`'s clock
 
     def remaining_s(self) -> float:
-        """Below 0 when it has passed."""
+        """Negative once it has passed."""
         return self.moment_s - time.monotonic()
 
     def error(self) -> ApiError:
-        """An answer to a caller that may be gone already."""
+        """The answer to a caller that may be gone already."""
         return ApiError(
             504,
             f"the deadline of {self.given_ms} ms that the request's {HEADER} gives has passed",
@@ -183,14 +188,16 @@ class Deadline:
 
 
 def deadline_of(request: web.BaseRequest, arrived_s: float) -> Deadline | None:
-    """The request's own; None where it gives none. 400 for an invalid one, 504 for one that has passed."""
+    """The request's own deadline; None without one. 400 for an invalid one, 504 for one that has
+    passed.
+    """
     given = request.headers.getall(HEADER, [])
     if not given:
         return None
     if len(given) > 1 or not _NUMBER.fullmatch(given[0]) or int(given[0]) > MAX_DEADLINE_MS:
         raise ApiError(
             400,
-            f"{HEADER} must be given once, as a whole number of milliseconds from 0 to {MAX_DEADLINE_MS}",
+            f"{HEADER} must be sent once, as a whole number of milliseconds from 0 to {MAX_DEADLINE_MS}",
             param=HEADER,
         )
     deadline = Deadline(int(given[0]), arrived_s + int(given[0]) / 1000)

@@ -1,7 +1,8 @@
-"""POST /invoke: the user's function. A returned value comes back as JSON; yielded ones as a stream, of
-lines or of events.
+"""POST /invoke: the user's function. A returned value becomes JSON; yielded ones a stream of lines
+or of events.
 
-A function that yields, or that returns an iterator, is a stream from its first value on, which goes out at once.
+A function that yields, or that returns an iterator, is a stream from its first value on, which is
+sent at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class InvokeRoute:
 
 
 class Values(AsyncIterator[Any]):
-    """A function's values as they come. `is_stream` is known with the first of them."""
+    """A function's values as they are made. `is_stream` is known with the first of them."""
 
     def __init__(self, values: AsyncIterator[Any], is_stream: asyncio.Event) -> None:
         self._values = values
@@ -63,9 +64,9 @@ async def invoking(
     platform: Mapping[str, Any] = NO_FACTS,
     trace_id: str | None = None,
 ) -> AsyncIterator[Values]:
-    """While in here: the values that the function gives, one after another. Leaving cancels what it has left running.
+    """A context with the function's values, one after another. Leaving it cancels the rest.
 
-    Raises what the function does, in here; 504 when its time is up.
+    Raises the function's errors inside; 504 at the time limit.
     """
     call = CALL.get()
     context = Context(
@@ -83,7 +84,7 @@ async def invoking(
 
 
 async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> AsyncGenerator[Any, None]:
-    """The values; that the time is up is told as that, in a stream that has begun as well."""
+    """The values; an expired time limit is reported as such, also in a stream that has begun."""
     try:
         async for value in values:
             yield value
@@ -96,7 +97,9 @@ async def _in_time(values: AsyncIterator[Any], context: Context, call: Call) -> 
 async def respond(
     service: Service, request: web.Request, handler: Handler, values: Values
 ) -> web.StreamResponse:
-    """A returned value whole; yielded ones as the stream that the caller's `Accept` names."""
+    """Respond with a returned value as a whole; with yielded ones as the stream of the caller's
+    `Accept`.
+    """
     accept = request.headers.get("Accept", "")
     framing = SSE if SSE.content_type in accept else NDJSON
     if handler.kind.is_generator or framing is SSE or NDJSON.content_type in accept:
@@ -110,7 +113,7 @@ async def respond(
 async def stream_values(
     service: Service, request: web.Request, framing: Framing, first: list[Any], values: AsyncIterator[Any]
 ) -> web.StreamResponse:
-    """All values as items of a stream; `first` are those that were read already."""
+    """Send all values as items of a stream; `first` are those that were read already."""
 
     async def send() -> None:
         if first:

@@ -1,10 +1,10 @@
-"""The API keys that open a server: one, or several while callers change from an old one to a new one.
+"""The API keys of a server: one, or several while callers switch to a new one.
 
     --api-key KEY                    one
     --api-key OLD,NEW                several
     --api-key @/run/secrets/keys     those of a file, one a line; lines that begin with # are none
 
-A file is read once, at the start. Nothing here shows a key, neither in errors nor in `repr`.
+A file is read once, at the start. No key is ever shown, neither in errors nor in `repr`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_FILE_BYTES = 1 << 20
 
 
 class ApiKeys:
-    """Only digests are kept, and compared: all of them, each in a time that tells neither what differs nor how long a
-    key is.
+    """A set of keys. Only digests are stored and compared: all of them, each in a time that depends
+    neither on the difference nor on the length of a key.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -46,15 +46,15 @@ class ApiKeys:
 
 
 def given_key(headers: Mapping[str, str]) -> bytes:
-    """The key that a request brings: a bearer token, or as Anthropic's clients send it; b'' for none."""
+    """The key in a request: a bearer token, or in the header of Anthropic's clients; b'' for none."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     key = token if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return key.strip().encode("utf-8", "surrogateescape")
 
 
 def parse_keys(setting: str) -> list[str]:
-    """The keys that a setting names, the first of them being the one to send. Raises `UsageError`, for none as well: a
-    server that was to have a key must not stand open.
+    """The keys in a setting; clients should send the first. Raises `UsageError`, for none as well:
+    a server configured with a key must not be open.
     """
     given = _of_file(Path(setting[1:])) if setting.startswith("@") else setting.split(",")
     keys = [key.strip() for key in given if key.strip()]

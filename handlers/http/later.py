@@ -1,4 +1,4 @@
-"""Handlers of routes whose module is imported by their first request: a cold start does without them."""
+"""Route handlers whose module is imported by their first request, and not during a cold start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def later(service: Service, module: str, kind: str, method: str) -> Handler:
-    """The `method` of an object that `kind`, a class of the module with this full name, makes of the service."""
+    """A route handler that calls `method` of an object of class `kind`, made from the service;
+    `module` is its full name.
+    """
     made: list[object] = []
 
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -1,8 +1,9 @@
 """aiohttp without its client, which a server does not need: a third of the import.
 
-`import aiohttp.web` runs the package's `__init__` first, and that imports the client, which reads the system's
-certificates into a TLS context. `import_web` puts a package in its place that has the same submodules and runs that
-`__init__` when something else of it is asked for: `aiohttp.ClientSession` is there for a user's code, a moment later.
+`import aiohttp.web` runs the package's `__init__` first, and that imports the client, which reads
+the system's certificates into a TLS context. `import_web` installs a package with the same
+submodules instead, which runs that `__init__` when another attribute is accessed:
+`aiohttp.ClientSession` is available to a user's code, a moment later.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any
 PACKAGE = "aiohttp"
 _VERSION = re.compile(
     rb'__version__ = "([\w.+-]+)"'
-)  # the one name that the server half takes from the package
+    # The only name that the server half imports from the package.
+)
 _HEAD_BYTES = 4096
 
 
 def import_web() -> bool:
-    """Import `aiohttp.web`. Returns whether the client was left out: not where aiohttp is imported already, nor where
-    its version is not found at its usual place.
+    """Import `aiohttp.web`. Returns whether the client was left out: not if aiohttp is imported
+    already, nor if its version is not at its usual place.
     """
     is_lean = PACKAGE not in sys.modules and _install()
     import_module(f"{PACKAGE}.web")
@@ -54,7 +56,7 @@ def _version(path: str) -> str | None:
 
 
 class _Rest:
-    """The package's own attributes, imported at the first access to one. Thread-safe."""
+    """The package's other attributes, imported on first access. Thread-safe."""
 
     def __init__(self, package: ModuleType, spec: ModuleSpec) -> None:
         self._package = package
@@ -63,7 +65,7 @@ class _Rest:
         self._is_begun = False
 
     def get(self, name: str) -> Any:
-        """The package's attribute `name`, as `__getattr__` of a module gives it."""
+        """The package's attribute `name`, for `__getattr__` of the module."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
         submodule = f"{PACKAGE}.{name}"
@@ -71,14 +73,15 @@ class _Rest:
             return import_module(submodule)
         with self._lock:
             if not self._is_begun:
-                self._is_begun = True  # this thread asks again on its way
+                # This thread will ask again while importing.
+                self._is_begun = True
                 try:
                     assert self._spec.loader is not None
                     self._spec.loader.exec_module(self._package)
                 except BaseException:
                     self._is_begun = False
                     raise
-                if vars(self._package)["__getattr__"] == self.get:  # it may have one of its own
+                if vars(self._package)["__getattr__"] == self.get:  # it may define its own
                     del vars(self._package)["__getattr__"]
             elif name not in vars(self._package):
                 raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")

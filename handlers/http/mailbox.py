@@ -1,9 +1,9 @@
-"""From the engine's thread to the event loop: events into mailboxes, with one wake-up for many.
+"""The channel from the engine's thread to the event loop: events into mailboxes, with one wake-up
+for many.
 
-A loop is woken through a socket, which costs a system call and a switch; an engine step ends with an event
-for each of its sequences. So events are gathered, and the loop is woken once however many there are.
-
-Nothing here knows what an item is.
+Waking a loop goes through a socket, which costs a system call and a context switch; an engine step
+ends with an event for each of its sequences. So events are collected, and the loop is woken once
+for all of them. The items are opaque.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Items for one reader, in order. Lives in the event loop's thread only; `Bridge` fills it from
-    elsewhere.
+    """Items for one reader, in order. For the event loop's thread only; `Bridge` fills it from
+    other threads.
 
-    Beyond `max_items` an item is dropped and `on_overflow` called, once; None is no bound.
+    Beyond `max_items` an item is dropped and `on_overflow` called, once; None: unbounded.
     """
 
     def __init__(self, max_items: int | None, on_overflow: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class Mailbox(Generic[T]):
         self._filled.set()
 
     async def take(self) -> list[T]:
-        """All items that came since the last call, at least one; waits for it."""
+        """Wait for items, and return all since the last call, at least one."""
         await self._filled.wait()
         self._filled.clear()
         items, self._items = self._items, []
@@ -48,7 +48,7 @@ class Mailbox(Generic[T]):
 
 
 class Bridge:
-    """Carries items from any thread into mailboxes of one event loop: that of the first `open`."""
+    """A channel from any thread to mailboxes of one event loop: that of the first `open`."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -58,9 +58,10 @@ class Bridge:
     def open(
         self, max_items: int | None, on_overflow: Callable[[], None]
     ) -> tuple[Mailbox[T], Callable[[T], None]]:
-        """A mailbox, and the function that posts to it: callable from any thread, never blocking.
+        """Open a mailbox. Returns it and the function that posts to it: callable from any thread,
+        never blocking.
 
-        After the loop was closed what is posted is dropped: nobody reads any more.
+        Items posted after the loop was closed are dropped: there is no reader.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -70,8 +71,8 @@ class Bridge:
     def _post(self, put: Callable[[], None]) -> None:
         self._posted.append(put)
         if not self._woken and self._loop is not None:
-            # Two threads may both come here: then the loop is woken twice, which does no harm. The flag is
-            # cleared before the deque is emptied, so nothing can be left lying.
+            # Two threads may both come here: then the loop is woken twice, which is harmless. The
+            # flag is cleared before the deque is emptied, so no item can be missed.
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)

@@ -1,9 +1,11 @@
-"""The place of a server's model: which instance stands in it, and exchanging it while the server lives on.
+"""The slot of a server's model: its current instance, and its unloading and reloading while the
+server runs.
 
-Invariant: there is always an instance to ask. One that was never started stands in for a model that is not loaded, and
-while it does, `check` turns work away. Changes come one after another, and go on when whoever asked for one goes away.
-An instance that serves and then ends, ends the server, the first one and each that was loaded since; one that was
-unloaded does not, nor one whose load failed. Why this is so: docs/decisions/0018. It knows no protocol.
+Invariant: there is always an instance to query. One that was never started stands in for a model
+that is not loaded, and while it does, `check` refuses work. Changes are serialised, and continue if
+their client disconnects. An instance that serves and then ends, ends the server, both the first one
+and each reloaded one; one that was unloaded does not, nor one whose load failed. Reasons:
+docs/decisions/0018. This module knows no protocol.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ logger = logging.getLogger("teneral.http")
 
 
 class ModelSlot:
-    """One per server; used on its event loop only."""
+    """The slot, one per server; used on its event loop only."""
 
     def __init__(
         self,
@@ -40,24 +42,26 @@ class ModelSlot:
         *,
         started: Callable[[Instance, bool], object] = lambda instance, is_first: None,
     ) -> None:
-        """`make` gives an instance that was not started, of the same configuration. `instance` is the caller's to
-        close; what comes after it is closed here. `started` is called with each that begins to load.
+        """`make` makes an instance of the same configuration, not started. The caller closes
+        `instance`; later ones are closed here. `started` is called with each that begins to load.
         """
         self.instance = instance
         self._started = started
         started(instance, True)
-        self.reason = ""  # why there is no model, where there is none
+        self.reason = ""  # the reason why no model is loaded
         self._first = instance
         self._make = make
         self._in_flight = in_flight
         self._absence: State | None = (
-            None  # DRAINING, UNLOADED or LOADING; None: the instance speaks for itself
+            # DRAINING, UNLOADED or LOADING; None: the instance's own state.
+            None
         )
         self._turn = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
         self._askers: set[Work] = (
             set()
-        )  # requests that wait for a change, and that a change must not wait for
+            # Requests that wait for a change, and that a change must not wait for.
+        )
         self._on_end: Callable[[], object] = lambda: None
 
     @property
@@ -65,31 +69,33 @@ class ModelSlot:
         return self._absence or self.instance.state
 
     def check(self) -> None:
-        """Raises `UnloadedError` while there is no model to work with because somebody wanted it so."""
+        """Raise `UnloadedError` while the model is unloaded on request."""
         if self._absence is not None:
             name = self.instance.model_name
-            told = {State.LOADING: "is being loaded", State.DRAINING: "is being unloaded"}
-            raise UnloadedError(f"the model {name!r} {told.get(self._absence, 'is not loaded')}")
+            messages = {State.LOADING: "is being loaded", State.DRAINING: "is being unloaded"}
+            raise UnloadedError(f"the model {name!r} {messages.get(self._absence, 'is not loaded')}")
 
     def watch(self, on_end: Callable[[], object]) -> None:
-        """Have `on_end` called, on this loop, when an instance that serves has ended by itself."""
+        """Call `on_end`, on this loop, when a serving instance has ended by itself."""
         self._on_end = on_end
         self._watch(self.instance)
 
     async def unload(self, work: Work | None, *, drain_timeout_s: float) -> None:
-        """Give the model's memory back, once what runs has ended or `drain_timeout_s` are over. Returns when it is
-        done; at once when there is no model. `work` is the request that asks.
+        """Free the model's memory, once running requests have ended or after `drain_timeout_s`.
+        Returns when done; at once without a model. `work` is the calling request.
         """
         await self._change(work, self._unload(drain_timeout_s))
 
     async def load(self, work: Work | None) -> None:
-        """Load the model if it is not there. Returns when it can answer. Raises what its load failed with; then there
-        is none, and the next call tries again.
+        """Load the model if it is not loaded. Returns once it can answer. Raises the error of its
+        load; the model is then unloaded, and the next call tries again.
         """
         await self._change(work, self._load())
 
     async def close(self) -> None:
-        """At the end of the server: give up a change that is under way, and close what was loaded since the first."""
+        """At the end of the server: cancel a running change, and close the instance loaded since
+        the first.
+        """
         for task in self._changes:
             task.cancel()
         await asyncio.gather(*self._changes, return_exceptions=True)
@@ -113,12 +119,12 @@ class ModelSlot:
             async with self._turn:
                 await change
         finally:
-            change.close()  # where it never had its turn
+            change.close()  # if it never started
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._changes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("a change of the model failed: %s", error)  # whoever asked may be gone
+            logger.warning("a change of the model failed: %s", error)  # the caller may be gone
 
     async def _unload(self, drain_timeout_s: float) -> None:
         if self._absence is not None:
@@ -127,13 +133,13 @@ class ModelSlot:
         name = self.instance.model_name
         works = self._in_flight.works - self._askers
         logger.info("unloading %s: %d requests in work, %g s", name, len(works), drain_timeout_s)
-        reason = DrainingError(f"the model {name!r} was unloaded while this request was worked on")
+        reason = DrainingError(f"the model {name!r} was unloaded while this request was in progress")
         await finish(works, drain_timeout_s, reason)
         await self._take_out(drain_timeout_s, reason="unloaded")
 
     async def _load(self) -> None:
         if self._absence is None:
-            await _can_answer(self.instance)  # it may be on its way still, for the first time
+            await _can_answer(self.instance)  # it may still be loading, for the first time
             return
         instance = self.instance = self._make()  # now, so that its clock begins with its load
         self._absence, self.reason = State.LOADING, ""
@@ -149,7 +155,7 @@ class ModelSlot:
         self._watch(instance)
 
     async def _take_out(self, drain_timeout_s: float, *, reason: str) -> None:
-        """Put one in the instance's place that was not started, and free what it held."""
+        """Replace the instance by one that was not started, and free its memory."""
         instance, self.instance = self.instance, self._make()
         try:
             await asyncio.to_thread(_give_back, instance, drain_timeout_s)
@@ -166,7 +172,7 @@ class ModelSlot:
 
 
 async def _can_answer(instance: Instance) -> None:
-    """Wait until it does. Raises what its load failed with."""
+    """Wait until it can answer. Raises the error of its load."""
     kind = await _done(instance.kind)
     if kind == "onnx":
         await _done(instance.onnx)
@@ -176,16 +182,16 @@ async def _can_answer(instance: Instance) -> None:
 
 
 async def _done(future: Future[Any]) -> Any:
-    # The shield: whoever gives up waiting must not cancel what all others wait for too.
+    # The shield: a caller that stops waiting must not cancel the future of all others.
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
 def _give_back(instance: Instance, drain_timeout_s: float) -> None:
-    """End an instance and free its memory, also where somebody holds the instance still. Blocks."""
+    """End an instance and free its memory, even if it is still referenced. Blocks."""
     instance.drain(drain_timeout_s)
     instance.close()
     instance.release()
-    # A server's start puts all that there is then out of the collector's sight, parts of the model among it.
+    # A server's start freezes all existing objects for the collector, including parts of the model.
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -193,10 +199,10 @@ def _give_back(instance: Instance, drain_timeout_s: float) -> None:
 
 
 def _trim_heap() -> None:
-    """Give the system what the C library holds ready for the next allocation: tens of megabytes, after computing."""
+    """Return the C library's free memory to the system: tens of megabytes, after computing."""
     import ctypes  # a model is seldom unloaded
 
-    # glibc's: other libraries give back by themselves, or never.
+    # glibc's: other libraries return memory by themselves, or never.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -206,12 +212,14 @@ STANDBY_MARK = "taken over by a standby"
 
 
 def count_start(metrics: Metrics, instance: Instance, is_first: bool) -> None:
-    """Count this instance's start when it ends. `is_first`: the process began with it, else it is a reload.
+    """Count this instance's start when it ends. `is_first`: the process's first instance, else it
+    is a reload.
 
-    Seconds are those since the process that was asked to serve began, or since the reload did. An instance that is
-    closed while it loads counts as neither.
+    Seconds are those since the start of the process that was asked to serve, or since the reload
+    began. An instance that is closed while it loads counts as neither outcome.
     """
-    done = threading.Lock()  # taken by the first of its futures that says how the start ended
+    # Acquired by the first future that determines the outcome.
+    done = threading.Lock()
 
     def ended(outcome: str) -> None:
         if done.acquire(blocking=False):

@@ -1,8 +1,9 @@
-"""An application served on open sockets until a signal, and to other parts of the same process.
+"""The serving of an application on open sockets until a signal, and to other parts of the same
+process.
 
-The caller opens the sockets (`sockets.listen`) before anything heavy is imported: clients that come early wait in the
-backlog. `serving_inside` lets events that arrive by another way than HTTP go through everything that an HTTP request
-does, over a local socket in a folder that only this user can enter.
+The caller opens the sockets (`sockets.listen`) before anything heavy is imported: early clients
+wait in the backlog. `serving_inside` sends events that did not arrive by HTTP through all steps of
+an HTTP request, over a local socket in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from .service import SERVICE, logger
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-BACKLOG = 1024  # connections that the kernel takes while the event loop is busy
-# An instance may have failed before anybody was let in. Whoever waits in the backlog is told so, not reset.
+BACKLOG = 1024  # connections that the kernel accepts while the event loop is busy
+# An instance may have failed before any client was accepted. Clients in the backlog get an error,
+# not a reset.
 FAILED_GRACE_S = 0.25
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -43,12 +45,14 @@ async def serve(
     stop: asyncio.Event | None = None,
     more_sockets: Sequence[socket.socket] = (),
 ) -> TeneralError | None:
-    """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain. Closes the sockets, not the
-    instance that the application was made with. Returns what the instance failed with, None when it did not.
+    """Serve until SIGTERM, SIGINT, `stop`, or the end of the instance; then drain.
 
-    Draining: /readyz turns 503 at once and new work gets 503; what runs has `drain_timeout_s` to finish and
-    is then ended, each stream with an error event. A second signal ends the process at once, by that signal.
-    Signals are handled only when this runs in the main thread.
+    Closes the sockets, not the application's instance. Returns the instance's failure, None if it
+    did not fail.
+
+    Draining: /readyz turns 503 at once and new work gets 503; running requests have
+    `drain_timeout_s` to finish and are then ended, each stream with an error event. A second signal
+    ends the process at once, by that signal. Signals are handled only in the main thread.
     """
     service = app[SERVICE]
     stop = stop or asyncio.Event()
@@ -57,13 +61,16 @@ async def serve(
         app,
         access_log=None,  # `edge` writes one
         logger=_wire_logger(),
-        handler_cancellation=True,  # a client that goes away cancels its handler, and with it its generations
+        # A disconnected client cancels its handler, and with it its generations.
+        handler_cancellation=True,
         keepalive_timeout=IDLE_CONNECTION_S,
-        auto_decompress=False,  # compressed bodies are refused, so nothing can be a bomb
+        # Compressed bodies are refused, which rules out decompression bombs.
+        auto_decompress=False,
         max_line_size=MAX_REQUEST_LINE_BYTES,
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
-        shutdown_timeout=0.5,  # after the drain only answers on their way out are left
+        # After the drain only answers being sent are left.
+        shutdown_timeout=0.5,
     )
     await runner.setup()
     listeners: list[asyncio.Server] = []
@@ -76,7 +83,7 @@ async def serve(
             await stop.wait()
             if service.instance.failure is not None:
                 await asyncio.sleep(FAILED_GRACE_S)
-            logger.info("draining: %d requests in work, %g s", len(service.in_flight), drain_timeout_s)
+            logger.info("draining: %d requests in progress, %g s", len(service.in_flight), drain_timeout_s)
             deadline_s = time.monotonic() + drain_timeout_s
             await service.in_flight.drain(drain_timeout_s)
             await asyncio.to_thread(service.instance.save_snapshot, deadline_s - time.monotonic())
@@ -89,15 +96,15 @@ async def serve(
 
 
 def _wire_logger() -> logging.Logger:
-    """What aiohttp logs to."""
+    """The logger for aiohttp."""
     logger = logging.getLogger("teneral.http.wire")
     logger.addFilter(_tell_bad_requests_briefly)
     return logger
 
 
 def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
-    """aiohttp logs a client that does not speak HTTP as an error with a traceback. To a server it is neither: any
-    scanner of ports would fill its log.
+    """Shorten the log of a client that does not speak HTTP. aiohttp logs an error with a traceback,
+    but it is no error of the server: any port scanner would fill its log.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
@@ -110,8 +117,8 @@ def _tell_bad_requests_briefly(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _signals(stop: asyncio.Event) -> Iterator[None]:
-    """While in here the first signal sets `stop`, and the second one does what it does by default. A signal that comes
-    when `stop` is set for another reason, such as a load that failed, is the first one.
+    """A context in which the first signal sets `stop`, and the second one has its default effect. A
+    signal after `stop` was set for another reason, such as a failed load, counts as the first.
     """
     loop = asyncio.get_running_loop()
     received: list[int] = []
@@ -127,7 +134,8 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
     try:
         for number in SIGNALS:
             loop.add_signal_handler(number, on_signal, number)
-    except (RuntimeError, ValueError):  # not in the main thread: whoever runs us there handles signals
+    # Not in the main thread: the caller handles signals.
+    except (RuntimeError, ValueError):
         yield
         return
     try:
@@ -138,13 +146,15 @@ def _signals(stop: asyncio.Event) -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-BASE_URL = "http://inside"  # requests name their path behind it
+# Prefix of the requests' paths.
+BASE_URL = "http://inside"
 
 
 @asynccontextmanager
 async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
-    """While in here the session's requests reach the application. Any number at a time; no time-outs but the
-    application's own; nothing is decompressed. `UsageError` where no temporary folder can be made.
+    """A context with a session whose requests reach the application. Any number at a time; no
+    time-outs except the application's own; nothing is decompressed. Raises `UsageError` without a
+    temporary folder.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix="teneral-")
@@ -152,7 +162,7 @@ async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
         raise UsageError(
             f"a temporary folder is needed for a local socket: {error.strerror or error}",
             key="TMPDIR",
-            hint="Name a folder that may be written to with TMPDIR.",
+            hint="Set TMPDIR to a writable folder.",
         ) from error
     with folder as place:
         path = str(Path(place) / "http.sock")
@@ -169,7 +179,7 @@ async def serving_inside(app: web.Application) -> AsyncIterator[ClientSession]:
         await runner.setup()
         try:
             await web.UnixSite(runner, path).start()
-            from aiohttp import (  # servers without events do without
+            from aiohttp import (  # servers without events do not need it
                 ClientSession,
                 ClientTimeout,
                 UnixConnector,

@@ -1,4 +1,4 @@
-"""The parts that all routes share, and each request's own record."""
+"""The state shared by all routes, and the record of each request."""
 
 from __future__ import annotations
 
@@ -40,68 +40,71 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Call:
-    """One HTTP request, from its arrival. `work` is there while the route's handler runs, for POST routes, and so is
-    `deadline`, if the caller gave one.
+    """One HTTP request, from its arrival. `work` is set while the route's handler runs, for POST
+    routes, and so is `deadline`, if the caller sent one.
     """
 
     request_id: str
     arrived_s: float = field(default_factory=time.monotonic)
     work: Work | None = None
     deadline: Deadline | None = None
-    trace_id: str = ""  # of the caller's trace, where it sent a W3C traceparent
+    trace_id: str = ""  # of the caller's trace, if it sent a W3C traceparent
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_token_s: float | None = None  # since the arrival
-    error_status: int | None = None  # of the error that the client was told, which may be an item of a stream
+    # Of the error sent to the client, which may be an item of a stream.
+    error_status: int | None = None
 
     def age_s(self) -> float:
         return time.monotonic() - self.arrived_s
 
     @property
     def ended_by(self) -> TeneralError | None:
-        """Why this side ended the work; None when it did not: a cancellation is the client's then."""
+        """The reason if the server ended the work; None otherwise: a cancellation is then the
+        client's.
+        """
         return None if self.work is None else self.work.ended_by
 
     def limit(self, seconds: float) -> None:
-        """Give the rest of the work so much time."""
+        """Limit the rest of the work to that much time."""
         if self.work is not None:
             self.work.limit(seconds)
 
     def time_left_s(self, limit_s: float) -> float:
-        """For work that may take so long from now: that, or less where the caller waits no longer."""
+        """The time limit of work from now: `limit_s`, or less with an earlier deadline."""
         return limit_s if self.deadline is None else max(0.0, min(limit_s, self.deadline.remaining_s()))
 
     def overdue(self, error: TeneralError) -> ApiError:
-        """`error`, which is that time was up, as the client is told it."""
+        """The time-out `error` as it is reported to the client."""
         if self.deadline is not None and self.deadline.remaining_s() <= 0:
             return self.deadline.error()
         return ApiError(504, error.message, kind=SERVER_ERROR, code="request_timeout")
 
     def explain(self, error: Exception) -> ApiError:
-        """The client's part of an exception; the log has the rest."""
-        told = as_api_error(error)
-        self.error_status = told.status
+        """The client's view of an exception; the log has the rest."""
+        failure = as_api_error(error)
+        self.error_status = failure.status
         if not isinstance(error, TeneralError | web.HTTPException | web.RequestPayloadError):
             logger.error("request %s failed", self.request_id, exc_info=error)
-        elif told.status >= 500:
-            logger.warning("request %s: %d %s", self.request_id, told.status, error)
-        return told
+        elif failure.status >= 500:
+            logger.warning("request %s: %d %s", self.request_id, failure.status, error)
+        return failure
 
 
-# Each request is handled in a task of its own, so this is the request's. (aiohttp's own place for such things
-# changed its keys' type between the versions that are supported.)
+# Each request is handled in a task of its own, so this is the request's. (aiohttp's own place for
+# it changed its key type between the supported versions.)
 CALL: ContextVar[Call] = ContextVar("call")
 
 
 class Service:
-    """The instance behind the routes, with the bounds in front of it. One per application; used on its event
-    loop only.
+    """The instance of the routes, and the bounds in front of it. One per application; used on its
+    event loop only.
     """
 
     def __init__(
         self, instance: Instance, limits: Limits, metrics: Metrics, *, make_instance: Callable[[], Instance]
     ) -> None:
-        """`make_instance` gives another of the same configuration, for when this one is unloaded and loaded again."""
+        """`make_instance` makes another of the same configuration, to reload an unloaded model."""
         self.limits = limits
         self.metrics = metrics
         self.admission = Admission(limits, self._num_in_engine, self._retry_after_s, self._body_is_there)
@@ -119,23 +122,23 @@ class Service:
 
     @property
     def instance(self) -> Instance:
-        """The one that serves now: ask for it anew after waiting for anything."""
+        """The current instance: read it again after every wait."""
         return self.slot.instance
 
     @property
     def state(self) -> State:
-        """The instance's, except that the instance of a server which drains still works."""
+        """The instance's state, except that a draining server's instance still works."""
         state = self.slot.state
         return State.DRAINING if self.in_flight.draining and state is not State.FAILED else state
 
     @property
     def first_token(self) -> FirstToken:
-        """For requests that do not say it."""
+        """The default of requests."""
         return FirstToken(self.instance.config.first_token)
 
     @property
     def max_context(self) -> int | None:
-        """Tokens that the engine has room for, of a prompt; None while it is not there."""
+        """The engine's maximum of prompt tokens; None while it is not loaded."""
         engine = self.instance.engine
         return engine.result().max_context if engine.done() and engine.exception() is None else None
 
@@ -143,13 +146,14 @@ class Service:
         return await self.ready(self.instance.tokenizer)
 
     async def ready(self, future: Future[T]) -> T:
-        """One of the instance's parts; waits while it loads, however long.
+        """Wait for one of the instance's parts while it loads, without a time limit.
 
-        Raises the instance's failure, or `RequestError` when this model is not of the kind that has the part.
+        Raises the instance's failure, or `RequestError` if this kind of model does not have the
+        part.
         """
         try:
             if not future.done():
-                # The shield: a client that gives up must not cancel what all others wait for too.
+                # The shield: a client that stops waiting must not cancel the future of all others.
                 await asyncio.shield(asyncio.wrap_future(future))
             return future.result()
         except ModelError as error:
@@ -158,21 +162,21 @@ class Service:
             raise RequestError(error.message, param="model", hint=error.hint) from error
 
     async def context_tokens(self) -> int:
-        """Tokens that the model has room for here; waits until it is known."""
+        """The model's maximum of tokens here; waits until it is known."""
         try:
             return (await self.ready(self.instance.engine)).max_context
-        except RequestError:  # it generates nothing
+        except RequestError:  # it does not generate
             return (await self.ready(self.instance.embedder)).max_tokens
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int) -> None:
-        """Raises `CapacityError` where the engine would, before anything is done for the request. One that is still
-        loading says so when it gets the request.
+        """Raise `CapacityError` if the engine would, before any work for the request. A loading one
+        raises it when it gets the request.
         """
         if self.instance.engine.done() and self.instance.engine.exception() is None:
             self.instance.engine.result().require_room(queue_name, priority, num_sequences)
 
     def check_model(self, name: str | None) -> None:
-        """Raises 404 for another model than the one served; a request need not name one."""
+        """Raise 404 for another model than the served one; a request need not name one."""
         if name is not None and name != self.instance.model_name:
             raise ApiError(
                 404,
@@ -182,8 +186,8 @@ class Service:
             )
 
     def adapter_of(self, name: str | None, lora: str | None = None) -> str:
-        """The adapter that a generation's `model` and `lora` name, '' for the base. Raises 404 for another model, and
-        for an adapter that cannot be here.
+        """The adapter in a generation's `model` and `lora`, '' for the base. Raises 404 for another
+        model, and for an impossible adapter.
         """
         base, registry = self.instance.model_name, self.instance.adapters
         adapter = lora or ""
@@ -202,7 +206,7 @@ class Service:
         if registry is not None:
             registry.check(adapter)
         elif not adapter:
-            raise AdapterNotFoundError(f"{str(name)[:200]!r} names no adapter", param="model")
+            raise AdapterNotFoundError(f"{str(name)[:200]!r} is not an adapter", param="model")
         elif config.adapters is None and not config.model_control:
             raise AdapterNotFoundError(
                 "this server has no adapters", param="model", hint="Start it with --adapters."
@@ -210,7 +214,7 @@ class Service:
         return adapter
 
     def answering_as(self, name: str | None, lora: str | None = None) -> str:
-        """The model's name in an answer to such a generation. Raises as `adapter_of`."""
+        """The model's name in the answer to such a generation. Raises the errors of `adapter_of`."""
         adapter = self.adapter_of(name, lora)
         base = self.instance.model_name
         if not adapter:
@@ -218,7 +222,7 @@ class Service:
         return name if name is not None and name != base else f"{base}:{adapter}"
 
     def load_comment(self) -> str:
-        """A sign of life for a stream that has nothing to say yet."""
+        """The text of a keep-alive while a stream has no items yet."""
         progress = self.instance.progress()
         fraction = progress.get("fraction", 1.0)
         if fraction >= 1:
@@ -231,7 +235,9 @@ class Service:
         return f"{comment}, {rate:.{0 if rate >= 10 else 1}f} MB/s, first token in about {max(1, round(left_s))} s"
 
     def _body_is_there(self, request: web.Request) -> None:
-        """Only now does the request take a place, which may be gone: `CapacityError`."""
+        """Record a request's body: only now does the request take a place, which may be gone:
+        `CapacityError`.
+        """
         self.connections.body_is_there(request.protocol)
         call = CALL.get(None)
         if call is not None and call.work is not None:
@@ -242,7 +248,9 @@ class Service:
         return 0 if statistics is None else statistics.running + statistics.queued
 
     def _retry_after_s(self) -> float:
-        """For who is refused: by how often places become free, or while there is none to have, by the load so far."""
+        """The time for a refused client to retry: by the rate at which places become free, or while
+        loading, by the load so far.
+        """
         statistics = self._engine_statistics()
         if statistics is not None:
             return statistics.retry_after_s
@@ -260,19 +268,22 @@ SERVICE = web.AppKey("service", Service)  # the application's key for it
 
 P = ParamSpec("P")
 
-LONG_BYTES = 32 << 10  # of a body: what it holds takes 10 ms and more to tokenise
+# Of a body: tokenising its content takes 10 ms or more.
+LONG_BYTES = 32 << 10
 MAX_SHORT, MAX_LONG = 8, 2  # threads; the tokenizer works on fewer texts at a time
 
 
 class TextThreads:
-    """Used on the event loop. Threads start when they are needed, and end with the process."""
+    """The threads for texts. Used on the event loop. Threads start on demand, and end with the
+    process.
+    """
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(MAX_SHORT, "teneral-text")
         self._long = ThreadPoolExecutor(MAX_LONG, "teneral-long-text")
 
     async def run(self, body_bytes: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Returns or raises as `function` does. `body_bytes` is the length of what it looks at."""
+        """Run `function` in a thread. `body_bytes` is the length of its input."""
         threads = self._long if body_bytes > LONG_BYTES else self._short
         call = functools.partial(function, *args, **options)
         return await asyncio.get_running_loop().run_in_executor(threads, call)

@@ -1,9 +1,9 @@
-"""Streams to a client: server-sent events, or JSON lines. Signs of life while nothing flows, bounds on a
-client that takes nothing.
+"""Streams to a client: server-sent events, or JSON lines, with keep-alives and bounds on slow
+clients.
 
-A stream begins with its first item, so that an error before it is still an ordinary response with its own
-status; but no later than after one keep-alive interval, so that proxies see that somebody is there. It does
-not know what its items mean.
+A stream begins with its first item, so that an error before it is still an ordinary response with
+its own status; but no later than after one keep-alive interval, so that proxies see activity. The
+items are opaque.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How items, which are JSON on one line, stand in the stream."""
+    """The format of items, which are JSON on one line, in the stream."""
 
     content_type: str
     prefix: bytes
     suffix: bytes
     has_comments: bool
-    end: bytes  # what a stream that went well ends with
-    error_body: Callable[[ApiError], bytes] = ApiError.body  # the item that one ends with that went wrong
+    end: bytes  # the end of a successful stream
+    error_body: Callable[[ApiError], bytes] = ApiError.body  # the last item of a failed stream
 
 
 SSE = Framing("text/event-stream", b"data: ", b"\n\n", True, b"data: [DONE]\n\n")
@@ -41,8 +41,8 @@ NDJSON = Framing("application/x-ndjson", b"", b"\n", False, b"")
 
 
 class EventStream:
-    """One response that is written bit by bit. Use it as an async context manager around all that produces
-    its items.
+    """One streamed response. Use it as an async context manager around the code that makes its
+    items.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EventStream:
         *,
         comment: Callable[[], str] = lambda: "waiting",
     ) -> None:
-        """`comment` gives the text of the next sign of life."""
+        """`comment` returns the text of the next keep-alive."""
         self._request = request
         self._framing = framing
         self._limits = limits
@@ -62,17 +62,17 @@ class EventStream:
             headers={
                 "Content-Type": f"{framing.content_type}; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # nginx and what descends from it would hold the stream back
+                "X-Accel-Buffering": "no",  # nginx and its derivatives would buffer the stream
             }
         )
-        # Two tasks write: the one with the items, and the one with the signs of life.
+        # Two tasks write: one the items, and one the keep-alives.
         self._lock = asyncio.Lock()
         self._last_write_s = asyncio.get_running_loop().time()
         self._ticker: asyncio.Task[None] | None = None
 
     @property
     def started(self) -> bool:
-        """Whether the client has the status line; from then on errors can only be items."""
+        """Whether the client has the status line; later errors can only be items."""
         return self._response.prepared
 
     async def __aenter__(self) -> Self:
@@ -86,8 +86,8 @@ class EventStream:
         await self._stop_ticker()
 
     async def send(self, *items: bytes) -> None:
-        """Write items, each JSON without line breaks. Waits while the client is slow; raises
-        `ConnectionError` when it is gone.
+        """Write items, each JSON without line breaks. Waits for a slow client; raises
+        `ConnectionError` if it has disconnected.
         """
         prefix, suffix = self._framing.prefix, self._framing.suffix
         await self._write(b"".join([prefix + item + suffix for item in items]))
@@ -100,7 +100,7 @@ class EventStream:
         return self._response
 
     async def finish(self) -> web.StreamResponse:
-        """End as a stream that went well."""
+        """End a successful stream."""
         await self._stop_ticker()
         if self._framing.end or not self.started:
             await self._write(self._framing.end)
@@ -108,7 +108,7 @@ class EventStream:
         return self._response
 
     def abort(self) -> None:
-        """Cut the connection: for a client that does not take what it asked for."""
+        """Abort the connection: for a client that does not read."""
         if self._request.transport is not None:
             self._request.transport.abort()
 
@@ -124,11 +124,12 @@ class EventStream:
         try:
             async with asyncio.timeout(self._limits.write_stall_s):
                 await self._response.write(data)
-                # aiohttp waits for a slow client after each 64 KiB that it wrote, however much lies there already.
+                # aiohttp waits for a slow client after each 64 KiB that it wrote, however much is
+                # buffered already.
                 await self._request.writer.drain()
         except TimeoutError:
             self.abort()
-            raise ConnectionResetError("the client took nothing for too long") from None
+            raise ConnectionResetError("the client read nothing for too long") from None
 
     async def _keep_alive(self) -> None:
         loop = asyncio.get_running_loop()
@@ -137,7 +138,7 @@ class EventStream:
             if idle_s < self._limits.keepalive_s:
                 await asyncio.sleep(self._limits.keepalive_s - idle_s)
                 continue
-            # A client that is gone, or takes nothing, is the business of whoever writes the items.
+            # The task that writes items handles a client that has disconnected, or does not read.
             with contextlib.suppress(ConnectionError):
                 await self._write(f": {self._comment()}\n\n".encode())
             self._last_write_s = loop.time()
@@ -146,13 +147,15 @@ class EventStream:
         ticker, self._ticker = self._ticker, None
         if ticker is not None:
             ticker.cancel()
-            await asyncio.wait({ticker})  # unlike awaiting it, this tells its cancellation from our own
+            # Unlike awaiting it, this distinguishes its cancellation from our own.
+            await asyncio.wait({ticker})
 
 
 async def complete(stream: EventStream, call: Call, sending: Awaitable[None]) -> web.StreamResponse:
-    """Await what sends to a stream, then end it: well, or with an error event where something was sent before.
+    """Await the sender, then end the stream: successfully, or with an error event if something was
+    sent before.
 
-    Errors that come before anything was sent pass through, and get a status of their own.
+    Errors before anything was sent pass through, and get a status of their own.
     """
     try:
         await sending

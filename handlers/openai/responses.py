@@ -19,7 +19,9 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """`drafted_tokens` is our own; the other two are OpenAI's names for what a prediction came to, whoever made it."""
+    """Token details. `drafted_tokens` is our own; the other two are OpenAI's names for the result
+    of a prediction, from any source.
+    """
 
     drafted_tokens: int
     accepted_prediction_tokens: int

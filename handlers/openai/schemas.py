@@ -1,4 +1,4 @@
-"""Request bodies as values: what a client may send, and what it is told when it sends something else.
+"""Request bodies as values: the fields of each route, and the errors for invalid ones.
 
 A field that is unknown here, or of a wrong type, is refused by name, and null means the default: a field that is
 ignored gives a client another answer than it asked for. What each field of each route comes to is in `fields.py`.

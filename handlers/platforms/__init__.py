@@ -1,9 +1,9 @@
-"""The platforms that start containers, one row each: the variable that gives one away, what it wants differently, and
-the module that speaks its protocol.
+"""The platforms that start containers, one row each: the variable that identifies one, its
+differences, and the module of its protocol.
 
-A server speaks every platform's HTTP protocol at once; a row's traits are what one container must do differently from
-another. Rows name functions and classes by address ("module:name", relative to this package), so that a platform's
-module is imported when the platform first asks for it: a cold start waits for every import.
+A server speaks every platform's HTTP protocol at once; a row's traits are the differences between
+containers. Rows name functions and classes by address ("module:name", relative to this package), so
+that a platform's module is imported on its first use: a cold start waits for every import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...runtime.instance import Instance
     from ..function.handler import Handler
 
-    # What a platform without a port makes the HTTP application by, for events that are HTTP requests.
+    # Makes the HTTP application of a platform without a port, for events that are HTTP requests.
     MakeApp = Callable[[Instance, Handler | None, "Platform"], web.Application]
 
 AUTO = "auto"
@@ -29,9 +29,9 @@ class Route(NamedTuple):
     """One path that a platform calls, and the method of `Platform.api` that answers it."""
 
     method: str
-    path: str  # as aiohttp writes patterns
+    path: str  # in aiohttp's syntax
     name: str = "post"
-    is_open: bool = False  # a probe, which carries no key
+    is_open: bool = False  # a probe, without a key
     is_control: bool = False  # works without a model
 
 
@@ -42,11 +42,14 @@ class Platform(NamedTuple):
     sign: str = ""  # a variable that only this platform sets
     drain_timeout_s: float = 8.0
     ping_while_loading: int = 503  # the status of /ping until requests can be answered
-    takes_any_media: bool = False  # bodies of any media type reach the function
-    variables: tuple[tuple[str, str], ...] = ()  # the platform's variable, and the setting that it gives
-    model_folder: str = ""  # where the platform lays a model's files before it starts the container
+    takes_any_media: bool = False  # bodies of any media type are passed to the function
+    # The platform's variable, and its setting.
+    variables: tuple[tuple[str, str], ...] = ()
+    # The folder in which the platform puts a model's files before it starts the container.
+    model_folder: str = ""
     routes: tuple[Route, ...] | str = ()  # or the address of such a tuple
-    api: str = ""  # class, made with (Service, Handler | None) by the first request to one of the routes
+    # Class, made with (Service, Handler | None) by the first request to one of the routes.
+    api: str = ""
     error_prefix: str = ""  # paths whose errors have the platform's own shape…
     error_response: str = ""  # …made by this function of an ApiError
     run: str = ""  # function (ServeConfig, MakeApp) -> exit status, for a platform without a port
@@ -58,7 +61,7 @@ class Platform(NamedTuple):
 # port variable is there only where containers share a host. Of two variables for one setting the later row's wins.
 HTTP = Platform("http", variables=(("PORT", "port"),))
 PLATFORMS: tuple[Platform, ...] = (
-    HTTP,  # any other that starts a container and sends it requests: ECS, Kubernetes, a person's own machine
+    HTTP,  # any other that starts a container and sends it requests: ECS, Kubernetes, a local machine
     Platform(
         "cloud-run",  # and Knative
         sign="K_SERVICE",
@@ -96,7 +99,9 @@ PLATFORMS: tuple[Platform, ...] = (
 
 
 def platform_of(setting: str, environment: Mapping[str, str]) -> Platform:
-    """The named platform, or with 'auto' the one whose sign is set: of several, the last row's. Raises `UsageError`."""
+    """The named platform; for 'auto' the one whose variable is set: of several, the last row's.
+    Raises `UsageError`.
+    """
     if setting == AUTO:
         signed = (row for row in reversed(PLATFORMS) if row.sign and environment.get(row.sign))
         return next(signed, HTTP)

@@ -1,15 +1,16 @@
-"""CloudEvents over HTTP, as Knative and Eventarc send them: POST / and POST /events. Binary, structured and batched
-mode, and Pub/Sub's own push messages; what a function gives goes back as an event in the mode that came. OPTIONS
-/events is the handshake of webhooks.
+"""CloudEvents over HTTP, from Knative and Eventarc: POST / and POST /events. Binary, structured and
+batched mode, and Pub/Sub's own push messages; a function's result is returned as an event in the
+mode of the request. OPTIONS /events is the handshake of webhooks.
 
-The function's event is always the CloudEvent's JSON form: a dict with `type`, `source`, `id` and so on, and the payload
-under `data`, or `data_base64` where it is neither JSON nor text. It is read and written here and not by the SDK for
-CloudEvents, which takes JSON that is none for text, does not undo quotes in headers, lets attributes of any size and
-type pass, and knows no batches; it is the oracle of the tests.
+The function's event is always the CloudEvent's JSON form: a dict with `type`, `source`, `id` and so
+on, and the payload under `data`, or `data_base64` if it is neither JSON nor text. It is parsed and
+written here and not by the SDK for CloudEvents, which accepts invalid JSON as text, does not undo
+quotes in headers, accepts attributes of any size and type, and does not support batches; it is the
+oracle of the tests.
 
-Sources: CloudEvents 1.0.2 with its HTTP binding and JSON format; Knative's eventing data plane contract (which statuses
-are tried again: 404, 408, 409, 429 and 5xx). It keeps no ids: an event may come twice, and whoever minds looks at
-`source` and `id`.
+Sources: CloudEvents 1.0.2 with its HTTP binding and JSON format; Knative's eventing data plane
+contract (statuses that are retried: 404, 408, 409, 429 and 5xx). Ids are not stored: an event may
+arrive twice, and a function that must not repeat its work has to check `source` and `id`.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ STRUCTURED_JSON = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch"
 BATCH_JSON = "application/cloudevents-batch+json"
 MAX_ATTRIBUTES = 64
-MAX_ATTRIBUTES_CHARS = 64 << 10  # all of one event; who passes events on need not take more than 64 KiB
+# All of one event; intermediaries need not accept more than 64 KiB.
+MAX_ATTRIBUTES_CHARS = 64 << 10
 MAX_BATCH_EVENTS = 256
-MAX_BATCH_AT_A_TIME = 16  # invocations: the engine batches what these ask of it
-PUBSUB_TYPE = "google.cloud.pubsub.topic.v1.messagePublished"  # what Eventarc calls the same message
-TRACING = ("traceparent", "tracestate")  # go from an event to its reply
+# Concurrent invocations: the engine batches their requests.
+MAX_BATCH_AT_A_TIME = 16
+PUBSUB_TYPE = "google.cloud.pubsub.topic.v1.messagePublished"  # Eventarc's type of the same message
+TRACING = ("traceparent", "tracestate")  # copied from an event to its reply
 REQUIRED = ("specversion", "id", "source", "type")
 _DATA_KEYS = frozenset({"data", "data_base64"})
 _NAME = re.compile(r"[a-z0-9]{1,64}")
@@ -57,13 +60,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\ufff
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d{1,12})?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 _SENDER = re.compile(r"[A-Za-z0-9.-]{1,253}")
 _JSON_MEDIA = re.compile(r"[\w.-]+/([\w.-]+\+)?json", re.ASCII)
-# All of printable ASCII stands for itself in a header, but these: space, quote and percent.
+# All of printable ASCII is literal in a header, except space, quote and percent.
 _SAFE_IN_HEADERS = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
 class CloudEventRoute:
     def __init__(self, service: Service, handler: Handler | None) -> None:
-        """Without a handler, what an event brings is what the model is asked, as `plain` has it."""
+        """Without a handler, the event's data is a request to the model, as in `plain`."""
         self._service = service
         self._handler = handler or Handler(_ask_model)
         self._source = f"/teneral/{quote(service.instance.model_name, safe='')}"
@@ -91,9 +94,10 @@ class CloudEventRoute:
             return web.Response(body=body, headers=headers)
 
     async def permit(self, request: web.Request) -> web.Response:
-        """The answer to a sender that asks whether it may deliver here, as Event Grid does before it begins: yes.
+        """The answer to a sender's request to deliver events here, as Event Grid sends it: yes.
 
-        That protects other servers from deliveries that they did not order; it admits no caller. The API key counts.
+        That protects other servers from unwanted deliveries; it authorises no caller. The API key
+        counts.
         """
         sender = request.headers.get("WebHook-Request-Origin", "")
         if not _SENDER.fullmatch(sender):
@@ -102,9 +106,11 @@ class CloudEventRoute:
         return web.Response(headers=headers)
 
     async def _batch(self, media: str, data: bytearray) -> web.Response:
-        """All events of a batch, some at a time; their replies, in their order, without those that gave none. Where one
-        fails the whole batch does: nothing else can be said. It is then to be tried again if for any of them that is
-        of use.
+        """Handle all events of a batch, some concurrently. Returns their replies, in order, without
+        empty ones.
+
+        If one fails the whole batch does: the protocol has no other status. It is retried if that
+        helps any of them.
         """
         _check_format(media, BATCH_JSON)
         items = self._decoder.decode(data)
@@ -141,7 +147,7 @@ class CloudEventRoute:
                 continue
             if attribute in event or attribute == "datacontenttype" or attribute in _DATA_KEYS:
                 raise RequestError(
-                    f"the header {name[:100]!r} cannot be there, or not twice", param=attribute[:64]
+                    f"the header {name[:100]!r} is invalid or duplicated", param=attribute[:64]
                 )
             event[attribute] = header_value(attribute, value)
         if content_type:
@@ -150,7 +156,7 @@ class CloudEventRoute:
         return {**event, **self._payload(content_type, bytes(data))}
 
     def _payload(self, content_type: str, data: bytes) -> Event:
-        """What the bytes are in JSON's terms. Raises `RequestError` for JSON, or text, that is none."""
+        """The payload in JSON's terms. Raises `RequestError` for invalid JSON or text."""
         media = content_type.partition(";")[0].strip().lower()
         if not data:
             return {}
@@ -160,7 +166,7 @@ class CloudEventRoute:
             try:
                 return {"data": data.decode()}
             except UnicodeDecodeError:
-                pass  # in another charset: the function knows which
+                pass  # another charset: the function knows which
         return {"data_base64": base64.b64encode(data).decode("ascii")}
 
     async def _reply(self, event: Event) -> Event | None:
@@ -175,11 +181,12 @@ class CloudEventRoute:
                 return checked_event({"id": str(uuid.uuid4()), "source": self._source, **value})
             except RequestError as error:
                 raise HandlerError(
-                    f"{self._handler.name} gave a CloudEvent that is none: {error.message}"
+                    f"{self._handler.name} returned an invalid CloudEvent: {error.message}"
                 ) from error
         if event["source"] == self._source:
             return (
-                None  # an answer to our own answer: where all events come back, there would be no end to it
+                # A reply to our own reply: if all events come back, it would be an endless loop.
+                None
             )
         return {
             "specversion": SPECVERSION,
@@ -196,7 +203,7 @@ def _ask_model(event: Event, context: Context) -> Any:
 
 
 def checked_event(given: Any) -> Event:
-    """The event itself, without attributes that are null, once it is one. Raises `RequestError` with what is wrong."""
+    """Validate an event. Returns it without null attributes. Raises `RequestError`."""
     if not isinstance(given, dict):
         raise RequestError(f"a CloudEvent is a JSON object, not {type(given).__name__}")
     event: Event = {name: value for name, value in given.items() if value is not None or name == "data"}
@@ -205,7 +212,7 @@ def checked_event(given: Any) -> Event:
             raise RequestError(f"the CloudEvent has no {name}, which every one has", param=name)
     if event["specversion"] != SPECVERSION:
         raise RequestError(
-            f"CloudEvents of version {event['specversion'][:20]!r} are not taken", param="specversion"
+            f"CloudEvents of version {event['specversion'][:20]!r} are not supported", param="specversion"
         )
     attributes = {name: value for name, value in event.items() if name not in _DATA_KEYS}
     if len(attributes) > MAX_ATTRIBUTES:
@@ -226,7 +233,9 @@ def checked_event(given: Any) -> Event:
 
 def _check_attribute(name: str, value: Any) -> None:
     if not _NAME.fullmatch(name):
-        raise RequestError(f"{name[:64]!r} cannot name an attribute: they have lower-case letters and digits")
+        raise RequestError(
+            f"{name[:64]!r} is not a valid attribute name: only lower-case letters and digits are allowed"
+        )
     if isinstance(value, bool) or (isinstance(value, int) and -(1 << 31) <= value < 1 << 31):
         return
     if not isinstance(value, str):
@@ -239,11 +248,11 @@ def _check_attribute(name: str, value: Any) -> None:
 
 def _check_format(media: str, known: str) -> None:
     if media != known:
-        raise ApiError(415, f"CloudEvents are taken as {known}, not {media[:100]}", code="unsupported_format")
+        raise ApiError(415, f"CloudEvents must be {known}, not {media[:100]}", code="unsupported_format")
 
 
 def from_pubsub(body: Any) -> Event:
-    """A message that Pub/Sub pushes, as the CloudEvent that Eventarc makes of it. Raises `RequestError`."""
+    """A pushed message of Pub/Sub, as Eventarc's CloudEvent for it. Raises `RequestError`."""
     message = body.get("message") if isinstance(body, dict) else None
     if not isinstance(message, dict) or not isinstance(body.get("subscription"), str):
         raise RequestError(
@@ -262,7 +271,9 @@ def from_pubsub(body: Any) -> Event:
 
 
 def header_value(name: str, value: str) -> str:
-    """What a header says of an attribute: quotes are undone, then percent signs, once. Raises `RequestError`."""
+    """The value of an attribute's header: quotes are undone, then percent signs, once. Raises
+    `RequestError`.
+    """
     if len(value) > 1 and value[0] == value[-1] == '"':
         value = re.sub(r"\\(.)", r"\1", value[1:-1])
     try:
@@ -295,7 +306,7 @@ def _canonical(value: Any) -> str:
 
 
 def _data_of(value: Any) -> Event:
-    """What a function gave, as an event's payload."""
+    """A function's result as an event's payload."""
     if isinstance(value, bytes):
         return {
             "datacontenttype": "application/octet-stream",
@@ -319,14 +330,15 @@ def _is_worth_a_retry(error: TeneralError) -> bool:
 
 
 def message_of(event: Mapping[str, Any]) -> Any:
-    """What a Pub/Sub message says, of the event that brings it: JSON where it is JSON, else text, else bytes; None
-    for a message without data. For functions: `from teneral.handlers.platforms.cloudevents import message_of`. Raises
-    `RequestError` for an event that brings none.
+    """The content of a Pub/Sub message in an event: JSON, else text, else bytes; None without data.
+
+    For functions: `from teneral.handlers.platforms.cloudevents import message_of`. Raises
+    `RequestError` for an event without a message.
     """
     data = event.get("data")
     message = data.get("message") if isinstance(data, dict) else None
     if not isinstance(message, dict):
-        raise RequestError("the event brings no message of Pub/Sub", param="data")
+        raise RequestError("the event has no Pub/Sub message", param="data")
     if not message.get("data"):
         return None
     content = _base64_bytes(message["data"], "data.message.data")

@@ -1,13 +1,15 @@
-"""RunPod's queue: `teneral serve --platform runpod-queue`. A worker of RunPod's own SDK takes jobs and posts their
-results; what it calls for each is here: the user's function, or the model itself, with the job's `input` for its event.
+"""RunPod's queue: `teneral serve --platform runpod-queue`. A worker of RunPod's own SDK takes jobs
+and posts their results; this module has its callbacks: they run the user's function, or the model
+itself, with the job's `input` as event.
 
-Jobs are taken once they can be worked on at once, as soon as the first layers are there: until then they are better off
-in the queue, where another worker may take them. How many at a time does not change after that, because the SDK lets
-every job end before it changes it. At a signal no job is taken any more, those in work have the drain's time, and who
-has none left is told so.
+Jobs are taken once they can start at once, as soon as the first layers have arrived: until then
+they stay in the queue, where another worker may take them. The number of concurrent jobs is
+constant after that, because the SDK lets all jobs end before it changes it. After a signal no more
+jobs are taken, those in progress have the drain time, and those still running after it are answered
+with an error.
 
-It knows the SDK's public calls, and of its inside only the count of jobs whose result is not posted yet
-(`JobsProgress`). The SDK is the extra `runpod`, imported after the load has begun.
+It uses the SDK's public calls, and of its internals only the count of jobs whose result is not
+posted yet (`JobsProgress`). The SDK is the extra `runpod`, imported after the load has begun.
 """
 
 from __future__ import annotations
@@ -41,25 +43,28 @@ logger = logging.getLogger("teneral.runpod")
 
 NAME = "runpod-queue"  # of the platform
 JOBS_VARIABLE = (
-    "RUNPOD_WEBHOOK_GET_JOB"  # where jobs come from; without it the SDK runs one test job and ends
+    # The address of jobs; without it the SDK runs one test job and ends.
+    "RUNPOD_WEBHOOK_GET_JOB"
 )
-PROGRESS_INTERVAL_S = 1.0  # the SDK starts a thread for every word of progress
-CUT_GRACE_S = 2.0  # for the results of jobs that were ended to be posted
-POLL_S = 0.02  # how often the SDK is asked whether all results are posted, during the drain only
+PROGRESS_INTERVAL_S = 1.0  # the SDK starts a thread for every progress update
+CUT_GRACE_S = 2.0  # for posting the results of cancelled jobs
+# Interval of checks whether all results are posted, only while draining.
+POLL_S = 0.02
 _END = object()
 
 
 def run_runpod_queue(config: ServeConfig, make_app: MakeApp | None = None) -> int:
-    """Work on jobs until a signal ends it. Returns 0; raises the error that ended the instance, and `UsageError` where
-    the SDK or its variables are missing. Blocks; changes the process: logging, signal handlers.
+    """Process jobs until a signal. Blocks.
 
-    Jobs are no HTTP requests, so `make_app` is not used.
+    Returns 0; raises the error that ended the instance, and `UsageError` without the SDK or its
+    variables. Changes the process: logging, signal handlers. Jobs are not HTTP requests, so
+    `make_app` is not used.
     """
     check_surroundings(os.environ)
     timeline = Timeline()
     launched = launch_helpers(config, timeline, fork=True)
     with launched.adopt(timeline) if launched else nullcontext() as helpers:
-        from ...runtime.instance import Instance  # from here on beside the load
+        from ...runtime.instance import Instance  # from here on in parallel to the load
 
         logging.basicConfig(
             level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -84,10 +89,10 @@ def run_runpod_queue(config: ServeConfig, make_app: MakeApp | None = None) -> in
 
 
 def check_surroundings(environment: os._Environ[str] | dict[str, str]) -> None:
-    """Raises `UsageError` saying what is missing, before anything is begun."""
+    """Raise `UsageError`, naming what is missing, before anything is started."""
     if not environment.get(JOBS_VARIABLE):
         raise UsageError(
-            f"{JOBS_VARIABLE} is not set: this is no worker of a RunPod queue",
+            f"{JOBS_VARIABLE} is not set: this is not a worker of a RunPod queue",
             key="platform",
             hint="To try a function elsewhere, call it with teneral invoke.",
         )
@@ -95,15 +100,16 @@ def check_surroundings(environment: os._Environ[str] | dict[str, str]) -> None:
 
     if find_spec("runpod") is None:
         raise UsageError(
-            "working on RunPod's queue takes its SDK, which is not installed",
+            "RunPod's queue needs its SDK, which is not installed",
             key="platform",
             hint="pip install 'teneral[runpod]'",
         )
 
 
 def _work(instance: Instance, handler: Handler, drain_timeout_s: float) -> None:
-    """Until a signal, or the end of the instance. In the main thread."""
-    import runpod  # takes more than a second: beside the load
+    """Process jobs until a signal, or the end of the instance. In the main thread."""
+    # Takes more than a second: in parallel to the load.
+    import runpod
     from runpod.serverless.modules.worker_state import JobsProgress
 
     kind = instance.kind.result()
@@ -122,12 +128,12 @@ def _work(instance: Instance, handler: Handler, drain_timeout_s: float) -> None:
         tell_progress=runpod.serverless.progress_update,
     )
     settings = {"handler": worker.sdk_handler, "concurrency_modifier": worker.concurrency}
-    with suppress(asyncio.CancelledError):  # which is how the drain ends the SDK's loop
+    with suppress(asyncio.CancelledError):  # the drain ends the SDK's loop with it
         runpod.serverless.start({**settings, "return_aggregate_stream": True})
 
 
 class Worker:
-    """What the SDK calls, on its event loop."""
+    """The SDK's callbacks, on its event loop."""
 
     def __init__(
         self,
@@ -138,23 +144,27 @@ class Worker:
         num_unposted: Callable[[], int],
         tell_progress: Callable[[dict[str, Any], Any], object],
     ) -> None:
-        """`num_unposted` counts the jobs that the SDK has and has not posted results of; `tell_progress` posts it."""
+        """`num_unposted` counts the SDK's jobs whose results are not posted; `tell_progress` posts
+        progress.
+        """
         self._instance = instance
         self._handler = handler
         self._drain_timeout_s = drain_timeout_s
         self._num_unposted = num_unposted
         self._tell_progress = tell_progress
         self._draining: asyncio.Task[None] | None = None
-        self._cut = asyncio.Event()  # jobs that still run are to end
+        self._cut = asyncio.Event()  # set when running jobs must end
         self._begun = False
 
     @property
     def sdk_handler(self) -> Callable[[dict[str, Any]], Any]:
-        """A generator where the function is one by its definition: the SDK asks which before it calls."""
+        """The callback: a generator if the function is defined as one, which the SDK checks before
+        its calls.
+        """
         return self.stream if self._handler.kind.is_generator else self.answer
 
     def concurrency(self, current: int) -> int:
-        """How many jobs the SDK may have at a time; it asks before it takes any. None while draining."""
+        """The SDK's number of concurrent jobs, requested before it takes any. None while draining."""
         if not self._begun:
             self._begun = True
             self._take_over_signals()
@@ -163,25 +173,27 @@ class Worker:
         return self._instance.config.max_running
 
     async def answer(self, job: dict[str, Any]) -> Any:
-        """The job's result; of a function that gives several values, their list. Errors as results, in the SDK's shape
-        but without a traceback, which is for the log.
+        """The job's result; the list of values of a generator. Errors are results in the SDK's
+        shape, but without a traceback, which is logged.
         """
         try:
             given = [json_ready(value) async for value in self._values(job)]
-        except Exception as error:  # noqa: BLE001 - the queue gets an answer, whatever it was
-            return {"error": self._told(job, error)}
+        except Exception as error:  # noqa: BLE001 - any error is answered
+            return {"error": self._error_text(job, error)}
         return given[0] if len(given) == 1 else given
 
     async def stream(self, job: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """The values as they come: the SDK streams them, and posts all of them as the job's output."""
+        """The values as they are made: the SDK streams them, and posts all of them as the job's
+        output.
+        """
         async with aclosing(self._values(job)) as values:
             try:
                 async for value in values:
                     yield json_ready(value)
                 return
             except Exception as error:  # noqa: BLE001 - as above
-                told = self._told(job, error)
-        yield {"error": told}
+                text = self._error_text(job, error)
+        yield {"error": text}
 
     async def _values(self, job: dict[str, Any]) -> AsyncGenerator[Any, None]:
         from ..function.handler import run
@@ -192,7 +204,7 @@ class Worker:
                 yield value
 
     async def _next(self, values: AsyncIterator[Any]) -> Any:
-        """The next value, or `_END`. Raises `DrainingError` where time is up before it comes."""
+        """The next value, or `_END`. Raises `DrainingError` if the time is over first."""
         step = asyncio.ensure_future(anext(values, _END))
         cut = asyncio.ensure_future(self._cut.wait())
         try:
@@ -204,7 +216,7 @@ class Worker:
             cut.cancel()
             if not step.done():
                 step.cancel()
-                await asyncio.wait({step})  # the invocation has ended when this has
+                await asyncio.wait({step})  # the invocation has ended with this step
 
     def _context(self, job: dict[str, Any]) -> Context:
         from ..function.context import Context
@@ -213,7 +225,8 @@ class Worker:
 
         def tell(value: Any) -> None:
             nonlocal last_s
-            json.dumps(value, allow_nan=False)  # here, where who gave it learns that it is no JSON
+            # Here, so that the function gets the error for invalid JSON.
+            json.dumps(value, allow_nan=False)
             if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
                 last_s = time.monotonic()
                 self._tell_progress(job, value)
@@ -227,19 +240,21 @@ class Worker:
             on_progress=tell,
         )
 
-    def _told(self, job: dict[str, Any], error: Exception) -> str:
+    def _error_text(self, job: dict[str, Any], error: Exception) -> str:
         from ..http.errors import as_api_error
 
-        told = as_api_error(error)
-        if not isinstance(error, TeneralError) or told.status >= 500:
+        failure = as_api_error(error)
+        if not isinstance(error, TeneralError) or failure.status >= 500:
             logger.warning("job %s: %s", job["id"], error, exc_info=error.__cause__ or error)
-        kind = "request_timeout" if isinstance(error, CancelledError) else told.code or told.kind
-        return json.dumps({"error_type": kind, "error_message": told.message}, ensure_ascii=False)
+        kind = "request_timeout" if isinstance(error, CancelledError) else failure.code or failure.kind
+        return json.dumps({"error_type": kind, "error_message": failure.message}, ensure_ascii=False)
 
     # ending
 
     def _take_over_signals(self) -> None:
-        """The SDK's own way to end would wait for its next job, up to 90 s, and then drop that job."""
+        """Replace the SDK's signal handlers. Its own shutdown would wait for its next job, up to 90
+        s, and then drop that job.
+        """
         loop = asyncio.get_running_loop()
         sdk_stops = signal.getsignal(signal.SIGTERM)
 
@@ -252,7 +267,7 @@ class Worker:
                 sdk_stops(signal.SIGTERM, None)
 
         def on_signal(number: int) -> None:
-            if self._draining is not None:  # the second one: at once
+            if self._draining is not None:  # the second signal: end at once
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             drain(self._drain_timeout_s)
@@ -262,7 +277,7 @@ class Worker:
         self._instance.ended.add_done_callback(calling_on_loop(loop, lambda _: drain(0.0)))
 
     async def _drain(self, timeout_s: float, stop: Callable[[], None]) -> None:
-        """Let jobs end, or end them; then stop the SDK. Ends with the event loop."""
+        """Wait for jobs to end, or cancel them; then stop the SDK. Ends with the event loop."""
         logger.info("draining: %d jobs in work, %g s", self._num_unposted(), timeout_s)
         deadline_s = time.monotonic() + timeout_s
         if not await self._posted_by(deadline_s):
@@ -270,8 +285,8 @@ class Worker:
             await self._posted_by(time.monotonic() + CUT_GRACE_S)
         await asyncio.to_thread(self._instance.save_snapshot, deadline_s - time.monotonic())
         stop()
-        # Its loops look at that between polls only. Each is cancelled until all have ended, and the event loop with
-        # them: a cancellation that comes together with a poll's end is lost.
+        # Its loops check for that between polls only. Each is cancelled until all have ended, and
+        # the event loop with them: a cancellation at the same time as a poll's end is lost.
         while True:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
@@ -286,5 +301,5 @@ class Worker:
 
 
 def json_ready(value: Any) -> Any:
-    """What can stand in JSON, which is all that a queue takes: bytes as base64."""
+    """The value as JSON, the only format of the queue: bytes as base64."""
     return base64.b64encode(value).decode("ascii") if isinstance(value, bytes) else value

@@ -1,11 +1,13 @@
 """SageMaker real-time endpoints: POST /invocations. The rest of the contract is elsewhere: /ping in
-`http/health.py`, the port and 30 s from SIGTERM to SIGKILL in the platform's row, the model's folder in `settings.py`.
+`http/health.py`, the port and 30 s from SIGTERM to SIGKILL in the platform's row, the model's
+folder in `settings.py`.
 
-With a function of the user's, the body is its event, as `Content-Type` says what it is, and what it gives comes back as
-`Accept` says. Without one, the body is one of OpenAI's API, and the key that it has says which. Sessions that SageMaker
-routes to one instance are sessions of the KV pool.
+With a user's function, the body is its event, of the type in `Content-Type`, and its result has the
+type in `Accept`. Without one, the body is one of OpenAI's API, identified by its keys. Sessions
+that SageMaker routes to one instance are sessions of the KV pool.
 
-Sources: "Custom inference code with hosting services"; `InvokeEndpoint` and its shapes in the service's API model.
+Sources: "Custom inference code with hosting services"; `InvokeEndpoint` and its shapes in the
+service's API model.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ NAME = "sagemaker"  # of the platform
 SESSION_HEADER = "X-Amzn-SageMaker-Session-Id"
 NEW_SESSION_HEADER = "X-Amzn-SageMaker-New-Session-Id"
 CLOSED_SESSION_HEADER = "X-Amzn-SageMaker-Closed-Session-Id"
-FACT_HEADERS = {  # what of a request's headers a function finds in `context.platform`, as the client wrote it
+# Headers of a request that a function finds in `context.platform`, unchanged.
+FACT_HEADERS = {
     "custom_attributes": "X-Amzn-SageMaker-Custom-Attributes",
     "inference_id": "X-Amzn-SageMaker-Inference-Id",
 }
-NEW_SESSION = "NEW_SESSION"  # what a client sends instead of a session's id
+NEW_SESSION = "NEW_SESSION"  # sent instead of a session id
 MAX_SESSION_ID_CHARS = 256
 _SESSION_ID = re.compile(r"[A-Za-z0-9](?:-*[A-Za-z0-9])*")
-# Bodies that only begin or end a session, as other containers for SageMaker take them.
+# Bodies that only begin or end a session, accepted by other containers for SageMaker too.
 _SESSION_ACTIONS = {
     b'{"requestType":"NEW_SESSION"}': "begin",
     b'{"requestType":"CLOSE"}': "close",
@@ -55,8 +58,10 @@ LINES_TYPES = ("application/jsonlines", "application/x-jsonlines", "application/
 
 
 class SageMakerRoute:
-    """POST /invocations. InvokeEndpoint takes the whole answer, InvokeEndpointWithResponseStream takes it as it comes:
-    the container is asked the same.
+    """POST /invocations.
+
+    InvokeEndpoint reads the whole answer, InvokeEndpointWithResponseStream streams it: the
+    container gets the same request.
     """
 
     def __init__(self, service: Service, handler: Handler | None) -> None:
@@ -84,12 +89,13 @@ class SageMakerRoute:
                 response = await self._invoke(request, self._handler, data, session)
             else:
                 response = await self._dispatch(request, data, session)
-        if begins and not response.prepared:  # a stream has gone out; SageMaker begins no session with one
+        # A stream has been sent; SageMaker begins no session with one.
+        if begins and not response.prepared:
             response.headers[NEW_SESSION_HEADER] = f"{session}; Expires={self._expiry()}"
         return response
 
     def _expiry(self) -> str:
-        """When a session that nobody uses any more is forgotten, as SageMaker writes it."""
+        """The expiry of an unused session, in SageMaker's format."""
         at_s = time.time() + self._service.instance.config.session_idle_s
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
 
@@ -115,7 +121,7 @@ class SageMakerRoute:
             return await respond(self._service, request, handler, values)
 
     def _event(self, request: web.Request, data: bytearray) -> Any:
-        """JSON as what it means, JSON lines as a list, text as a string, anything else as bytes."""
+        """The event: parsed JSON, JSON lines as a list, text as a string, anything else as bytes."""
         media, charset = media_type(request.headers.get("Content-Type", ""))
         if media in JSON_TYPES or media.endswith("+json"):
             return self._any.decode(data) if data else None
@@ -124,9 +130,7 @@ class SageMakerRoute:
         if not media.startswith("text/"):
             return bytes(data)
         if charset not in ("", "utf-8", "us-ascii"):
-            raise ApiError(
-                415, f"texts are taken as UTF-8, not {charset[:50]!r}", code="unsupported_encoding"
-            )
+            raise ApiError(415, f"texts must be UTF-8, not {charset[:50]!r}", code="unsupported_encoding")
         try:
             return data.decode()
         except UnicodeDecodeError as error:
@@ -145,36 +149,36 @@ class SageMakerRoute:
                 hint="messages are answered as /v1/chat/completions does, a prompt as /v1/completions, an input as "
                 "/v1/embeddings.",
             )
-        if session is None or kinds[0] == "input":  # vectors leave nothing behind that a session could keep
+        if session is None or kinds[0] == "input":  # embeddings have no state for a session
             return await self._routes[kinds[0]](request, data)
         return await self._routes[kinds[0]](request, self._with_session(body, session))
 
     def _with_session(self, body: dict[str, msgspec.Raw], session: str) -> bytes:
-        """The body with SageMaker's session in it, unless it names one itself."""
+        """The body with SageMaker's session, unless it names one itself."""
         extras = self._any.decode(bytes(body["teneral"])) if "teneral" in body else None
         if extras is None:
             extras = {}
-        if isinstance(extras, dict):  # anything else is the route's to refuse
+        if isinstance(extras, dict):  # the route refuses anything else
             body["teneral"] = msgspec.Raw(msgspec.json.encode({"session": session, **extras}))
         return msgspec.json.encode(body)
 
 
 def accepted_types(accept: str) -> tuple[str, ...]:
-    """The media types of an `Accept` header, in its order: weights are for caches, not for models."""
+    """The media types of an `Accept` header, in order: weights are for caches, not for models."""
     return tuple(
         media for part in accept[:1024].split(",") if (media := part.partition(";")[0].strip().lower())
     )
 
 
 def media_type(content_type: str) -> tuple[str, str]:
-    """A `Content-Type` as its media type and its charset, lower-case; '' where there is none."""
+    """The media type and the charset of a `Content-Type`, lower-case; '' if missing."""
     media, _, rest = content_type.partition(";")
     charset = re.search(r"charset=\"?([^\s;\"]*)", rest, re.IGNORECASE)
     return media.strip().lower(), charset[1].lower() if charset else ""
 
 
 async def _in_one(handler: Handler, values: AsyncIterator[Any], accepted: tuple[str, ...]) -> web.Response:
-    """A whole answer of a type that was asked for by name: several values are a JSON list then."""
+    """A whole answer of an accepted type: several values become a JSON list."""
     every = [value async for value in values]
     value = every[0] if len(every) == 1 and not handler.kind.is_generator else every
     wanted = next((media for media in accepted if "*" not in media), "")
@@ -200,7 +204,7 @@ def _checked_session(given: str | None) -> str | None:
 
 
 def _closed(given: str | None) -> web.Response:
-    """The client is done with its session. What it pinned goes when it has been idle, or when memory is needed."""
+    """Close a session. Its pins are released after its idle time, or when memory is needed."""
     session = _checked_session(given)
     if session is None or session == NEW_SESSION:
         raise RequestError(f"to close a session, name it in {SESSION_HEADER}", param=SESSION_HEADER)

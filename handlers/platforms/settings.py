@@ -1,6 +1,6 @@
-"""Settings that a platform gives: its variables for ports, and the folder where it lays a model.
+"""Settings from a platform: its variables for ports, and the folder of its model.
 
-`runtime/config.py` knows no platform; this module hands it the rows of `platforms/__init__.py`.
+`runtime/config.py` knows no platform; this module passes the rows of `platforms/__init__.py` to it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from . import AUTO, PLATFORMS
 if TYPE_CHECKING:
     from pathlib import Path
 
-MODEL_SIGNS = ("manifest.json", "config.json")  # an artifact has the one, a model directory the other
+# Of an artifact, and of a model directory.
+MODEL_SIGNS = ("manifest.json", "config.json")
 
 
 def resolve(
     flags: Mapping[str, Any], environment: Mapping[str, str], config_file: str | Path | None = None
 ) -> ServeConfig:
-    """`runtime.config.resolve`, with what the platforms say. Their variables win over the file and lose to ours.
+    """`runtime.config.resolve` with the platforms' settings. Their variables override the file, and
+    are overridden by ours.
 
-    Raises `UsageError` naming the flag, variable or key that is unknown or invalid.
+    Raises `UsageError`, naming the unknown or invalid flag, variable or key.
     """
     variables = tuple(pair for row in PLATFORMS for pair in row.variables)
     return config.resolve(
@@ -33,9 +35,9 @@ def resolve(
 
 
 def _model_folder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The model of a container that was started without one, where its platform has laid one.
+    """The model of a container that was started without one, if its platform supplies one.
 
-    With `--platform auto` a model must really lie there, and the platform is then the folder's.
+    With `--platform auto` the folder must contain a model, and the platform is then the folder's.
     """
     if settings.get("model"):
         return {}

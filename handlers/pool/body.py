@@ -1,6 +1,7 @@
-"""The little that the front reads of a request's body: the model, the sticky key, and how its prompt begins.
+"""The parts of a request's body that the front reads: the model, the sticky key, and the prompt's
+prefix.
 
-Values that it does not need stay bytes, and a body whose model is renamed keeps all others as they are.
+Other values stay bytes, and a body whose model is renamed keeps them unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Body:
 
     @classmethod
     def parse(cls, data: bytes) -> Body:
-        """Raises `ApiError` with 400 for what is no JSON object, or whose model is no text."""
+        """Parse a body. Raises `ApiError` with 400 if it is not a JSON object, or its model is not
+        a text.
+        """
         try:
             fields = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

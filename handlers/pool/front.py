@@ -1,8 +1,10 @@
-"""The pool's one port: finds the model that a request names, asks the supervisor for an instance, and splices the two.
+"""The pool's one port: finds the requested model, asks the supervisor for an instance, and connects
+the two.
 
-Of bodies it reads the model and the sticky key; answers it passes on as they come. A client that goes away has its
-request ended at the instance. An instance that ends before the first byte of its answer has the request asked again
-once, elsewhere; one that ends later ends the stream with an error event.
+It reads the model and the sticky key from bodies; answers are passed through as they arrive. If a
+client disconnects, its request at the instance is cancelled. If an instance ends before the first
+byte of its answer, the request is retried once, elsewhere; if it ends later, the stream ends with
+an error event.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ MAX_BODIES_BYTES = 256 << 20  # of all requests at the same time
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 MAX_WHOLE_BYTES = (
     1 << 20
-)  # an answer of a known length up to this is read whole before its first byte is passed on
+    # An answer of a known length up to this is read completely before its first byte is sent.
+)
 BODY_TIMEOUT_S = 60.0
 UPSTREAM_KEEPALIVE_S = 60.0
-UPSTREAM_GRACE_S = 10.0  # beyond the model's own limit, for its instance to say that time is up
-ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})  # functions act: never asked twice
+# Beyond the model's own limit, for its instance to report the time-out.
+UPSTREAM_GRACE_S = 10.0
+ACTING_PATHS = frozenset(
+    {"/invoke", "/invocations", "/events", "/"}
+)  # functions have side effects: never retried
 BODY_PATHS = frozenset(
     {
         "/v1/completions",
@@ -68,9 +74,9 @@ access_logger = logging.getLogger("teneral.pool.access")
 
 
 class Asked(NamedTuple):
-    """A request, as far as the front understands it."""
+    """A request as parsed by the front."""
 
-    name: str  # as the client wrote it; '' where it names none
+    name: str  # as written by the client; '' without one
     session: str | None
     affinities: tuple[Affinity, ...]
     path: str  # at the instance; {model} stands for the model's own name
@@ -80,7 +86,7 @@ class Asked(NamedTuple):
     is_kserve: bool = False
 
     def body_for(self, model: str) -> bytes:
-        """The body with the name that the instance knows."""
+        """The body with the instance's own name of the model."""
         return self.data if self.body is None else self.body.named(model)
 
 
@@ -89,10 +95,10 @@ class LostError(Exception):
 
 
 class Front:
-    """The routes that do work. One per pool."""
+    """The routes of models' requests. One per pool."""
 
     def __init__(self, supervisor: Supervisor, connections: Connections, keys: ApiKeys | None) -> None:
-        """`keys` open all models that have no key of their own."""
+        """`keys` grant access to all models without a key of their own."""
         self._supervisor = supervisor
         self._connections = connections
         self._keys = keys
@@ -107,7 +113,7 @@ class Front:
             await self._session.close()
 
     async def work(self, request: web.Request) -> web.StreamResponse:
-        """Any request that a model answers."""
+        """Any request for a model."""
         began_s = time.monotonic()
         request_id = request_id_of(request)
         status, model = 499, "unknown"
@@ -127,13 +133,13 @@ class Front:
         except asyncio.CancelledError:
             raise
         except ConnectionError:
-            raise  # the client went away while it was written to
-        except Exception as error:  # noqa: BLE001 - the client gets an answer, whatever it was
-            told = _told(error)
-            status = told.status
+            raise  # the client disconnected while it was written to
+        except Exception as error:  # noqa: BLE001 - every error is answered
+            failure = _as_api_error(error)
+            status = failure.status
             if status >= 500:
                 logger.warning("request %s: %d %s", request_id, status, error)
-            answer = told.response()
+            answer = failure.response()
             answer.headers["x-request-id"] = request_id
             return answer
         finally:
@@ -152,7 +158,7 @@ class Front:
         if request.method != "POST":
             return
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
+            raise ApiError(415, "compressed bodies are not supported", code="unsupported_encoding")
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 async for piece in request.content.iter_any():
@@ -165,7 +171,7 @@ class Front:
                     if self._bodies_bytes + len(piece) > MAX_BODIES_BYTES:
                         raise ApiError(
                             503,
-                            "too many bytes of bodies at the same time",
+                            "too many bytes of request bodies are in flight",
                             kind=SERVER_ERROR,
                             headers=retry_after(1),
                         )
@@ -177,7 +183,7 @@ class Front:
             ) from None
 
     def _find(self, request: web.Request, asked: Asked) -> tuple[ModelState, Deployment]:
-        """The model and version that are to answer. Raises `ApiError`."""
+        """The model and version for a request. Raises `ApiError`."""
         supervisor = self._supervisor
         if supervisor.draining:
             raise ApiError(
@@ -217,7 +223,9 @@ class Front:
         return state, deployment
 
     def _check_key(self, request: web.Request, state: ModelState | None) -> None:
-        """The pool's key, but for models that have one of their own: their instances look at that."""
+        """Check the pool's key, except for models with a key of their own, which their instances
+        check.
+        """
         if self._keys is None or (state is not None and "api_key" in state.model.secrets):
             return
         check_key(request, self._keys)
@@ -253,7 +261,7 @@ class Front:
         )
 
     def _heir(self, deployment: Deployment) -> Deployment:
-        """The deployment that has taken its place, where one has."""
+        """The deployment that has replaced this one, if any."""
         state = self._supervisor.models.get(deployment.model.name)
         if not deployment.retired or state is None:
             return deployment
@@ -262,7 +270,9 @@ class Front:
     async def _splice(
         self, request: web.Request, asked: Asked, lease: Lease, request_id: str
     ) -> web.StreamResponse:
-        """Ask the instance, and pass its answer on. Raises `LostError` where nothing has been passed on yet."""
+        """Send the request to the instance, and pass its answer through. Raises `LostError` if
+        nothing was sent to the client yet.
+        """
         deployment, is_error = lease.server.deployment, False
         headers = _forwarded(request, request_id)
         path = asked.path.replace("{model}", quote(deployment.model.name)) if asked.is_kserve else asked.path
@@ -285,14 +295,14 @@ class Front:
                     except (aiohttp.ClientError, ConnectionError) as error:
                         is_error = True
                         raise LostError from error
-                told = _passed_on(answer.headers)
-                told["x-request-id"] = request_id
-                told["x-teneral-model"] = deployment.name
-                told["x-teneral-start"] = lease.start
+                reply_headers = _passed_on(answer.headers)
+                reply_headers["x-request-id"] = request_id
+                reply_headers["x-teneral-model"] = deployment.name
+                reply_headers["x-teneral-start"] = lease.start
                 self._shadows.copy(path, body, deployment, headers, Seen(answer.status, whole))
                 if whole is not None:
-                    return web.Response(status=answer.status, headers=told, body=whole)
-                response = web.StreamResponse(status=answer.status, headers=told)
+                    return web.Response(status=answer.status, headers=reply_headers, body=whole)
+                response = web.StreamResponse(status=answer.status, headers=reply_headers)
                 await response.prepare(request)
                 is_error = not await _pour(answer, response)
                 await response.write_eof()
@@ -313,7 +323,7 @@ class Front:
 
 
 def check_key(request: web.Request, keys: ApiKeys) -> None:
-    """Raises `ApiError` with 401."""
+    """Check the API key. Raises `ApiError` with 401."""
     if not keys.opens(given_key(request.headers)):
         raise ApiError(
             401,
@@ -324,7 +334,9 @@ def check_key(request: web.Request, keys: ApiKeys) -> None:
 
 
 async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) -> bool:
-    """Pass an answer's body on as it comes. False when the instance ended in the middle; the client is told so."""
+    """Pass an answer's body through as it arrives. Returns False if the instance ended in the
+    middle; the client is notified.
+    """
     try:
         async for piece in answer.content.iter_any():
             for begin in range(0, len(piece), PIECE_BYTES):
@@ -339,7 +351,7 @@ async def _pour(answer: aiohttp.ClientResponse, response: web.StreamResponse) ->
 
 
 def _understand(request: web.Request, data: bytes) -> Asked:
-    """Raises `ApiError` for a body that cannot be read."""
+    """Parse a request. Raises `ApiError` for an unreadable body."""
     path = request.path
     session = (request.headers.get("x-session-id") or "")[:MAX_KEY_CHARS] or None
     named = request.headers.get("x-teneral-model", "")
@@ -371,9 +383,9 @@ def _forwarded(request: web.Request, request_id: str) -> CIMultiDict[str]:
 
 
 def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    told = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS)
-    told["Server"] = "teneral"
-    return told
+    own = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _OWN_HEADERS)
+    own["Server"] = "teneral"
+    return own
 
 
 def _not_found(name: str) -> ApiError:
@@ -385,8 +397,8 @@ def _not_found(name: str) -> ApiError:
     )
 
 
-def _told(error: Exception) -> ApiError:
-    """The pool's own errors as HTTP; all others as every server has them."""
+def _as_api_error(error: Exception) -> ApiError:
+    """The pool's own errors as HTTP; all others as in every server."""
     if isinstance(error, FailingError):
         return ApiError(
             503,
@@ -397,13 +409,13 @@ def _told(error: Exception) -> ApiError:
         )
     if isinstance(error, InsufficientMemoryError):
         return ApiError(507, error.message, kind=SERVER_ERROR, code="insufficient_memory")
-    told = as_api_error(error)
-    if told.status == 429:  # the pool's queue: another try elsewhere, or later, is of use
-        return ApiError(503, told.message, kind=SERVER_ERROR, code="no_instance", headers=told.headers)
-    if told.status == 500:
+    failure = as_api_error(error)
+    if failure.status == 429:  # the pool's queue: another try elsewhere, or later, is of use
+        return ApiError(503, failure.message, kind=SERVER_ERROR, code="no_instance", headers=failure.headers)
+    if failure.status == 500:
         with suppress(Exception):
             logger.error("a request failed", exc_info=error)
-    return told
+    return failure
 
 
 def max_connections(supervisor: Supervisor) -> Connections:

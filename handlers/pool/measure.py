@@ -37,8 +37,9 @@ REFILL_S = 4.0  # until another standby process is there, and the machine is qui
 
 
 def measure(file: str, *, num_starts: int = 5, output: str | None = None) -> int:
-    """Measures all models of the file, one after the other. Writes `output`, by default `pool.measured.json` beside the
-    file. Blocks. Returns 0.
+    """Measure all models of the file, one after the other. Blocks. Returns 0.
+
+    Writes `output`, by default `pool.measured.json` in the file's folder.
     """
     if not 1 <= num_starts <= 1000:
         raise UsageError("--starts must be from 1 to 1000", key="starts")
@@ -76,7 +77,7 @@ async def _measure_all(pool: Pool, num_starts: int) -> dict[str, dict[str, Any]]
 
 
 class _Run:
-    """The measuring of one model."""
+    """The measurements of one model."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class _Run:
         self._number = 0
 
     async def figures(self, num_starts: int, num_standby: int) -> dict[str, Any]:
-        """As `infra.plan.instance_model.Profile` reads them, with what people like to know beside."""
+        """The figures that `infra.plan.instance_model.Profile` reads, and some for people."""
         starts: list[float] = []
         cpu: list[float] = []
         peak_bytes = 0
@@ -137,7 +138,7 @@ class _Run:
             await process.end(1.0)
 
     async def _wait_standby(self) -> None:
-        """Starts are measured one by one, each with a standby process that is there."""
+        """Wait for a standby process: starts are measured one by one, each with one ready."""
         if self._standby is not None:
             await asyncio.sleep(REFILL_S)
 
@@ -191,10 +192,10 @@ class _Run:
         headers = {} if self._config.api_key is None else {"Authorization": f"Bearer {self._config.api_key}"}
         began_s = time.monotonic()
         async with self._session.post(f"{process.url}/v1/completions", json=body, headers=headers) as answer:
-            told = await answer.json()
+            result = await answer.json()
             if answer.status != 200:
-                raise TeneralError(str(told.get("error", told)))
-        return int(told["usage"]["prompt_tokens"]), time.monotonic() - began_s
+                raise TeneralError(str(result.get("error", result)))
+        return int(result["usage"]["prompt_tokens"]), time.monotonic() - began_s
 
 
 def tree_cpu_s(pid: int) -> float:

@@ -11,7 +11,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-OVERHEAD_BYTES = 250 << 20  # of a server beside its weights and KV pool
+# Of a server, in addition to its weights and KV pool.
+OVERHEAD_BYTES = 250 << 20
 DEFAULT_KV_BYTES = (
     256 << 20
 )  # of an instance whose model does not say: a share of what is free would take all of it

@@ -1,4 +1,6 @@
-"""The figures of a pool, in Prometheus' terms. Counters are kept here; gauges are read from the supervisor's state."""
+"""The metrics of a pool, for Prometheus. Counters are kept here; gauges are read from the
+supervisor's state.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ class PoolMetrics:
             ),
             ("teneral_shadow", "Copies of requests by outcome.", ("outcome",), _keyed(self._shadow)),
         ]
-        for name, told, labels, counts in rows:
-            family = CounterMetricFamily(name, told, labels=labels)
+        for name, help_text, labels, counts in rows:
+            family = CounterMetricFamily(name, help_text, labels=labels)
             for key, count in counts.items():
                 family.add_metric(key, count)
             yield family
@@ -140,7 +142,7 @@ class PoolMetrics:
     def _gauges(self, gauges: Gauges) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily
 
-        for name, told, labels, rows in (
+        for name, help_text, labels, rows in (
             (
                 "teneral_pool_instances",
                 "Instances by state.",
@@ -156,7 +158,7 @@ class PoolMetrics:
                 gauges.memory_bytes,
             ),
         ):
-            family = GaugeMetricFamily(name, told, labels=labels)
+            family = GaugeMetricFamily(name, help_text, labels=labels)
             for key, value in rows:
                 family.add_metric(key, value)
             yield family

@@ -1,4 +1,4 @@
-"""The pool as it is seen from outside: `/v1/models`, `/v1/pool`, probes, metrics, and control of models."""
+"""The pool's own routes: `/v1/models`, `/v1/pool`, probes, metrics, and control of models."""
 
 from __future__ import annotations
 

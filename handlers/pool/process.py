@@ -1,7 +1,8 @@
-"""The processes of a pool: `teneral serve` on a loopback port, taken over by a standby process or started anew, and the
-standby pool itself.
+"""The processes of a pool: `teneral serve` on a loopback port, adopted from a standby process or
+started anew, and the standby pool itself.
 
-Each is watched by its pidfd, so a signal never reaches another process that has got its number. Linux only.
+Each is watched by its pidfd, so a signal never reaches another process that has reused its number.
+Linux only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HOST = "127.0.0.1"
 STANDBY_ANSWER_S = 5.0  # for a standby process that is still being forked: far less than a start without one
 STANDBY_RESTART_S = 10.0
 STANDBY_IMPORT_S = (
-    300.0  # of a pool that has not answered yet: a start without it would import the same, beside it
+    300.0  # of a pool that has not answered yet: a start without it would import the same, in parallel
 )
 READY_POLL_S = 30.0  # an instance holds the answer to `/readyz` back until it is ready, for so long
 CONNECT_RETRY_S = 0.02
@@ -129,7 +130,7 @@ class ServerProcess(Process):
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_AFTER_S):
                 await self.ended.wait()
-        raise StartError(reason or "the process ended while it started", hint="The log has its last words.")
+        raise StartError(reason or "the process ended while it started", hint="See the end of its log.")
 
 
 async def start_server(
@@ -232,7 +233,7 @@ class StandbyPool:
         if self._memory_bytes:
             arguments += ["--memory", str(self._memory_bytes)]
         popen = subprocess.Popen(
-            [sys.executable, "-m", f"{PACKAGE}.handlers.standby.beside", *arguments],
+            [sys.executable, "-m", f"{PACKAGE}.handlers.standby.server_pool", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=2,
         )

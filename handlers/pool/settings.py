@@ -33,5 +33,5 @@ def instance_config(
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What instances get of it: all but settings of a server, which come from the file."""
+    """The environment of instances: everything except server settings, which come from the file."""
     return {name: value for name, value in environment.items() if not name.startswith(PREFIX)}

@@ -89,7 +89,7 @@ class Supervisor:
         if deployment.is_failing and self._now_s < deployment.retry_at_s:
             raise self._failing(deployment)
         if self.num_waiting >= MAX_WAITING:
-            raise CapacityError(f"{MAX_WAITING} requests wait for instances, which is as many as may")
+            raise CapacityError(f"{MAX_WAITING} requests are waiting for instances, which is the limit")
         return await self._wait(deployment, affinities)
 
     def release(self, lease: Lease, *, is_error: bool = False) -> None:

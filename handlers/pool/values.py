@@ -47,7 +47,7 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSize:
-    """What one instance gets. None: the file does not say."""
+    """The resources of one instance. None: not in the file."""
 
     image: str | None = None
     cpu: float | None = None

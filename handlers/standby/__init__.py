@@ -1,1 +1,3 @@
-"""Processes that have imported everything and hold no model, and serve one when it is handed to them."""
+"""Standby processes: they have imported everything, hold no model, and serve one that is handed
+over to them.
+"""

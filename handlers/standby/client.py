@@ -1,7 +1,8 @@
-"""`teneral serve` with `standby_socket`: all but the open port is left to a process that has imported everything.
+"""`teneral serve` with `standby_socket`: everything except the open port is handed over to a
+process that has imported everything.
 
-This process stays as the one that the platform knows: it passes signals on, and ends with the other's status. Where no
-standby answers, next to nothing has been lost: it goes on by itself.
+This process stays the platform's: it forwards signals, and ends with the other's status. Without a
+standby, it continues by itself, with next to no time lost.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from ...runtime.config import ServeConfig
 from .handover import Channel, HandoverError, Order, check_path
 
 ANSWER_TIMEOUT_S = (
-    0.3  # a standby answers in a millisecond; one that is still being forked is not worth waiting for
+    # A standby answers in a millisecond; one that is still being forked is not worth waiting for.
+    0.3
 )
 LOST_STATUS = 1
 
 
 def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) -> int | None:
-    """The exit status of the standby that served; None, at once, when there was none. Raises `UsageError` for a path
-    that is no socket's.
+    """Hand over, and return the exit status of the standby; None, at once, without one.
 
-    Blocks as long as it serves. After a hand-over this process does not hold the listening socket any more.
+    Raises `UsageError` for a path that is not a socket. Blocks while it serves. After a hand-over
+    this process no longer holds the listening socket.
     """
     assert config.standby_socket is not None
     channel = _connect(check_path(config.standby_socket))
@@ -50,7 +52,7 @@ def hand_over(config: ServeConfig, listener: socket.socket, timeline: Timeline) 
         try:
             return int(channel.receive()["status"])
         except (HandoverError, KeyError, TypeError, ValueError):
-            print(f"teneral: the standby process {process_id} ended without a word", file=sys.stderr)
+            print(f"teneral: the standby process {process_id} ended without an exit status", file=sys.stderr)
             return LOST_STATUS
         finally:
             channel.close()

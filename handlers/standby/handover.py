@@ -1,4 +1,5 @@
-"""How `teneral serve` hands itself over to a standby process: one message each way, then its open files.
+"""The protocol between `teneral serve` and a standby process: one message each way, then its open
+files.
 
     client → standby   the configuration, environment and folder, with the files (standard streams and the listening
                        socket)
@@ -6,8 +7,8 @@
     client → standby   go
     standby → client   the exit status, at the end
 
-A message is a line of JSON over a local socket whose two ends must belong to the same user. Whoever sees the
-socket's end before the last message knows that the other is gone.
+A message is a line of JSON over a local socket whose two ends must belong to the same user. An end
+of the socket before the last message means that the other process is gone.
 """
 
 from __future__ import annotations
@@ -23,32 +24,34 @@ from ...loader.errors import UsageError
 from ...loader.process.helper import ProcessContext, ProcessLimits
 from ...runtime.config import ServeConfig
 
-MAX_MESSAGE_BYTES = 1 << 20  # the environment is most of it
+MAX_MESSAGE_BYTES = 1 << 20  # mostly the environment
 MAX_FILES = 8
-_CREDENTIALS = struct.Struct("3i")  # process, user and group, as SO_PEERCRED gives them
+# Process, user and group, as in SO_PEERCRED.
+_CREDENTIALS = struct.Struct("3i")
 
 
 class HandoverError(Exception):
-    """The other side is gone, is not ours, or does not speak as it should."""
+    """The other process is gone, belongs to another user, or violates the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is handed over. The open files are the receiver's to close."""
+    """The content of a hand-over. The receiver closes the open files."""
 
     config: ServeConfig
     context: ProcessContext
-    started_at: float  # of the process that was asked to serve, on the clock that all processes share
+    # Of the client process, on the clock that all processes share.
+    started_at: float
     streams: tuple[int, int, int]
     listener: int
 
     def close(self) -> None:
-        """Close the files: nobody will serve."""
+        """Close the files, if the order is not served."""
         for fd in (*self.streams, self.listener):
             os.close(fd)
 
     def encode(self) -> tuple[bytes, list[int]]:
-        """The message, and the files that go along."""
+        """The message, and its files."""
         message = {
             "config": self.config.as_dict(),
             "environment": self.context.environment,
@@ -60,7 +63,7 @@ class Order:
 
     @classmethod
     def decode(cls, message: dict[str, Any], files: list[int]) -> Order:
-        """Raises `HandoverError` when it is none."""
+        """Decode an order. Raises `HandoverError` for an invalid one."""
         try:
             config = ServeConfig(**message["config"])
             limits = _limits(message["limits"])
@@ -68,14 +71,16 @@ class Order:
             stdin, stdout, stderr, listener = files
             return cls(config, context, float(message["started_at"]), (stdin, stdout, stderr), listener)
         except (KeyError, TypeError, ValueError) as error:
-            raise HandoverError(f"this is no order: {type(error).__name__}: {error}") from error
+            raise HandoverError(f"invalid order: {type(error).__name__}: {error}") from error
 
 
 class Channel:
-    """One end of the conversation. Not thread-safe. `close` it."""
+    """One end of the connection. Not thread-safe. Close it with `close`."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes the connected socket over. Raises `HandoverError` when the other end is another user's."""
+        """Take ownership of the connected socket. Raises `HandoverError` if the other end belongs
+        to another user.
+        """
         self._socket = sock
         self._rest = b""
         _, user, _ = _CREDENTIALS.unpack(
@@ -92,15 +97,15 @@ class Channel:
         self._socket.settimeout(timeout_s)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises `HandoverError`."""
+        """Send a message. Raises `HandoverError`."""
         self._send(_line(message), [])
 
     def send_order(self, order: Order) -> None:
-        """Raises `HandoverError`. The files stay open here as well."""
+        """Send an order. The files stay open here as well. Raises `HandoverError`."""
         self._send(*order.encode())
 
     def receive(self) -> dict[str, Any]:
-        """The next message. Raises `HandoverError` at the end, or when it takes too long."""
+        """The next message. Raises `HandoverError` at the end, or after the time limit."""
         return self._receive([])
 
     def receive_order(self) -> Order:
@@ -120,17 +125,17 @@ class Channel:
             sent = socket.send_fds(self._socket, [data], files) if files else 0
             self._socket.sendall(data[sent:])
         except OSError as error:
-            raise HandoverError(f"nothing can be said any more: {error}") from error
+            raise HandoverError(f"cannot send: {error}") from error
 
     def _receive(self, files: list[int]) -> dict[str, Any]:
         data = self._rest
         while b"\n" not in data:
             if len(data) > MAX_MESSAGE_BYTES:
-                raise HandoverError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+                raise HandoverError(f"the message is longer than {MAX_MESSAGE_BYTES} bytes")
             try:
                 piece, given, _, _ = socket.recv_fds(self._socket, 1 << 16, MAX_FILES)
             except OSError as error:
-                raise HandoverError(f"nothing can be heard any more: {error}") from error
+                raise HandoverError(f"cannot receive: {error}") from error
             files += given
             if not piece:
                 raise HandoverError("the other end is gone")
@@ -139,14 +144,14 @@ class Channel:
         try:
             message = json.loads(line)
         except ValueError as error:
-            raise HandoverError(f"a message that is no JSON: {error}") from error
+            raise HandoverError(f"the message is not JSON: {error}") from error
         if not isinstance(message, dict):
-            raise HandoverError("a message that is no object")
+            raise HandoverError("the message is not a JSON object")
         return message
 
 
 def _limits(message: Any) -> ProcessLimits | None:
-    """Raises `TypeError` or `ValueError` when they are none."""
+    """The limits of a message. Raises `TypeError` or `ValueError` for invalid ones."""
     if message is None:
         return None
     umask, resources, niceness, cores = message
@@ -159,7 +164,7 @@ def _limits(message: Any) -> ProcessLimits | None:
 
 
 def check_path(path: str) -> str:
-    """A socket's address; raises `UsageError` for one that is too long for the system."""
+    """Return a socket's path; raises `UsageError` for one that is too long for the system."""
     if len(os.fsencode(path)) > 100:
         raise UsageError(f"the socket's path {path} is longer than 100 bytes", key="standby_socket")
     return path

@@ -1,11 +1,12 @@
-"""`teneral standby`: keeps processes that have imported everything and hold no model.
+"""`teneral standby`: a pool of processes that have imported everything and hold no model.
 
-One process imports, and forks the others off: a fork shares the parent's memory until it writes to it. Each forks a
-tokenizer of its own (for a GPU a loader, too), may take memory for weights ahead, and waits at the same local socket;
-the one that gets an order becomes that server, and the pool forks another in its place.
+One process imports, and forks the others: a fork shares the parent's memory until it writes to it.
+Each forks a tokenizer of its own (for a GPU a loader, too), may allocate memory for weights ahead,
+and waits at the same local socket; the one that gets an order becomes that server, and the pool
+forks a replacement.
 
-What makes a fork safe here: the parent has one thread, ran nothing in parallel, and made no CUDA context. So torch gets
-one thread before it computes anything, and numpy's own library none.
+Forking is safe because the parent has one thread, ran nothing in parallel, and made no CUDA
+context. So torch gets one thread before it computes anything, and numpy's own library none.
 """
 
 from __future__ import annotations
@@ -41,12 +42,16 @@ ServeOn = Callable[[socket.socket, ServeConfig, Timeline, LaunchedHelpers | None
 
 MAX_PROCESSES = 256
 MIN_LIFE_S = (
-    1.0  # a process that ends sooner, without an order, will not do better when it is forked again at once
+    # A process that ends sooner, without an order, would probably fail again if it were forked at
+    # once.
+    1.0
 )
-ORDER_TIMEOUT_S = 5.0  # for an order to be complete
-IDLE_CHECK_S = 0.05  # between looks for an idle core
+ORDER_TIMEOUT_S = 5.0  # for a complete order
+IDLE_CHECK_S = 0.05  # between checks for an idle core
 MAX_BUSY_S = (
-    3.0  # that a standby waits for one before it starts its interpreter for chat templates all the same
+    # After waiting this long for an idle core, a standby starts its interpreter for chat templates
+    # anyway.
+    3.0
 )
 
 
@@ -59,12 +64,13 @@ def run_pool(
     import_server: Callable[[], None],
     serve_on: ServeOn,
 ) -> int:
-    """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT, each with so much memory for weights,
-    taken from the system. Returns 0.
+    """Keep `num_processes` waiting at the socket `path` until SIGTERM or SIGINT, each with
+    `reserve_bytes` allocated for weights. Returns 0.
 
-    Those that serve by then go on. `import_server` imports the server's modules, and `serve_on` is `serve.serve_on`.
-    `report` says to a person what ended a server, and gives its exit status. Blocks.
-    Raises `UsageError`, `InsufficientMemoryError`, and `PortInUseError` when another pool is there.
+    Processes that serve by then go on. `import_server` imports the server's modules, and `serve_on`
+    is `serve.serve_on`. `report` prints the error that ended a server, and returns its exit status.
+    Blocks. Raises `UsageError`, `InsufficientMemoryError`, and `PortInUseError` if there is another
+    pool.
     """
     if not 1 <= num_processes <= MAX_PROCESSES:
         raise UsageError(
@@ -80,7 +86,8 @@ def run_pool(
             import_everything(import_server)
             imported_s = time.monotonic() - began_s
             gc.collect()
-            gc.freeze()  # what is there already is not looked at, and so not copied, by the forks' collections
+            # Existing objects are exempt from the forks' garbage collections, and so not copied.
+            gc.freeze()
             serving = Serving(serve_on, report)
             with contextlib.closing(StandbyPool(listener, num_processes, reserve_bytes, serving)) as pool:
                 pool.fill()
@@ -96,9 +103,11 @@ def run_pool(
 
 
 def _listening(path: str) -> tuple[socket.socket, Callable[[], None]]:
-    """`listen_locally`, with a function that removes its file. From then on a signal ends this process at once, without
-    the socket's file, until the pool has handlers of its own. Not by an exception: where one is raised while an import
-    cleans up, it is swallowed, and the pool goes on.
+    """`listen_locally`, with a function that removes its file.
+
+    From then on a signal ends this process at once, without the socket's file, until the pool has
+    handlers of its own. Not by an exception: one that is raised while an import cleans up is
+    swallowed, and the pool goes on.
     """
 
     def remove() -> None:
@@ -111,7 +120,8 @@ def _listening(path: str) -> tuple[socket.socket, Callable[[], None]]:
         os._exit(0)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # none may come between the file and its end
+    # None may come between the file and its removal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         listener = listen_locally(path)
         bound = _identity(path)
@@ -123,16 +133,19 @@ def _listening(path: str) -> tuple[socket.socket, Callable[[], None]]:
 
 
 def _identity(path: str) -> tuple[int, int]:
-    """The file at the path itself, not one that it links to: a file put there since is not the pool's to remove."""
+    """The identity of the file at the path itself, not of a link's target: a file put there since
+    is not the pool's to remove.
+    """
     found = os.lstat(path)
     return found.st_dev, found.st_ino
 
 
 def import_everything(import_server: Callable[[], None]) -> None:
-    """All that a server needs, and nothing that starts a thread."""
+    """Import everything that a server needs, without starting a thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # docs/decisions/0007
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads would not survive the fork
-    if choose_device("auto") != CPU:  # with torch, which takes longest of all
+    # Imports torch, the longest import.
+    if choose_device("auto") != CPU:
         import torch
 
         torch.set_num_threads(1)
@@ -152,12 +165,13 @@ def import_everything(import_server: Callable[[], None]) -> None:
     from ...runtime.text import growing, remote, settings, tokenizer_child  # noqa: F401
 
     import_all()
-    library()  # its threads are made by the process that computes
+    # The process that computes makes its threads.
+    library()
     import_server()
 
 
 def listen_locally(path: str) -> socket.socket:
-    """A listening local socket that only this user may use. Replaces one that nobody listens at."""
+    """A listening local socket for this user only. Replaces one without a listener."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         _make_room(path)
@@ -172,7 +186,7 @@ def listen_locally(path: str) -> socket.socket:
         raise UsageError(
             f"cannot listen at {path}: {error.strerror or error}",
             key="standby_socket",
-            hint="Give a path in a folder that this user may write to.",
+            hint="Choose a path in a folder that this user can write to.",
         ) from error
     except BaseException:
         sock.close()
@@ -181,17 +195,18 @@ def listen_locally(path: str) -> socket.socket:
 
 
 def _make_room(path: str) -> None:
-    """Remove the socket that a killed pool of this user has left at the path, and no other file."""
+    """Remove the socket of a killed pool of this user at the path, and no other file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
         return
-    # A connection to a file of any other kind is refused in the same way as one to a socket without a listener.
+    # A connection to a file of any other kind is refused in the same way as one to a socket without
+    # a listener.
     if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
         raise UsageError(
             f"{path} exists and is not a socket of this user",
             key="standby_socket",
-            hint="Give a path at which there is no file.",
+            hint="Choose a path without a file.",
         )
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
         try:
@@ -199,7 +214,7 @@ def _make_room(path: str) -> None:
         except FileNotFoundError:
             return
         except ConnectionRefusedError:
-            os.unlink(path)  # left behind by a pool that was killed
+            os.unlink(path)  # left by a killed pool
             return
     raise PortInUseError(
         f"another standby pool is at {path}", hint="Stop it, or choose another path with --standby-socket."
@@ -207,14 +222,14 @@ def _make_room(path: str) -> None:
 
 
 class Serving(NamedTuple):
-    """The functions that a process of the pool serves an order with."""
+    """The functions by which a process of the pool serves an order."""
 
     serve_on: ServeOn
     report: Callable[[TeneralError], int]
 
 
 class StandbyPool:
-    """The forking process. Not thread-safe: it has one thread."""
+    """The forking process. Single-threaded."""
 
     def __init__(
         self,
@@ -226,15 +241,16 @@ class StandbyPool:
         self._serving = serving
         self._num_processes = num_processes
         self._reserve_bytes = reserve_bytes
-        self._waiting: dict[int, float] = {}  # processes without an order, and since when
-        # The forks hold the writing end: each says here when it has an order. They read the other pipe's end, at which
-        # they see that this process is gone.
+        # Processes without an order, and the time of their start.
+        self._waiting: dict[int, float] = {}
+        # The forks hold the writing end: each reports its order here. They read the other pipe,
+        # whose end means that this process is gone.
         self._taken, say_taken = os.pipe()
         alive, self._keep_alive = os.pipe()
         self.ends = PoolEnds(listener, say_taken, alive)
 
     def close(self) -> None:
-        """Close the pipes: the waiting processes see that, and end. The listener stays the caller's."""
+        """Close the pipes: the waiting processes notice, and end. The caller keeps the listener."""
         for fd in (self._taken, self._keep_alive, self.ends.say_taken, self.ends.alive):
             os.close(fd)
 
@@ -244,7 +260,7 @@ class StandbyPool:
         stopped: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: stopped.append(number))
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the select below is woken
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the select below
         with wake, woken:
             signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
             try:
@@ -268,7 +284,7 @@ class StandbyPool:
         self._reap()
 
     def fill(self) -> None:
-        """Fork off as many as are missing."""
+        """Fork the missing processes."""
         while len(self._waiting) < self._num_processes:
             process_id = os.fork()
             if process_id == 0:
@@ -295,26 +311,30 @@ class StandbyPool:
 
 
 class PoolEnds(NamedTuple):
-    """The ends of pipes and the listener that a fork holds of its pool."""
+    """A fork's ends of the pool's pipes, and the listener."""
 
     listener: socket.socket
-    say_taken: int  # here it says that it has an order
-    alive: int  # here it sees that the pool is gone
+    say_taken: int  # reports an order
+    # Its end means that the pool is gone.
+    alive: int
 
 
 class _Ahead:
-    """A server's helpers before its order. Forks are there at once, since they cost a few milliseconds; an interpreter
-    for chat templates and memory for weights wait for an idle core, since the server that was just taken needs them.
+    """A server's helpers before its order.
+
+    Forks are made at once, since they cost a few milliseconds; an interpreter for chat templates
+    and memory for weights wait for an idle core, since a server that has just started needs them.
     """
 
     def __init__(self, reserve_bytes: int) -> None:
         uses_cpu = choose_device("auto") == CPU
         self.load = None if uses_cpu else Prepared(fork=True)
         self.tokenizer = PreparedTokenizer(files=None if self.load is None else self.load.files, fork=True)
-        self.chat_worker: ChatWorker | None = None  # None, too, where the system refuses another process
+        # Also None if the system refuses another process.
+        self.chat_worker: ChatWorker | None = None
         self._began_s = time.monotonic()
         self.is_complete = False
-        # Its thread begins when all is forked.
+        # Its thread begins after all forks.
         self.reserve = Reserve(reserve_bytes) if reserve_bytes and uses_cpu else None
 
     def complete(self) -> None:
@@ -322,20 +342,23 @@ class _Ahead:
         if not has_idle_core() and time.monotonic() - self._began_s < MAX_BUSY_S:
             return
         self.is_complete = True
-        with suppress(ModelError):  # then it is started at the first chat
+        # It is then started by the first chat.
+        with suppress(ModelError):
             self.chat_worker = ChatWorker()
 
 
 def _wait_and_exit(ends: PoolEnds, reserve_bytes: int, serving: Serving) -> None:
-    """A fork's whole life."""
+    """The whole life of a fork."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C in the pool's terminal: the pool says when to end
+            signal.SIGINT,
+            signal.SIG_IGN,
+            # Ctrl-C in the pool's terminal: the pool decides when to end.
+        )
         ahead = _Ahead(reserve_bytes if _has_room(reserve_bytes) else 0)
         accepted = _accept(ends.listener, ends.alive, ahead)
         if accepted is not None:
@@ -344,20 +367,20 @@ def _wait_and_exit(ends: PoolEnds, reserve_bytes: int, serving: Serving) -> None
             for fd in (ends.listener.detach(), ends.say_taken, ends.alive):
                 os.close(fd)
             status = _serve(channel, order, ahead, serving)
-    except BaseException:  # noqa: BLE001 - said, and then the process is over
+    except BaseException:  # noqa: BLE001 - reported, and then the process ends
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(status)
 
 
 def _has_room(reserve_bytes: int) -> bool:
-    """Whether as much again would be left for what is at work here."""
+    """Whether as much memory again would remain for the running processes."""
     left = available()
     return left is None or left.size_bytes >= 2 * reserve_bytes
 
 
 def _accept(listener: socket.socket, alive: int, ahead: _Ahead) -> tuple[Channel, Order] | None:
-    """The first complete order; None when the pool is gone. Completes `ahead` meanwhile."""
+    """The first complete order; None if the pool is gone. Completes `ahead` meanwhile."""
     listener.setblocking(False)
     while True:
         rest_s = None if ahead.is_complete else IDLE_CHECK_S
@@ -376,7 +399,7 @@ def _accept(listener: socket.socket, alive: int, ahead: _Ahead) -> tuple[Channel
             channel = Channel(connected)
         except HandoverError:
             continue
-        # A probe, a client that gave up, or one that does not speak as it should, leaves nothing behind.
+        # A probe, a client that gave up, or one that violates the protocol has no effect.
         order = None
         with suppress(HandoverError):
             channel.settimeout(ORDER_TIMEOUT_S)
@@ -391,8 +414,9 @@ def _accept(listener: socket.socket, alive: int, ahead: _Ahead) -> tuple[Channel
 
 
 def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: Serving) -> int:
-    """Become what was ordered. Returns the exit status, having said it."""
-    os.setsid()  # the client passes its signals on, and its terminal's
+    """Serve the order. Returns the exit status after sending it."""
+    # The client forwards its signals, and its terminal's.
+    os.setsid()
     for place, fd in enumerate(order.streams):
         os.dup2(fd, place)
         os.close(fd)
@@ -422,7 +446,7 @@ def _serve(channel: Channel, order: Order, ahead: _Ahead, serving: Serving) -> i
 
 
 def _end_with_client(channel: Channel) -> None:
-    """Drain when the client is killed, as when it is told to end."""
+    """Drain when the client is killed, as when it is asked to end."""
     import threading
 
     def watch() -> None:

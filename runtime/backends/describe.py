@@ -1,4 +1,6 @@
-"""A model by its config.json alone, for people: its family, and whether the native core computes it."""
+"""A description of a model from its config.json alone: its family, and whether the native core
+computes it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from .native.encoder import IMPLEMENTED as ENCODERS_IMPLEMENTED
 
 
 def describe_model(config_json: bytes) -> dict[str, Any]:
-    """A JSON-ready value: `family`, `kind`, `max_tokens`, and `native_refuses`, the reason or null; or `refused`, why
-    the runtime takes no such model. Imports no torch, and raises nothing of what the file says.
+    """A JSON-ready value: `family`, `kind`, `max_tokens`, and `native_refuses`, the reason or null;
+    or `refused`, the reason why the runtime does not support the model. Imports no torch, and
+    raises nothing for any content of the file.
     """
     try:
         config = json.loads(config_json)

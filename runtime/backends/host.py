@@ -1,4 +1,4 @@
-"""An engine's steps on this machine's CPU, whichever executor the model has."""
+"""The backend of models on this machine's CPU, for any executor."""
 
 from __future__ import annotations
 

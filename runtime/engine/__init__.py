@@ -1,1 +1,3 @@
-"""The step loop and what it is asked: requests, sequences, the scheduler, sampling; and the encoder's batching."""
+"""The engine: the step loop, sequences, the scheduler and block management; and the batching of
+encoders.
+"""

@@ -1,4 +1,4 @@
-"""From a chosen token to the event that tells of it, whatever goes wrong on the way."""
+"""The conversion of a chosen token to its event, including all errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
-    """Appends the token to the sequence, and those that its grammar forces behind it.
+    """Append the token to the sequence, and the tokens that its grammar then forces.
 
-    An error in its place, or on the way to text, ends that sequence only.
+    An error instead of a token, or in its text, ends only that sequence.
     """
     if not isinstance(choice, Choice):
         return error_event(choice)
@@ -24,13 +24,13 @@ def accept(sequence: Sequence, choice: Chosen) -> GenerationEvent:
         return sequence.accept(choice)
     except GrammarError as error:
         return error_event(error)
-    except Exception as error:  # of the tokenizer's decoder: it must not end the other sequences
+    except Exception as error:  # an error of the tokenizer's decoder must not end the other sequences
         logger.exception("request %s: detokenising failed", sequence.generation.request.request_id)
         return error_event(as_teneral_error(error))
 
 
 def error_event(error: TeneralError) -> GenerationEvent:
-    """The last event of a sequence that failed."""
+    """The last event of a failed sequence."""
     return GenerationEvent("", (), finish_reason=FinishReason.ERROR, error=error)
 
 

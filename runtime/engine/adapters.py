@@ -1,4 +1,6 @@
-"""Adapters as requests hold them: from their submission to their last event, also while their load is on its way."""
+"""The adapters of requests, held from their submission to their last event, even while they are
+loading.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ WAIT_S = 0.01  # for a layer, between two looks at who has come or gone
 
 
 class HeldAdapter(AdapterLike, Protocol):
-    """One that a request holds: as `LoadedAdapter` of `adapters/registry.py`."""
+    """An adapter held by a request: `LoadedAdapter` of `adapters/registry.py`."""
 
     @property
     def failure(self) -> TeneralError | None: ...
@@ -27,7 +29,7 @@ class HeldAdapter(AdapterLike, Protocol):
 
 
 class AdapterSource(Protocol):
-    """As `AdapterRegistry` of `adapters/registry.py`."""
+    """The part of `AdapterRegistry` of `adapters/registry.py` that is needed here."""
 
     def acquire(self, name: str) -> Any: ...
 
@@ -35,15 +37,17 @@ class AdapterSource(Protocol):
 
 
 class RequestAdapters:
-    """Those of an engine's requests. Thread-safe."""
+    """The adapters of an engine's requests. Thread-safe."""
 
     def __init__(self, source: AdapterSource | None, changed: threading.Condition) -> None:
-        """`changed` is notified when an adapter comes that some sequence may wait for."""
+        """`changed` is notified when an adapter that a sequence may wait for is loaded."""
         self._source = source
         self._changed = changed
 
     def acquire(self, name: str) -> HeldAdapter | None:
-        """None for '', which is the base. Does not block. Raises `AdapterNotFoundError`."""
+        """Acquire an adapter; None for '', the base model. Does not block. Raises
+        `AdapterNotFoundError`.
+        """
         if not name:
             return None
         if self._source is None:
@@ -56,7 +60,7 @@ class RequestAdapters:
             self._source.release(adapter)
 
     def follow(self, adapter: HeldAdapter | None, generation: Generation) -> None:
-        """End the generation when the adapter's load fails, and have the engine look again when it is there."""
+        """End the generation if the adapter's load fails, and wake the engine once it is loaded."""
         if adapter is not None and not adapter.is_complete:
             adapter.when_changed(partial(self._follow, adapter, generation))
 

@@ -1,4 +1,4 @@
-"""What an engine is told about weights that are still arriving."""
+"""The engine's view of weights that are still arriving."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ if TYPE_CHECKING:
 
 
 class Arrival(Protocol):
-    """Cheap to ask, from any thread."""
+    """The arrival of weights. Cheap calls, from any thread."""
 
     def is_exact(self) -> bool:
-        """Whether all weights are."""
+        """Whether all weights are exact."""
 
     def holds(self, tier: Tier) -> bool:
-        """Whether all weights hold this tier, at least."""
+        """Whether all weights have at least this tier."""
 
     def order(self) -> Order:
-        """Whether all of the draft comes before what makes it exact; AUTO while that is not decided."""
+        """Whether the whole draft comes before the refining bytes; AUTO while undecided."""
 
     def left_s(self) -> float:
-        """How long it will take until all weights are exact, by what was measured; infinity if nothing was."""
+        """The measured estimate of the time until all weights are exact; infinity without
+        measurements.
+        """
 
     def token_s(self) -> float:
-        """What a token will take, guessed from the model's size."""
+        """The time of a token, estimated from the model's size."""
 
     def refine_wait_s(self) -> float:
-        """How long computing has waited so far for weights that were just being refined."""
+        """The total time that computing has waited for weights being refined."""
 
 
 def token_s(manifest: Manifest) -> float:
-    """The time of a token, guessed from the model's size."""
+    """The time of a token, estimated from the model's size."""
     return manifest.weight_bytes / WEIGHT_BYTES_PER_S
 
 

@@ -1,9 +1,9 @@
-"""Who is refused because there is too much to do, and when they may come back.
+"""Admission control: the refusal of requests beyond the bounds, and the time to retry.
 
-The queue as a whole has a bound; each tenant that names itself has a smaller one, and so has all batch work together,
-so that neither keeps the others out. Places that are free count as room in the queue. And where there is a bound on how
-long anybody waits, who would wait longer is refused. Nothing is known here of who waits, but how many, and for how many
-steps; the caller serialises access.
+The whole queue is bounded; each named tenant has a smaller bound, and so has all batch work
+together, so that neither can exclude the others. Free places count as room in the queue. And if
+waiting times are bounded, requests that would wait longer are refused. This module knows only
+numbers of requests and steps; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ..step.requests import Priority
 from .expected_wait import StepTimes
 from .options import EngineOptions
 
-NUM_RECENT_ENDS = 16  # for the estimate of when a place becomes free
+# For the estimate of when a place becomes free.
+NUM_RECENT_ENDS = 16
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1.0, 120.0
 
 
@@ -31,8 +32,8 @@ class Capacity:
         steps_until_free: Callable[[], int | None] = lambda: None,
         num_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`steps_until_free` tells after how many steps a place is free behind all that wait, at most; None: that is
-        not known. `num_waiting` tells how many wait.
+        """`steps_until_free` returns an upper bound of the steps until a place is free after all
+        waiting requests; None: unknown. `num_waiting` returns their number.
         """
         self._options = options
         self._num_waiting = num_waiting
@@ -42,7 +43,9 @@ class Capacity:
         self._step_began_s: float | None = None
 
     def note_arrival(self) -> None:
-        """Somebody comes, and nobody was there: the time since the latest end says nothing of how often one comes."""
+        """Record an arrival at an idle engine: the time since the last end is then meaningless as
+        an interval.
+        """
         if self._recent_ends_s:
             idle_s = time.monotonic() - self._recent_ends_s[-1]
             self._recent_ends_s = deque(
@@ -50,8 +53,8 @@ class Capacity:
             )
 
     def note_step(self, *, follows: bool) -> None:
-        """A step begins. If it follows the one before without a pause, it is known what that one took, with all that
-        had to be done between them.
+        """Record the beginning of a step. If it follows the previous one without a pause, that
+        one's duration is known, including the work between them.
         """
         now_s = time.monotonic()
         if follows and self._step_began_s is not None:
@@ -70,14 +73,16 @@ class Capacity:
         num_of_tenant: int | None,
         num_batch: int | None,
     ) -> None:
-        """Raises CapacityError unless so many more sequences can be taken. `num_of_tenant` are those that wait of a
-        tenant that names itself, and `num_batch` those that wait of batch work, if these are meant.
+        """Raise CapacityError unless `num_wanted` more sequences fit.
+
+        `num_of_tenant` is the number of waiting sequences of a named tenant, `num_batch` that of
+        batch work; None: not applicable.
         """
         options = self._options
         num_taken = num_running + num_waiting
         if num_taken + num_wanted > options.max_queued + options.max_running:
             raise self._too_many(
-                f"{num_taken} requests are running or waiting: that is all that this instance takes",
+                f"{num_taken} requests are running or waiting, which is the limit of this instance",
                 hint="Try again later, or run more instances.",
             )
         num_places = max(0, options.max_running - num_running)
@@ -86,31 +91,32 @@ class Capacity:
             and num_of_tenant + num_wanted > options.max_queued_of_tenant + num_places
         ):
             raise self._too_many(
-                f"{num_of_tenant} requests of this tenant are waiting: that is all that one may have",
+                f"{num_of_tenant} requests of this tenant are waiting, which is the limit of a tenant",
                 hint="Try again when some of them have ended.",
             )
         if num_batch is not None and num_batch + num_wanted > options.max_queued_batch + num_places:
             raise self._too_many(
-                f"{num_batch} requests with the priority {Priority.BATCH} are waiting: that is all that there may be",
+                f"{num_batch} requests with the priority {Priority.BATCH} are waiting, which is the limit",
                 hint="Try again later.",
             )
 
     def require_soon(self, num_steps: int) -> None:
-        """Raises CapacityError where that many steps take longer than anybody is to wait. While it is not known how
-        long a step takes, nobody is refused.
+        """Raise CapacityError if that many steps take longer than the maximum wait. While the
+        duration of a step is unknown, no request is refused.
         """
         max_wait_s, wait_s = self._options.max_wait_s, self._time_of(num_steps)
         if max_wait_s is not None and wait_s is not None and wait_s > max_wait_s:
             raise CapacityError(
-                f"a place is sure to be free only in {wait_s:.1f} s, and nobody is to wait more than {max_wait_s:g} s",
+                f"a place may only be free in {wait_s:.1f} s, longer than the maximum wait of {max_wait_s:g} s",
                 retry_after_s=_within_bounds(wait_s),
                 hint="Try again later, or run more instances.",
             )
 
     @property
     def retry_after_s(self) -> float:
-        """When a place is free behind all that wait, within bounds: by the time between the latest ends, one for each
-        of them, but no later than when all that run and wait before must have ended.
+        """The bounded estimate of when a place is free after all waiting requests: from the
+        intervals between the latest ends, one for each of them, but no later than the end of all
+        earlier requests.
         """
         ends_s = self._recent_ends_s
         between_ends_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else None

@@ -1,4 +1,4 @@
-"""What an engine needs of a model."""
+"""The protocol of a decoder, as the engine uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..step.batch import StepBatch
 
 
 class DecoderLimits(Protocol):
-    """What bounds a model's sequences."""
+    """The bounds of a model's sequences."""
 
     @property
     def max_context(self) -> int: ...
@@ -20,17 +20,19 @@ class DecoderLimits(Protocol):
 
 
 class DecoderLike(Protocol):
-    """What is needed of a model."""
+    """The part of a decoder that is needed here."""
 
     @property
     def config(self) -> DecoderLimits: ...
 
     def kv_block_bytes(self, block_size: int, *, kind: KVKind = ...) -> int:
-        """The size of one block of `block_size` tokens in what `new_kv` makes."""
+        """The bytes of one block of `block_size` tokens in the storage of `new_kv`."""
 
     def new_kv(self, num_blocks: int, block_size: int, *, kind: KVKind = ...) -> Any:
-        """Storage for keys and values, for `forward`; its memory is not touched before it is written. The engine itself
-        needs `KVPool.copy_tokens` of it, and to copy whole blocks where these are spilled or come from snapshots.
+        """Storage of keys and values for `forward`; its memory is not touched before it is written.
+
+        The engine itself needs `KVPool.copy_tokens`, and copies of whole blocks if these are
+        spilled or come from snapshots.
         """
 
     def forward(self, batch: StepBatch, kv: Any, *, on_layer: OnLayer | None = None) -> Any:

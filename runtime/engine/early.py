@@ -1,16 +1,19 @@
-"""The engine while its weights arrive, the draft of all of them first: it drafts ahead, and confirms as they get exact.
+"""The early phase: the engine drafts while weights arrive, and confirms tokens as the weights
+become exact.
 
-Each sequence has two lanes of keys and values, which never mix. In the *draft* lane its tokens are computed with the
-weights as they are, as soon as all of the draft is there. In the *exact* lane the same tokens follow the weights that
-get exact, layer by layer: the prompt's at once, what was drafted in time to catch up. When the last layer is exact the
-logits of all these positions come out of that pass. Then a sequence that asked for exact tokens gets those that the
-exact weights choose, for as long as they choose what was drafted, and one more; one that was content with drafted
-tokens, and has been given them, goes on exactly. Either way its exact lane is complete, and the draft's is forgotten.
+Each sequence has two lanes of keys and values, which never mix. In the *draft* lane its tokens are
+computed with the current weights, as soon as the whole draft has arrived. In the *exact* lane the
+same tokens follow the weights that become exact, layer by layer: the prompt's at once, drafted ones
+in time to catch up. When the last layer is exact, that pass gives the logits of all these
+positions. A sequence that requested exact tokens then gets those that the exact weights choose, for
+as long as these match the draft, and one more; one that accepts drafted tokens, and has received
+them, continues exactly. Either way its exact lane is complete, and the draft's is dropped.
 
-Choices depend on the logits and the sequence's own numbers alone (`sampling.py`), so what an exact sequence gets is,
-token for token, what it would have got with no draft.
+Choices depend only on the logits and the sequence's own numbers (`sampling.py`), so an exact
+sequence gets, token for token, the result without a draft.
 
-Runs in the engine's thread, between draft steps and single layers; whoever joins or leaves in between is heeded.
+Runs in the engine's thread, between draft steps and single layers, where sequences may join or
+leave.
 """
 
 from __future__ import annotations
@@ -41,17 +44,18 @@ from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
 from .trace import EngineTimeline
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
-WAIT_S = 0.01  # for weights, between two looks at who has come or gone
-IDLE_WAIT_S = 0.25  # who comes wakes it
-# Twice the prompt's time, for the draft and for the exact weights, and half of it in case they take longer: who gets
-# exact tokens must not get the first one later for any draft.
+# For weights, between two checks for sequences that joined or left.
+WAIT_S = 0.01
+IDLE_WAIT_S = 0.25  # an arrival wakes it
+# Twice the prompt's time, for the draft and for the exact weights, and half of it as a margin:
+# drafting must not delay the first token of exact sequences.
 EXACT_MARGIN = 2.5
 
 Events = list[tuple[TokenSequence, GenerationEvent]]
 
 
 class TieredDecoder(Protocol):
-    """A model that can be computed with before its weights are exact."""
+    """A model that can compute before its weights are exact."""
 
     def begin(
         self, batch: StepBatch, kv: Any, *, tier: Tier = Tier.REFINE, on_layer: OnLayer | None = None
@@ -62,11 +66,12 @@ class TieredDecoder(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """A sequence that takes part."""
+    """A sequence in the early phase."""
 
     sequence: TokenSequence
     first_token: FirstToken
-    num_planned: int  # tokens that are in some exact pass, or were, or were computed before
+    # Tokens that are or were in some exact pass, or were computed before.
+    num_planned: int
     can_draft: bool = True
 
     @property
@@ -75,7 +80,7 @@ class _Member:
 
     @property
     def tier(self) -> Tier:
-        """The least that the weights must hold for its draft lane; proposals may be made of anything."""
+        """The minimum tier for its draft lane; proposals may come from any weights."""
         return Tier.DRAFT if self.first_token is FirstToken.DRAFT else Tier.SKETCH
 
     @property
@@ -84,17 +89,17 @@ class _Member:
 
     @property
     def num_known(self) -> int:
-        """Tokens, proposals included."""
+        """The number of tokens, proposals included."""
         return self.sequence.num_tokens if self.draft is None else len(self.draft.tokens)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that no exact pass has taken up."""
+        """The number of tokens not yet in an exact pass."""
         return self.num_known - self.num_planned
 
 
 class EarlyPhase:
-    """Made once. Its books are its sequences' lanes; everything else about them is the roster's."""
+    """The early phase, made once. It owns its sequences' lanes; all other state is the roster's."""
 
     def __init__(
         self,
@@ -116,17 +121,20 @@ class EarlyPhase:
         self._members: list[_Member] = []
         self._passes = ExactPasses(self._max_rows)
         self._acceptance = Acceptance()
-        self._step_s = arrival.token_s()  # of a draft step, until one was measured
+        # Of a draft step, until one was measured.
+        self._step_s = arrival.token_s()
         self._num_draft_steps = 0
-        self._num_waiting = 0  # those without a place, when that was looked at
+        # Sequences without a place at the last check.
+        self._num_waiting = 0
         self._is_through = False  # the layers and the head are exact
         self._exact_is_next = True
 
     def run(self) -> None:
-        """Serve until every weight is exact and all passes that followed them are done, or the engine stops.
+        """Serve until every weight is exact and all passes that followed them are done, or the
+        engine stops.
 
-        Sequences that go on are left running, with what is computed of them. Raises what the model raises; then
-        `members` were concerned, and `reset` makes it ready to be called again.
+        Unfinished sequences are left running, with their computed tokens. Raises the model's
+        errors; `members` are then the affected sequences, and `reset` prepares another call.
         """
         while self._take_stock():
             if self._members:
@@ -145,14 +153,17 @@ class EarlyPhase:
         return [member.sequence for member in self._members]
 
     def reset(self) -> None:
-        """Forget all passes, and who takes part. Their blocks are the roster's business."""
+        """Drop all passes and members. The roster owns their blocks."""
         self._members = []
         self._passes.clear()
 
-    # -- who takes part --------------------------------------------------------------------------------------
+    # -- members
+    # ---------------------------------------------------------------------------------------------
 
     def _take_stock(self) -> bool:
-        """Whether to go on. Lets go who has ended, takes in who has come; sleeps a little when there is nobody."""
+        """Remove ended members and admit new ones; sleep briefly if there are none. Returns whether
+        to continue.
+        """
         roster = self._roster
         with roster.changed:
             if roster.some_ended_early:
@@ -171,15 +182,19 @@ class EarlyPhase:
         return True
 
     def _want(self, tokens: Sequence[int]) -> None:
-        """Send for what passes over these tokens begin with: what makes it exact not before the rest of the draft."""
+        """Prefetch the embeddings of these tokens; their refining bytes not before the rest of the
+        draft.
+        """
         tier = Tier.REFINE if self._arrival.holds(Tier.DRAFT) else Tier.DRAFT
         self._model.want(np.array(tokens, dtype=np.int64), tier)
 
     def _admit(self) -> list[_Member]:
-        """Take in who waits, in the order of their turns, as long as there is room for them in both lanes, or in one.
+        """Admit waiting sequences, in the order of their turns, while there is room for them in
+        both lanes, or in one.
 
-        What is in the pool of their beginnings is theirs: the exact lane goes on behind it. Batch work that runs keeps
-        its place: it would have to begin again when its weights are about to be exact.
+        Cached blocks of their beginnings are reused: the exact lane continues after them. Running
+        batch work keeps its place: preempted now, it would start again just when its weights are
+        about to be exact.
         """
         roster = self._roster
         new: list[_Member] = []
@@ -203,24 +218,25 @@ class EarlyPhase:
         return new
 
     def _has_time(self, member: _Member) -> bool:
-        """Whether a draft is of any use. One that is overtaken while it computes the prompt is not; and what it says
-        later is of use only if it is sent, since proposals have to follow the prompt through the exact layers.
+        """Whether a draft is useful. One that is overtaken while it computes the prompt is not; and
+        its later tokens are useful only if they are sent, since proposals have to follow the prompt
+        through the exact layers.
         """
         prompt_s = catch_up_s(member.sequence.num_tokens, self._step_s)
         return self._arrival.left_s() > prompt_s * (1 if member.sends_drafts else EXACT_MARGIN)
 
     def _leave(self, sequences: Collection[TokenSequence]) -> None:
-        """These take part no longer; nothing of theirs is computed any more."""
+        """Remove these members; none of their tokens are computed any more."""
         if not sequences:
             return
         self._members = [member for member in self._members if member.sequence not in sequences]
         self._passes.drop(sequences)
 
     def _graduate(self, members: Collection[_Member]) -> None:
-        """These go on as any other sequence does. Under the lock."""
+        """Make these ordinary sequences. Under the lock."""
         self._leave([member.sequence for member in members])
-        # A pass has been through all layers and the head, so there is nothing left to be ahead of; rows of embeddings
-        # that have not come are what any step waits for.
+        # A pass has been through all layers and the head, so a draft has no advantage any more; any
+        # step waits for missing rows of embeddings.
         self._is_through = self._is_through or bool(members)
         for member in members:
             sequence = member.sequence
@@ -228,20 +244,23 @@ class EarlyPhase:
                 self._roster.lending.drop_draft(sequence)
                 self._roster.lending.shrink(sequence.exact, sequence.num_tokens)
 
-    # -- what is done next -----------------------------------------------------------------------------------
+    # -- the next action
+    # -------------------------------------------------------------------------------------
 
     def _act(self) -> None:
         """One draft step, one layer, or a short wait."""
         fresh = [member for member in self._draftable() if _lane_of(member).num_missing > 1]
         if fresh:
-            self._draft(fresh)  # a prompt: follows the draft as it arrives
+            # A prompt: follows the draft as it arrives.
+            self._draft(fresh)
             return
         self._plan_passes(is_time=False)
         drafting = self._who_drafts()
         if not drafting:
             self._plan_passes(is_time=True)
         can_follow = self._passes.can_advance()
-        # Who gets drafted tokens should not have to wait for a whole prompt to pass through the exact layers.
+        # Sequences that get drafted tokens should not wait for a whole prompt to pass through the
+        # exact layers.
         is_drafts_turn = not self._exact_is_next and any(member.sends_drafts for member in drafting)
         self._exact_is_next = is_drafts_turn or not can_follow
         if can_follow and not is_drafts_turn:
@@ -255,14 +274,16 @@ class EarlyPhase:
                 self._roster.changed.wait(WAIT_S)
 
     def _draftable(self) -> list[_Member]:
-        """Those with a draft lane. Who needs the draft tier waits, while others go on with the sketch that is there."""
+        """Members with a draft lane. Those that need the draft tier wait, while others use the
+        sketch that has arrived.
+        """
         members = [member for member in self._members if member.draft is not None]
         if {member.tier for member in members} == set(DRAFT_TIERS) and not self._arrival.holds(Tier.DRAFT):
             return [member for member in members if member.tier is Tier.SKETCH]
         return members
 
     def _who_drafts(self) -> list[_Member]:
-        """Those whose draft goes on now; with room for one more token in both lanes."""
+        """Members whose draft continues now; with room for one more token in both lanes."""
         num_pending = sum(member.num_pending for member in self._members)
         if not may_draft(num_pending, self._arrival.left_s(), self._step_s):
             return []
@@ -281,7 +302,9 @@ class EarlyPhase:
         return chosen
 
     def _make_room(self, sequence: TokenSequence, lane: Lane, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in the lane, and for one more in the exact lane, if the pool has them."""
+        """Allocate blocks for `num_tokens` tokens in the lane, and for one more in the exact lane,
+        if available.
+        """
         roster = self._roster
         missing = [(lane, num_tokens), (sequence.exact, num_tokens + 1)]
         needed = [(each, max(0, roster.lending.num_missing(each, num))) for each, num in missing]
@@ -293,8 +316,8 @@ class EarlyPhase:
         return True
 
     def _plan_passes(self, *, is_time: bool) -> None:
-        """Send tokens through the exact layers that none were sent through: prompts at once, and what was drafted when
-        it `is_time`, so that as much as possible goes together.
+        """Send pending tokens through the exact layers: prompts at once, and drafted tokens once it
+        `is_time`, so that as many as possible go together.
         """
         parts: list[tuple[TokenSequence, Rows]] = []
         num_rows = 0
@@ -316,8 +339,10 @@ class EarlyPhase:
     # -- the draft -------------------------------------------------------------------------------------------
 
     def _draft(self, members: Sequence[_Member]) -> None:
-        """One pass over what the draft lanes of these have not computed, and a token for each that has then computed
-        all. Nothing, where it would wait for weights while there is somebody new.
+        """Compute the missing tokens of these draft lanes in one pass, and choose a token for each
+        complete lane.
+
+        Does nothing if it would wait for weights while there are new sequences.
         """
         parts: list[Rows] = []
         takers: list[_Member] = []
@@ -352,8 +377,10 @@ class EarlyPhase:
         self._take_drafted(takers, choices, num_rows, end_s - start_s)
 
     def _complete(self, under_way: PassLike) -> bool:
-        """Take this pass through all layers, as they come. False: it is given up, for somebody came or went while it
-        waited for one. What it did is done again, with all who are there then; the wire is the slower anyway.
+        """Take this pass through all layers, as they arrive.
+
+        Returns False if it was abandoned, because a sequence joined or left while it waited. Its
+        work is repeated with the current members; the network is the bottleneck anyway.
         """
         while not under_way.is_done:
             while not under_way.can_advance(WAIT_S):
@@ -371,14 +398,15 @@ class EarlyPhase:
     def _take_drafted(
         self, members: Sequence[_Member], choices: Sequence[Chosen], num_rows: int, took_s: float
     ) -> None:
-        """Tokens of the draft: given out where they may be, else proposals."""
+        """Handle drafted tokens: they are sent if permitted, and otherwise become proposals."""
         events: Events = []
         proposed: list[int] = []
         for member, choice in zip(members, choices, strict=True):
             sequence, lane = member.sequence, _lane_of(member)
             if not isinstance(choice, Choice):
                 member.can_draft = (
-                    False  # a weight that only the missing bits make finite: the exact ones decide
+                    # A weight that only the missing bits make finite: the exact ones decide.
+                    False
                 )
             elif member.sends_drafts:
                 if not sequence.generation.ended:
@@ -392,8 +420,10 @@ class EarlyPhase:
         self._hand_out(events, num_rows, took_s)
 
     def _propose(self, sequence: TokenSequence, lane: Lane, token: int) -> bool:
-        """The draft goes on by this token, and by those that a grammar forces behind it for which there is room, as the
-        sequence will if it agrees. Whether there is something to be drafted behind them.
+        """Continue the draft by this token, and by the tokens that a grammar then forces, as far as
+        there is room.
+
+        Returns whether there is more to draft after them.
         """
         sampling = lane.sampling
         try:
@@ -405,7 +435,7 @@ class EarlyPhase:
                         break
                 lane.tokens.append(forced)
                 sampling.add(forced)
-        except GrammarError:  # as the exact weights' own pass will say
+        except GrammarError:  # the exact weights' own pass will report it
             return False
         is_finished = sampling.grammar is not None and sampling.grammar.is_finished
         return lane.tokens[-1] not in sequence.end_tokens and not is_finished
@@ -423,7 +453,7 @@ class EarlyPhase:
             self._roster.note_step(0, took_s)
 
     def _judge(self, through: Sent, took_s: float) -> None:
-        """An exact pass is through: what does it say about the tokens after its rows?"""
+        """Process the logits of a finished exact pass."""
         logits = through.under_way.logits
         events: Events = []
         settled: list[_Member] = []
@@ -446,14 +476,14 @@ class EarlyPhase:
         self._hand_out(events, through.num_rows, took_s)
 
     def _confirm(self, member: _Member, rows: Rows, logits: Any) -> tuple[list[GenerationEvent], bool]:
-        """The tokens that follow from these logits, and whether that settles what was drafted of the sequence."""
+        """The tokens that follow from these logits, and whether that settles the sequence's draft."""
         sequence = member.sequence
         known = sequence.tokens if member.draft is None else member.draft.tokens
         events: list[GenerationEvent] = []
         for number in range(rows.num_logits):
             position = rows.end - rows.num_logits + number
             if position != sequence.num_tokens - 1:
-                continue  # more was given out since
+                continue  # more was sent since
             num_proposals = len(known) - sequence.num_tokens
             (choice,) = self._backend.choose(logits[number : number + 1], [sequence.sampling])
             event = accept(sequence, choice)
@@ -468,7 +498,8 @@ class EarlyPhase:
                 return events, True
         return events, False
 
-    # -- handing out -----------------------------------------------------------------------------------------
+    # -- events
+    # ----------------------------------------------------------------------------------------------
 
     def _hand_out(self, events: Events, num_rows: int, took_s: float) -> None:
         with self._roster.changed:
@@ -481,8 +512,8 @@ class EarlyPhase:
 
 
 def _first_token_of(sequence: TokenSequence) -> FirstToken:
-    """As the request says; the answers of grammars are exact, since forced tokens come with chosen ones, and so are
-    those that bring a prompt's log-probabilities.
+    """The request's first token. Answers with a grammar are exact, since forced tokens come with
+    chosen ones, and so are those with log probabilities of the prompt.
     """
     request = sequence.generation.request
     is_exact = request.grammar is not None or request.num_prompt_logprobs is not None
@@ -490,7 +521,9 @@ def _first_token_of(sequence: TokenSequence) -> FirstToken:
 
 
 def _draft_lane(sequence: TokenSequence, *, shares_tokens: bool) -> Lane:
-    """What is drafted is either said at once, or a copy of the sequence runs ahead."""
+    """The draft lane: shares the sequence's tokens if they are sent at once, otherwise a copy runs
+    ahead.
+    """
     if shares_tokens:
         return Lane(Epoch.DRAFT, sequence.tokens, sequence.sampling, sequence.adapter)
     return Lane(Epoch.DRAFT, list(sequence.tokens), sequence.sampling.for_draft(), sequence.adapter)
@@ -502,7 +535,7 @@ def _lane_of(member: _Member) -> Lane:
 
 
 def _num_common(left: Sequence[int], right: Sequence[int], end: int) -> int:
-    """The number of tokens, `end` at most, with which both begin; the same list agrees with itself."""
+    """The number of equal leading tokens, `end` at most; a list equals itself."""
     end = min(end, len(left), len(right))
     if left is right or left[:end] == right[:end]:
         return end
@@ -510,7 +543,9 @@ def _num_common(left: Sequence[int], right: Sequence[int], end: int) -> int:
 
 
 def _exact_rows(member: _Member, end: int) -> Rows:
-    """The member's next tokens up to `end`; logits of those after which a token is to be chosen."""
+    """The member's next tokens up to `end`; with logits of those after which a token is to be
+    chosen.
+    """
     sequence = member.sequence
     first = member.num_planned
     tokens = sequence.tokens if member.draft is None else member.draft.tokens
@@ -523,6 +558,8 @@ def _drafted(event: GenerationEvent) -> GenerationEvent:
 
 
 def _judged(event: GenerationEvent, *, is_right: bool, num_proposals: int, ends: bool) -> GenerationEvent:
-    """With the proposal that the event's token judges, and those behind it that are lost with it."""
+    """The event with counts of the proposal that its token judges, and of those after it that are
+    lost with it.
+    """
     num_lost = num_proposals - is_right if ends or not is_right else 0
     return replace(event, num_accepted=int(is_right), num_rejected=num_lost)

@@ -1,9 +1,10 @@
-"""Batches what several callers want embedded, and runs the encoder over it in one thread.
+"""The embedder: batches the texts of concurrent callers, and runs the encoder in one thread.
 
-A batch has texts of similar length, of whatever calls, the oldest among them (`text_queue.py`). It begins with what is
-there, and fills up while the one before runs; only when all who wait have just come, and the batch before had more
-callers, are these given a moment to come back. A caller who is alone never waits. Invariant: a call is resolved by
-whoever takes it out of the queue, and never with a lock held. Nothing is known here of text or tokenizers.
+A batch has texts of similar length, of any calls, the oldest among them (`text_queue.py`). It takes
+the waiting texts, and more accumulate while the previous one runs; only if all waiting callers have
+just arrived, and the previous batch had more callers, are these given a moment to return. A single
+caller never waits. Invariant: a call is resolved by the thread that removes it from the queue, and
+never with a lock held. This module knows nothing of text or tokenizers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from .text_queue import TextQueue
 
 logger = logging.getLogger(__name__)
 
-NUM_TIMED_BATCHES = 8  # batches that the timeline shows: it is about the beginning of an instance's life
+# Batches on the timeline, which shows the beginning of an instance's life.
+NUM_TIMED_BATCHES = 8
 
 
 TypeLists = Sequence[Sequence[int] | None]
@@ -43,7 +45,7 @@ TypeLists = Sequence[Sequence[int] | None]
 
 
 class EncoderLimits(Protocol):
-    """What bounds a model's texts."""
+    """The bounds of a model's texts."""
 
     @property
     def max_tokens(self) -> int: ...
@@ -53,7 +55,7 @@ class EncoderLimits(Protocol):
 
 
 class EncoderLike(Protocol):
-    """What is needed of a model."""
+    """The part of a model that is needed here."""
 
     @property
     def config(self) -> EncoderLimits: ...
@@ -64,9 +66,9 @@ class EncoderLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EmbedderStatistics:
-    """A moment's view; totals count from the start."""
+    """A snapshot of the counts; totals count from the start."""
 
-    queued: int  # calls that have not ended
+    queued: int  # unfinished calls
     batches_total: int
     texts_total: int
     tokens_total: int  # without padding
@@ -80,12 +82,14 @@ class _Call:
     came_s: float  # on time.monotonic()'s clock
     num_missing: int  # texts without their embedding
     type_lists: list[list[int] | None] | None = None
-    claimed: bool | None = None  # True: its owner can cancel it no more; False: it was cancelled before
-    embeddings: np.ndarray | None = field(default=None)  # (N, dim) float32, once the first batch tells dim
+    # True: its owner can no longer cancel it; False: it was cancelled before.
+    claimed: bool | None = None
+    # (N, dim) float32, once the first batch gives dim.
+    embeddings: np.ndarray | None = field(default=None)
 
 
 class Embedder:
-    """`start` it once and `stop` it at the end. Calls that come before `start` wait for it."""
+    """The embedder. `start` it once and `stop` it at the end. Calls before `start` wait for it."""
 
     def __init__(
         self,
@@ -97,12 +101,13 @@ class Embedder:
         timeline: Timeline | None = None,
         score_functions: ScoreFunctions | None = None,
     ) -> None:
-        """`max_queued` calls may wait beside the one that is worked on. A batch has up to `max_batch_tokens`,
-        padding included, or a single text. No call waits for others to come when it is `max_delay_s` old.
+        """`max_queued` calls may wait in addition to the running one. A batch has up to
+        `max_batch_tokens`, padding included, or a single text. No call older than `max_delay_s`
+        waits for others.
         """
         self._model = model
         self.max_tokens = model.config.max_tokens
-        # Of a classifier, whose rows are scores; models that embed have none.
+        # Of a classifier, whose rows are scores; embedding models have none.
         self.labels: tuple[str, ...] = getattr(model.config, "labels", ())
         self.score_functions = score_functions or ScoreFunctions()
         self._max_queued = max_queued
@@ -110,12 +115,13 @@ class Embedder:
         self._max_delay_s = max_delay_s
         self._timeline = timeline
         self._thread: threading.Thread | None = None
-        self._changed = threading.Condition()  # guards all that follows
-        self._calls: dict[_Call, None] = {}  # in the order in which they came
+        self._changed = threading.Condition()  # guards all fields below
+        self._calls: dict[_Call, None] = {}  # in the order of arrival
         self._texts: TextQueue[_Call] = TextQueue()  # of these calls, not taken yet
-        self._num_callers = 0  # calls that there were when the last batch was taken
+        # The number of calls when the last batch was taken.
+        self._num_callers = 0
         self._batch_end_s = -math.inf
-        self._refusal: TeneralError | None = None  # why nothing new is taken
+        self._refusal: TeneralError | None = None  # why new calls are refused
         self._is_stopping = False
         self._num_batches = 0
         self._num_texts = 0
@@ -125,7 +131,7 @@ class Embedder:
     # -- for any thread --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread, which sleeps while there is nothing to do."""
+        """Start the thread, which sleeps while idle."""
         with self._changed:
             if self._thread is not None or self._is_stopping:
                 raise RuntimeError("an embedder can be started once, before it is stopped")
@@ -134,24 +140,26 @@ class Embedder:
             self._thread.start()
 
     def embed(self, token_lists: Sequence[Sequence[int]]) -> Future[np.ndarray]:
-        """Resolves to a new array (N, dim) float32, one row for each text; the model may have failed instead.
+        """Embed texts: resolves to a new array (N, dim) float32, one row for each text, or to the
+        model's error.
 
-        Tokens include the special ones. The future can be cancelled while none of its texts is worked on.
-        Raises RequestError (nothing to embed, an unknown token), ContextLengthError, CapacityError,
-        DrainingError, ModelError for a classifier, or the error that cost the embedder its weights. Then nothing
-        was begun.
+        Tokens include the special ones. The future can be cancelled until one of its texts is
+        computed. Raises RequestError (nothing to embed, an unknown token), ContextLengthError,
+        CapacityError, DrainingError, ModelError for a classifier, or the error that cost the
+        embedder its weights. Nothing was started then.
         """
         if self.labels:
             raise ModelError(
                 "the model classifies texts and makes no embeddings",
-                hint="Ask /v1/classify, call context.model.classify in a handler, or serve a model that embeds.",
+                hint="Use /v1/classify, call context.model.classify in a handler, or serve a model that embeds.",
             )
         return self._submit(token_lists)
 
     def classify(
         self, token_lists: Sequence[Sequence[int]], type_lists: TypeLists | None = None
     ) -> Future[np.ndarray]:
-        """As `embed`, of a classifier: (N, len(labels)) float32 logits. Raises ModelError for other models.
+        """Classify texts, like `embed`: (N, len(labels)) float32 logits. Raises ModelError for
+        other models.
 
         `type_lists` are those of pairs of texts; the model refuses types that it does not have.
         """
@@ -172,32 +180,34 @@ class Embedder:
             call.type_lists = [None if types is None else list(types) for types in type_lists]
         with self._changed:
             if self._refusal is not None:
-                # Without the traceback of the last time, to which each raise would add.
+                # Without the previous traceback, to which each raise would add.
                 raise self._refusal.with_traceback(None)
             self._require_room()
             self._calls[call] = None
             self._texts.add(call, [len(tokens) for tokens in texts])
             self._changed.notify_all()
-        # A cancelled call gives its place back at once.
+        # A cancelled call frees its place at once.
         call.future.add_done_callback(lambda _: self._take_out([call]))
         return call.future
 
     def require_room(self) -> None:
-        """Raises CapacityError when a call would be refused now."""
+        """Raise CapacityError if a call would be refused now."""
         with self._changed:
             self._require_room()
 
     def give_up(self, future: Future[np.ndarray]) -> None:
-        """Nobody waits for this call any more: what is not worked on yet of its texts never will be. Idempotent."""
+        """Abandon this call: its remaining texts are not computed. Idempotent."""
         if future.cancel():
-            return  # and has given its place back
+            return  # it has freed its place
         with self._changed:
             calls = [call for call in self._calls if call.future is future]
         _fail(self._take_out(calls), CancelledError("the call was given up"))
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; the
-        rest gets a DrainingError. Does not wait for the thread: `stop` does.
+        """Refuse new calls, wait for the others, then stop.
+
+        Returns True if all ended by themselves; the rest gets a DrainingError. Does not wait for
+        the thread: `stop` does.
         """
         with self._changed:
             self._refusal = self._refusal or _shutting_down()
@@ -206,12 +216,14 @@ class Embedder:
         return finished
 
     def abort(self, failure: TeneralError) -> None:
-        """Ends every call now, with this error, which is also what whoever asks later gets. Waits for nothing."""
+        """End every call now with this error, which later calls get, too. Does not wait."""
         self._shut_down(failure)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Ends every call now (DrainingError), and the thread after its batch. False when the thread goes on
-        after `timeout_s`, as it does while its batch waits for weights: cancel their load first.
+        """End every call now (DrainingError), and the thread after its batch.
+
+        Returns False if the thread is still running after `timeout_s`, as while its batch waits for
+        weights: cancel their load first.
         """
         self._shut_down(_shutting_down())
         if self._thread is None:
@@ -233,7 +245,7 @@ class Embedder:
     def _require_room(self) -> None:
         if len(self._calls) > self._max_queued:
             raise CapacityError(
-                f"{len(self._calls)} calls are running or waiting: that is all that this instance takes",
+                f"{len(self._calls)} calls are running or waiting, which is the limit of this instance",
                 hint="Try again later, or run more instances.",
             )
 
@@ -246,13 +258,13 @@ class Embedder:
                 raise RequestError(f"input {position} is empty", param="input")
             if len(tokens) > limits.max_tokens:
                 raise ContextLengthError(
-                    f"input {position} has {len(tokens)} tokens, the model takes up to {limits.max_tokens}",
+                    f"input {position} has {len(tokens)} tokens, more than the model's {limits.max_tokens}",
                     param="input",
                     hint="Shorten it, or split it and embed the parts.",
                 )
             if not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
                 raise RequestError(
-                    f"input {position} has a token that is not of the model's, 0 to {limits.vocab_size - 1}",
+                    f"input {position} has a token that is not one of the model's, 0 to {limits.vocab_size - 1}",
                     param="input",
                 )
 
@@ -273,7 +285,7 @@ class Embedder:
                 self._fail_batch(error, batch)
 
     def _next_batch(self) -> list[tuple[_Call, int]] | None:
-        """Sleeps until there are texts and takes some as (call, index). None: the embedder stops."""
+        """Wait for texts and take some as (call, index). None: the embedder stops."""
         with self._changed:
             while True:
                 if self._is_stopping:
@@ -291,10 +303,11 @@ class Embedder:
                     self._changed.wait()
 
     def _delay_s(self) -> float:
-        """How long the callers of the last batch are still given to come back; 0 or less: a batch is taken now.
+        """The remaining time for the callers of the last batch to return; 0 or less: a batch is
+        taken now.
 
-        That is when all that wait came within `max_delay_s` of its end. The first of them alone would be hardly
-        cheaper than all together.
+        Positive if all waiting calls came within `max_delay_s` of its end. The first of them alone
+        would cost almost as much as all together.
         """
         if not self._texts or len(self._calls) >= self._num_callers:
             return 0.0
@@ -342,7 +355,7 @@ class Embedder:
             self._embed_s += end_s - start_s
 
     def _fail_batch(self, error: Exception, batch: list[tuple[_Call, int]]) -> None:
-        """Ends the calls of a batch that failed; all calls, now and later, if weights are lost."""
+        """End the calls of a failed batch; all calls, now and later, if weights are lost."""
         logger.error("a batch failed: %s", error, exc_info=error)
         if isinstance(error, TeneralError):
             failure = error
@@ -357,7 +370,7 @@ class Embedder:
         _fail(self._take_out(calls), failure)
 
     def _take_out(self, calls: Sequence[_Call]) -> list[_Call]:
-        """Those of the calls that were still in the queue and not cancelled: they are the taker's to resolve."""
+        """The calls that were still queued and not cancelled: the caller must resolve them."""
         with self._changed:
             present = [call for call in calls if call in self._calls]
             for call in present:
@@ -368,8 +381,10 @@ class Embedder:
 
 
 def _claim(call: _Call) -> bool:
-    """Whether the call is to be resolved, which its owner can then prevent no more. Call it under the lock: a future
-    may be asked only once.
+    """Claim a call for resolving, so that its owner can no longer cancel it. Returns False if it
+    was cancelled.
+
+    Call it under the lock: a future may be claimed only once.
     """
     if call.claimed is None:
         call.claimed = call.future.set_running_or_notify_cancel()
@@ -382,4 +397,4 @@ def _fail(calls: Sequence[_Call], error: TeneralError) -> None:
 
 
 def _shutting_down() -> DrainingError:
-    return DrainingError("the instance is shutting down", hint="Ask another instance.")
+    return DrainingError("the instance is shutting down", hint="Use another instance.")

@@ -1,15 +1,16 @@
-"""The step loop: takes requests, runs the model over all that go on together, hands out their tokens.
+"""The engine: takes requests, runs the model over all sequences together, and delivers their
+tokens.
 
-One thread does all the work, a step at a time: decide (`scheduler`), reserve blocks, one forward pass over
-the tokens of every sequence that takes part, choose the next tokens (`sampling`), tell (`generation`).
-Sequences join and leave between steps. Submitting and cancelling work from any thread, also while a pass
-waits for weights.
+One thread does all the work, a step at a time: decide (`scheduler`), reserve blocks, one forward
+pass over the tokens of every participating sequence, choose the next tokens (`sampling`), deliver
+(`generation`). Sequences join and leave between steps. Requests can be submitted and cancelled from
+any thread, also while a pass waits for weights.
 
-Invariants: blocks are reserved and released, and sequences moved between queue and running, only under the
-lock. A sequence's blocks are free before its last event can be seen; if it is cancelled or shut down in the
-middle of a step, as soon as that step is over. Events are handed out with no lock held. Whatever fails, the
-thread lives and each sequence gets its last event. Nothing is known here of HTTP, and of text only how to
-detokenise.
+Invariants: blocks are reserved and released, and sequences moved between queue and running, only
+under the lock. A sequence's blocks are free before its last event is visible; if it is cancelled or
+shut down during a step, at the end of that step. Events are delivered with no lock held. After any
+error, the thread survives and each sequence gets its last event. This module knows nothing of HTTP,
+and of text only detokenisation.
 """
 
 from __future__ import annotations
@@ -58,11 +59,14 @@ __all__ = ["DecoderLike", "Engine", "EngineOptions", "EngineStatistics"]
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 0.1  # without anybody, before the time is taken for something else
+# Idle time before other work may use it.
+IDLE_S = 0.1
 
 
 class Engine:
-    """`start` it once and `stop` it at the end. Requests submitted before `start` wait for it."""
+    """The engine. `start` it once and `stop` it at the end. Requests submitted before `start` wait
+    for it.
+    """
 
     def __init__(
         self,
@@ -78,13 +82,13 @@ class Engine:
         on_device_lost: Callable[[DeviceLostError], None] | None = None,
         adapters: AdapterSource | None = None,
     ) -> None:
-        """Reserves the KV pool. UsageError when `kv_bytes` does not hold one sequence of two tokens.
+        """Reserve the KV pool. Raises UsageError if `kv_bytes` does not hold one sequence of two
+        tokens.
 
-        `on_device_lost` is told, on the engine's thread, that no step can be computed any more.
-
-        With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is made use of (`early.py`).
-        `prefix_seed` says which model's keys and values the pool holds; by default they are this engine's own.
-        `adapters` are those that requests may name.
+        `on_device_lost` is called, on the engine's thread, when the device cannot compute any more.
+        With `arrival`, the model must be a `TieredDecoder`: a draft that comes first is used
+        (`early.py`). `prefix_seed` identifies the model of the pool's keys and values; by default
+        they are private to this engine. `adapters` are those that requests may name.
         """
         self.options = options
         self._model = model
@@ -94,12 +98,12 @@ class Engine:
         self._timeline = EngineTimeline(timeline)
         self._limits = options.scheduler_limits()
         block_size = options.block_size
-        # Who knows only one kind of storage, as stand-ins for models do, need not hear of others.
+        # Models with only one kind of storage, such as test doubles, have no `kind` argument.
         kind = {} if options.kv_dtype is KVKind.MODEL else {"kind": options.kv_dtype}
         bytes_per_block = model.kv_block_bytes(block_size, **kind)
         num_blocks = options.kv_bytes // bytes_per_block
         wanted_context = min(model.config.max_context, options.max_context or model.config.max_context)
-        # Tokens of prompt and answer together; fewer than wanted when the pool holds fewer.
+        # Tokens of prompt and answer together; fewer than requested if the pool holds fewer.
         self.max_context = min(wanted_context, num_blocks * block_size)
         if self.max_context < 2:
             num_wanted_blocks = -(-wanted_context // block_size)
@@ -122,7 +126,7 @@ class Engine:
         )
         self._adapters = RequestAdapters(adapters, self._roster.changed)
         lending = self._roster.lending
-        # Computed blocks come in and go out this way, in any thread.
+        # Imports and exports computed blocks, from any thread.
         self.prefix_pool = PrefixPool(lending, self._kv, seed=prefix_seed)
         lending.open_spill(self._kv, bytes_per_block, self._roster.num_promised_blocks)
         self._backend = make_backend(
@@ -147,7 +151,7 @@ class Engine:
     # -- for any thread --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread, which sleeps while there is nothing to do."""
+        """Start the thread, which sleeps while idle."""
         with self._roster.changed:
             if self._thread is not None or self._roster.is_stopping:
                 raise RuntimeError("an engine can be started once, before it is stopped")
@@ -160,17 +164,18 @@ class Engine:
     def submit(
         self, request: GenerationRequest, on_event: OnEvent | None = None, *, joins: bool = False
     ) -> Generation:
-        """Queues the request and returns at once. With `joins`, it belongs to what was submitted just before: it is not
-        refused for how long it will have to wait (`max_wait_s`).
+        """Queue the request and return at once. With `joins`, it belongs to the previous request:
+        it is not refused for its expected wait (`max_wait_s`).
 
-        `on_event` gets the events in order, as a rule from the engine's thread, which it must not hold up;
-        from the caller's when it cancels, stops the engine or asks for nothing to be computed, and for the tokens
-        that the request's grammar forces from the beginning, which nothing is computed for. If it raises, its sequence
-        is cancelled.
+        `on_event` gets the events in order, usually on the engine's thread, which it must not
+        block; on the caller's thread when it cancels, stops the engine or requests no computation,
+        and for the tokens that the request's grammar forces at the beginning. If it raises, its
+        sequence is cancelled.
 
-        `max_tokens` beyond the end of the context is no error: the sequence ends there with LENGTH. Raises
-        ContextLengthError, RequestError (a token that the model does not have), GrammarError, CapacityError,
-        DrainingError, or the error that cost the engine its weights. Then nothing was begun.
+        `max_tokens` beyond the end of the context is not an error: the sequence ends there with
+        LENGTH. Raises ContextLengthError, RequestError (a token that the model does not have),
+        GrammarError, CapacityError, DrainingError, or the error that cost the engine its weights.
+        Nothing was started then.
         """
         self._check(request)
         max_new_tokens = self.max_context - len(request.prompt_tokens)
@@ -192,7 +197,9 @@ class Engine:
         *,
         joins: bool,
     ) -> Generation:
-        """As `submit`. Once nothing can be raised any more, the adapter is released when the generation ends."""
+        """The body of `submit`. After the last possible error, the end of the generation releases
+        the adapter.
+        """
         generation = Generation(request, on_event, on_end=partial(self._on_end, adapter))
         sequence = TokenSequence(
             generation,
@@ -201,7 +208,8 @@ class Engine:
             max_new_tokens=max_new_tokens,
             adapter=adapter,
         )
-        # What the grammar forces from the beginning is sent at once, whatever the weights are.
+        # Tokens that the grammar forces at the beginning are sent at once, independent of the
+        # weights.
         first = sequence.begin() if max_new_tokens > 0 or sequence.scores is not None else _no_tokens()
         last = first if first is not None and first.finish_reason is not None else None
         if first is not None and last is None:
@@ -223,17 +231,19 @@ class Engine:
         return generation
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
-        """Raises CapacityError when so many requests of this tenant (`GenerationRequest.queue_name`) would be refused
-        now, the others joining the first one; or the reason for which everything is.
+        """Raise CapacityError if that many requests of this tenant
+        (`GenerationRequest.queue_name`), the others joining the first one, would be refused now; or
+        the reason why all are.
         """
         with self._roster.changed:
             self._roster.require_open()
             self._roster.require_room(queue_name, priority, num_sequences)
 
     def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new, waits for what was taken, then stops. True when all of it ended by itself; what
-        has not ended in time gets its last event (ERROR, DrainingError). Does not wait for the thread: `stop`
-        does.
+        """Refuse new requests, wait for the others, then stop.
+
+        Returns True if all ended by themselves; the rest gets its last event (ERROR,
+        DrainingError). Does not wait for the thread: `stop` does.
         """
         roster = self._roster
         with roster.changed:
@@ -243,9 +253,10 @@ class Engine:
         return finished
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """Ends every sequence now (ERROR, DrainingError), and the thread after its step. False when the
-        thread goes on after `timeout_s`, as it does while its pass waits for weights: cancel their load
-        first.
+        """End every sequence now (ERROR, DrainingError), and the thread after its step.
+
+        Returns False if the thread is still running after `timeout_s`, as while its pass waits for
+        weights: cancel their load first.
         """
         self._shut_down(_shutting_down())
         if self._thread is None:
@@ -256,7 +267,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def abort(self, failure: TeneralError) -> None:
-        """Ends every sequence now, with this error, which is also what whoever asks later gets. Waits for nothing."""
+        """End every sequence now with this error, which later requests get, too. Does not wait."""
         self._shut_down(failure)
 
     def statistics(self) -> EngineStatistics:
@@ -268,7 +279,7 @@ class Engine:
         )
 
     def kv_view(self) -> PoolView:
-        """What the KV pool holds, without anything by which who asks could tell whose it is."""
+        """The content of the KV pool, without anything that identifies its tenants."""
         lending = self._roster.lending
         with lending.changed:
             return view_pool(
@@ -282,12 +293,12 @@ class Engine:
 
     @property
     def owes_first_token(self) -> bool:
-        """Whether somebody waits for the first token of an answer."""
+        """Whether a sequence waits for its first token."""
         with self._roster.changed:
             return self._roster.owes_first_token
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless sequences and block pool agree. For tests; waits for no step."""
+        """Raise AssertionError if sequences and block pool disagree. For tests; waits for no step."""
         with self._roster.changed:
             self._roster.check_integrity(self.max_context)
 
@@ -306,12 +317,12 @@ class Engine:
                     self._stop_spill()
                     return
                 self._execute(plan.shares)
-            except Exception as error:  # a bug of ours: nobody may be left waiting for ever
+            except Exception as error:  # a bug: no caller may be left waiting forever
                 logger.exception("the engine failed")
                 self._fail_all(as_teneral_error(error))
 
     def _run_early(self, early: EarlyPhase) -> None:
-        """All that goes on before the weights are exact, where there is a draft of them."""
+        """Run the early phase, if there is a draft, until the weights are exact."""
         try:
             early.run()
             self._early = None
@@ -322,15 +333,18 @@ class Engine:
                 early.reset()
                 self._fail_step(as_teneral_error(error), members)
                 return
-            exhausted = str(error)  # without its traceback, which holds what the step had made
+            # Without its traceback, which keeps the step's memory alive.
+            exhausted = str(error)
         members = early.members
         early.reset()
-        # Whoever is left begins again: of passes that were under way nothing is known any more.
+        # The remaining sequences start again: the state of their running passes is lost.
         victims = largest_first([(each, each.num_tokens) for each in members])
         self._run_out(exhausted, victims[:1], victims[1:])
 
     def _use_idle_time(self) -> bool:
-        """One piece of what makes later steps faster, if nobody waits for a first token. Whether to look again."""
+        """Do one piece of work that makes later steps faster, unless a sequence waits for its first
+        token. Returns whether to check again.
+        """
         roster, backend = self._roster, self._backend
         if not backend.wants_idle_time(has_running=bool(roster.running)):  # on a CPU, never
             return False
@@ -350,14 +364,15 @@ class Engine:
         return True
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
-        """Sleeps until there is work, decides, and reserves the blocks for it. None: the engine stops."""
+        """Wait for work, decide, and reserve the blocks for it. None: the engine stops."""
         roster, lending = self._roster, self._roster.lending
         with roster.changed:
             while True:
                 if roster.some_ended_early:
                     roster.forget_ended()
                 if roster.is_stopping:
-                    # Whoever stops the engine gives these their last events, maybe after this thread has gone.
+                    # The stopping thread gives these their last events, maybe after this thread has
+                    # ended.
                     roster.forget_all()
                     return None
                 if not roster.running and not roster.waiting:
@@ -382,7 +397,9 @@ class Engine:
                 roster.changed.wait(wait_s)
 
     def _take_turns(self) -> None:
-        """Those that wait in the order of their turns; batch work makes way for what is interactive. Under the lock."""
+        """Arrange the waiting sequences in the order of their turns; preempt batch work for
+        interactive work. Under the lock.
+        """
         roster, lending = self._roster, self._roster.lending
         lending.sessions.expire(time.monotonic())
         has_batch = any(sequence.is_batch for sequence in roster.running)
@@ -412,7 +429,8 @@ class Engine:
             if not is_exhaustion(error):
                 self._fail_step(as_teneral_error(error), [share.sequence for share in shares])
                 return
-            exhausted = str(error)  # without its traceback, which holds what the step had made
+            # Without its traceback, which keeps the step's memory alive.
+            exhausted = str(error)
         if exhausted is not None:
             victims = largest_first([(share.sequence, share.num_tokens) for share in shares])
             self._run_out(exhausted, victims[:1], [])
@@ -427,7 +445,8 @@ class Engine:
         roster, lending = self._roster, self._roster.lending
         with roster.changed:
             if len(events) < len(choosing):
-                # Those got no token, so they may not be planned again: whoever ends them may not be here yet.
+                # Those got no token and must not be planned again, although their end may not be
+                # recorded yet.
                 roster.some_ended_early = True
             for share in shares:
                 lending.remember(share.sequence)
@@ -440,7 +459,7 @@ class Engine:
     def _compute(
         self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
     ) -> list[Chosen]:
-        """One step, and the tokens after it."""
+        """Compute one step, and choose the next tokens."""
         backend, step, spill = self._backend, self._roster.num_steps, self._roster.lending.spill
         batch = backend.build([_rows_of(share) for share in shares])
         start_s = time.monotonic()
@@ -469,7 +488,9 @@ class Engine:
             return bool(roster.ready()) or roster.some_ended_early or roster.is_stopping
 
     def _run_out(self, why: str, victims: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
-        """Memory did not suffice for a step. These end, these begin again, and all others go on."""
+        """Handle a step that ran out of memory: the victims end, the others start again, and all
+        other sequences go on.
+        """
         self._backend.make_room()
         logger.error("out of memory: %s", why)
         roster = self._roster
@@ -478,10 +499,10 @@ class Engine:
             for sequence in victims:
                 roster.forget(sequence)
             roster.preempt([each for each in others if each in roster.running], Preempted.MEMORY)
-            for sequence in roster.running:  # what the step would have filled
+            for sequence in roster.running:  # including those that the step would have filled
                 roster.lending.shrink(sequence.exact, sequence.num_computed)
             failure = CapacityError(
-                "there was not enough memory to compute this request beside the others",
+                "there was not enough memory to compute this request together with the others",
                 retry_after_s=roster.retry_after_s,
                 hint="Try again later, or with a shorter prompt; --kv-bytes and --max-running leave more room.",
             )
@@ -489,7 +510,7 @@ class Engine:
             sequence.generation.emit(error_event(failure))
 
     def _fail_step(self, failure: TeneralError, sequences: Sequence[TokenSequence]) -> None:
-        """Ends the sequences of a step that failed; all sequences, now and later, if weights are lost."""
+        """End the sequences of a failed step; all sequences, now and later, if weights are lost."""
         if isinstance(failure, (*WEIGHTS_LOST, DeviceLostError)):
             self._fail_all(failure)
             return
@@ -509,7 +530,8 @@ class Engine:
         for sequence in sequences:
             sequence.generation.emit(error_event(failure))
 
-    # -- whatever the thread ---------------------------------------------------------------------------------
+    # -- any thread
+    # ------------------------------------------------------------------------------------------
 
     def _stop_spill(self) -> None:
         if self._roster.lending.spill is not None:
@@ -523,9 +545,9 @@ class Engine:
         if num_at_least > self.max_context:
             hint = "Shorten the prompt."
             if self.max_context < limits.max_context:
-                hint += f" The model itself allows {limits.max_context}; the server gives it less room."
+                hint += f" The model itself allows {limits.max_context}; the server's limit is lower."
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens, but with its answer it may have {self.max_context}",
+                f"the prompt has {num_prompt} tokens, but prompt and answer together may have {self.max_context}",
                 param="prompt",
                 hint=hint,
             )
@@ -553,16 +575,16 @@ class Engine:
 
 
 def _rows_of(share: Share[TokenSequence]) -> Rows:
-    """What the scheduler gave to a sequence."""
+    """The rows of the scheduler's share of a sequence."""
     lane = share.sequence.exact
     end = lane.num_computed + share.num_tokens
     return Rows(lane, lane.tokens, lane.num_computed, end, int(share.is_last), share.sequence.scores)
 
 
 def _no_tokens() -> GenerationEvent:
-    """The only event of a sequence that may have no tokens."""
+    """The only event of a sequence with max_tokens 0."""
     return GenerationEvent("", (), finish_reason=FinishReason.LENGTH)
 
 
 def _shutting_down() -> DrainingError:
-    return DrainingError("the instance is shutting down", hint="Ask another instance.")
+    return DrainingError("the instance is shutting down", hint="Use another instance.")

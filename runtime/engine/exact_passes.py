@@ -1,7 +1,8 @@
-"""Exact passes under way, one behind another through the layers as these become exact.
+"""The running exact passes, one after another through the layers as these become exact.
 
-Invariant: a pass is never beside or before the one that was sent before it, so that what its rows attend to has been
-written; those that meet become one. It does not know why rows are sent, nor what their logits are for.
+Invariant: a pass never reaches or overtakes an earlier one, so that the keys and values that its
+rows attend to have been written; passes that meet are joined. This module does not know the purpose
+of rows or logits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .sequence import Sequence
 
 
 class PassLike(Protocol):
-    """As `ForwardPass`."""
+    """A `ForwardPass`, or a test double."""
 
     stage: int
 
@@ -36,7 +37,7 @@ class PassLike(Protocol):
 
 @dataclass(slots=True)
 class Sent:
-    """A pass, and whose rows it has: in the order of its batch's spans."""
+    """A pass and its sequences, in the order of its batch's spans."""
 
     under_way: PassLike
     parts: list[tuple[Sequence, Rows]]
@@ -47,10 +48,10 @@ class Sent:
 
 
 class ExactPasses:
-    """The passes that are not through yet, first the one that was sent first."""
+    """The running passes, in the order of their start."""
 
     def __init__(self, max_rows: int) -> None:
-        """Passes that meet are joined as long as they have no more than `max_rows` together."""
+        """Passes that meet are joined if they have at most `max_rows` together."""
         self._max_rows = max_rows
         self._passes: list[Sent] = []
 
@@ -58,19 +59,21 @@ class ExactPasses:
         return bool(self._passes)
 
     def send(self, under_way: PassLike, parts: list[tuple[Sequence, Rows]]) -> None:
-        """One more, behind all others."""
+        """Add a pass after all others."""
         self._passes.append(Sent(under_way, parts))
 
     def can_advance(self) -> bool:
-        """Whether some pass can take its next layer now. Raises the load's error."""
+        """Whether some pass can compute its next layer now. Raises the load's error."""
         return any(self._may_advance(number) for number in range(len(self._passes)))
 
     def wait(self, timeout_s: float) -> None:
-        """Until the first pass can take its next layer, or for so long. Raises the load's error."""
+        """Wait until the first pass can compute its next layer, at most `timeout_s`. Raises the
+        load's error.
+        """
         self._passes[0].under_way.can_advance(timeout_s)
 
     def advance(self) -> Sent | None:
-        """One layer, of the first pass that can take one. Returns that pass when it is through."""
+        """Compute one layer of the first pass that can. Returns that pass when it is finished."""
         number = next(number for number in range(len(self._passes)) if self._may_advance(number))
         sent = self._passes[number]
         sent.under_way.advance()
@@ -80,7 +83,7 @@ class ExactPasses:
         return None
 
     def drop(self, sequences: Collection[Sequence]) -> None:
-        """Nothing of these is computed any more."""
+        """Remove the rows of these sequences."""
         remaining: list[Sent] = []
         for sent in self._passes:
             gone = {number for number, (sequence, _) in enumerate(sent.parts) if sequence in sequences}
@@ -96,13 +99,17 @@ class ExactPasses:
         self._passes = []
 
     def _may_advance(self, number: int) -> bool:
-        """Whether that pass can take its next layer: it is exact, and the pass before has been there."""
+        """Whether that pass can compute its next layer: it is exact, and the previous pass has
+        computed it.
+        """
         under_way = self._passes[number].under_way
         is_behind = number == 0 or under_way.stage < self._passes[number - 1].under_way.stage
         return is_behind and under_way.can_advance()
 
     def _join(self, number: int) -> None:
-        """Make one pass of this one and the one that it has caught up with, so that they read the weights once."""
+        """Join this pass and the one that it has caught up with, so that they read the weights
+        once.
+        """
         if number == 0:
             return
         ahead, behind = self._passes[number - 1], self._passes[number]

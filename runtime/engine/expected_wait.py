@@ -1,7 +1,7 @@
-"""How long who comes now would have to wait for a place, by what is known: so many steps, and how long one takes.
+"""An upper bound of a new request's wait for a place: a number of steps, and the duration of one.
 
-A sequence may end before it has all the tokens that it may have, so this is a bound from above: places may become free
-sooner. Nothing is known here of who must begin again for want of blocks, nor of tenants and locks.
+Places may become free sooner, because a sequence may end before its maximum of tokens. This module
+ignores preemption for lack of blocks, tenants and locks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ MIN_MEANS = 3  # with fewer, a single slow step could decide
 
 
 def steps_until_place(running: Collection[int], before: Iterable[int], num_places: int) -> int:
-    """The most steps until whoever stands behind `before` in the queue gets one of the places; 0: there is one at once.
+    """The maximum of steps until the request after `before` in the queue gets one of the places; 0:
+    at once.
 
-    `running` has the most steps that each one with a place will still take, `before` those that each one ahead in the
-    queue will take from when it gets its own. Places are taken in the order of the queue.
+    `running` has the maximum of remaining steps of each running sequence, `before` the maximum of
+    steps of each earlier one in the queue. Places are taken in the order of the queue.
     """
     free_after = [*running, *[0] * (num_places - len(running))]
     heapq.heapify(free_after)
@@ -30,8 +31,8 @@ def steps_until_place(running: Collection[int], before: Iterable[int], num_place
 
 
 class StepTimes:
-    """How long a step takes lately: the median of the means of steps that followed one another. So the slow steps that
-    come again and again count, as those with a prompt do, and a single one in which the process was stopped does not.
+    """The recent duration of a step: the median of the means of consecutive steps. Slow steps that
+    recur count, as those with a prompt do, but not a single one in which the process was suspended.
     """
 
     def __init__(self) -> None:
@@ -48,5 +49,5 @@ class StepTimes:
 
     @property
     def step_s(self) -> float | None:
-        """None: too few were measured."""
+        """The duration; None: too few were measured."""
         return statistics.median(self._means_s) if len(self._means_s) >= MIN_MEANS else None

@@ -1,17 +1,19 @@
-"""Whose turn it is among the tenants that wait: shares of tokens, not of requests.
+"""Fair queueing among waiting tenants: shares of tokens, not of requests.
 
-Each tenant has an account of the tokens that it was served, and whoever has the least goes next. That is start-time
-fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the costs of "Fairness in Serving Large Language Models" (Sheng
-et al., OSDI 2024): a prompt is charged when it is admitted, an answer as it comes, because nobody knows its length
-before. Who comes after a pause begins where the one began that was admitted last, so turns cannot be saved up; who had
-more than that by then still owes it, until nobody is there any more.
+Each tenant has an account of its served tokens, and the lowest goes next. That is start-time fair
+queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the costs of "Fairness in Serving Large Language
+Models" (Sheng et al., OSDI 2024): a prompt is charged when it is admitted, an answer as it is
+generated, because its length is not known before. A tenant that returns after a pause starts at the
+last admitted tenant's level, so turns cannot be saved up; one above that level still owes the
+difference, until the queue is empty.
 
-Bounds. However many requests a tenant has in the queue, at most one of them goes before the first one of another that
-owes nothing. And the first request of a tenant, a large one too, is passed over at most `MAX_PASSED_OVER` times for
-each tenant that waits; then only those go before it that were passed over more often, with one request each.
+Bounds. However many requests a tenant has in the queue, at most one of them goes before the first
+one of another that owes nothing. And the first request of a tenant, even a large one, is passed
+over at most `MAX_PASSED_OVER` times for each waiting tenant; then only tenants that were passed
+over more often go before it, with one request each.
 
-A tenant's own requests keep their order here; the scheduler gives its turns to the shortest prompts first. Nothing is
-known here of priorities, blocks or threads.
+A tenant's own requests keep their order here; the scheduler gives its turns to the shortest prompts
+first. This module knows nothing of priorities, blocks or threads.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-OUTPUT_WEIGHT = 2  # a token of an answer costs a step of its own, where those of a prompt share one
+# A token of an answer takes a step of its own, prompt tokens share one.
+OUTPUT_WEIGHT = 2
 MAX_PASSED_OVER = 32
-MAX_DEBTORS = 1_024  # tenants without any request that still owe
+MAX_DEBTORS = 1_024  # tenants without requests that still owe
 
 
 class Queued(Protocol):
-    """What the order is made from."""
+    """The fields of a request that determine its order."""
 
     @property
     def queue_name(self) -> str:
@@ -36,7 +39,7 @@ class Queued(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """What it takes at least to serve it."""
+        """The minimum cost of serving it."""
 
 
 QueuedT = TypeVar("QueuedT", bound=Queued)
@@ -44,12 +47,13 @@ QueuedT = TypeVar("QueuedT", bound=Queued)
 
 @dataclass(slots=True)
 class Account:
-    """One tenant's."""
+    """The account of one tenant."""
 
     served: float  # tokens, those of answers `OUTPUT_WEIGHT` times
     num_waiting: int = 0
     num_running: int = 0
-    num_passed_over: int = 0  # admissions of others since it began to wait, or since its last turn
+    # Admissions of other tenants since it began to wait, or since its last turn.
+    num_passed_over: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -57,8 +61,8 @@ class Account:
 
 
 def fair_order(waiting: Iterable[QueuedT], accounts: Mapping[str, Account]) -> list[QueuedT]:
-    """All of them in the order of their turns, as far as that is known now. Of tenants that are even, the one whose
-    request stands first goes first.
+    """The requests in the order of their turns, as currently known. Ties go to the tenant of the
+    earliest request.
     """
     queues: dict[str, deque[QueuedT]] = {}
     for each in waiting:
@@ -88,22 +92,23 @@ def fair_order(waiting: Iterable[QueuedT], accounts: Mapping[str, Account]) -> l
 
 
 def _overdue(tenants: Iterable[str], accounts: Mapping[str, Account]) -> list[str]:
-    """Those that were passed over too often, the most often first."""
+    """The tenants that were passed over too often, the most often first."""
     passed_over = {tenant: accounts[tenant].num_passed_over for tenant in tenants}
     bound = MAX_PASSED_OVER * len(passed_over)
     return sorted((each for each in passed_over if passed_over[each] >= bound), key=lambda t: -passed_over[t])
 
 
 class Accounts:
-    """The books that `fair_order` reads. A tenant without requests is forgotten once it owes nothing.
+    """The accounts that `fair_order` reads. A tenant without requests is forgotten once it owes
+    nothing.
 
-    Invariant: nobody who waits was served less than `_turn`.
+    Invariant: no waiting tenant was served less than `_turn`.
     """
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         self._num_open = 0
-        self._turn = 0.0  # where the one began that was admitted last
+        self._turn = 0.0  # level of the last admitted tenant
 
     @property
     def by_tenant(self) -> Mapping[str, Account]:
@@ -118,13 +123,13 @@ class Accounts:
         return 0 if account is None else account.num_waiting
 
     def wait(self, tenant: str) -> None:
-        """A request of the tenant comes."""
+        """Record a new request of the tenant."""
         account = self._accounts.setdefault(tenant, Account(self._turn))
         self._num_open += not account.is_open
         self._queue(account)
 
     def start(self, tenant: str) -> None:
-        """A request that waited is admitted."""
+        """Record the admission of a waiting request."""
         account = self._accounts[tenant]
         waiting = [each for each in self._accounts.values() if each.num_waiting]
         self._turn = min(each.served for each in waiting)
@@ -135,27 +140,27 @@ class Accounts:
         account.num_running += 1
 
     def charge(self, tenant: str, cost: float) -> None:
-        """The tenant, some request of which runs, was served so many tokens."""
+        """Charge a tenant with a running request for that many tokens."""
         self._accounts[tenant].served += cost
 
     def stop(self, tenant: str) -> None:
-        """A request that runs has to wait again."""
+        """Record that a running request has to wait again."""
         account = self._accounts[tenant]
         account.num_running -= 1
         self._queue(account)
 
     def quit(self, tenant: str) -> None:
-        """A request that waits is withdrawn."""
+        """Record the withdrawal of a waiting request."""
         self._accounts[tenant].num_waiting -= 1
         self._close(tenant)
 
     def end(self, tenant: str) -> None:
-        """A request that runs ends."""
+        """Record the end of a running request."""
         self._accounts[tenant].num_running -= 1
         self._close(tenant)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the books agree. For tests."""
+        """Raise AssertionError if the accounts are inconsistent. For tests."""
         accounts = self._accounts.values()
         assert self._num_open == sum(account.is_open for account in accounts)
         assert len(accounts) - self._num_open <= MAX_DEBTORS

@@ -1,9 +1,9 @@
 """The caller's handle on one sequence: its events in order, its result, its cancellation.
 
-Invariant: exactly one event has a finish reason, and it is the last, whoever ends the sequence first (the
-engine, the caller, or a shutdown). Events may be written from any thread. `on_event` is never called twice at
-once, nor while a lock is held, so it may call anything, this handle included. Nothing is known here of the
-model or of scheduling.
+Invariant: exactly one event has a finish reason, and it is the last, no matter what ends the
+sequence first (the engine, the caller, or a shutdown). Events may be added from any thread.
+`on_event` is never called concurrently, nor while a lock is held, so it may call anything, this
+handle included. This module knows nothing of the model or of scheduling.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ OnEvent = Callable[[GenerationEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Moments on `time.monotonic()`'s clock; None: has not happened."""
+    """Times on `time.monotonic()`'s clock; None: not yet."""
 
     queued_s: float
     started_s: float | None = None  # first taken into a step
     first_token_s: float | None = None
     first_computed_s: float | None = (
-        None  # the first token that was not forced by a grammar from the beginning
+        # Of the first token that a grammar did not force at the beginning.
+        None
     )
     finished_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """All events of one sequence together."""
+    """All events of one sequence, combined."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     timings: RequestTimings
-    num_drafted: int = 0  # as `GenerationEvent` has them
+    num_drafted: int = 0  # as in `GenerationEvent`
     num_accepted: int = 0
     num_rejected: int = 0
     prompt_logprobs: PromptLogprobs | None = None
 
 
 class Generation:
-    """Made by `Engine.submit`. Iterate over it, call `result`, or have given an `on_event`; all may be
-    combined.
+    """A sequence in progress, made by `Engine.submit`. Iterate over it, call `result`, or pass an
+    `on_event`; all may be combined.
     """
 
     def __init__(
@@ -67,13 +68,15 @@ class Generation:
         self._on_event = on_event
         self._on_end = on_end
         lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # an event was added
-        self._finished = threading.Condition(lock)  # the last one was; so `result` does not wake for each
+        self._changed = threading.Condition(lock)  # notified of each event
+        # Notified of the last one, so that `result` does not wake for each.
+        self._finished = threading.Condition(lock)
         self._events: list[GenerationEvent] = []
-        self._num_delivered = 0  # events that `on_event` has been called with
+        self._num_delivered = 0  # events passed to `on_event`
         self._is_delivering = False
         self._ended = False
-        self.num_cached_tokens = 0  # of the prompt: found in the KV pool, once it has started
+        # Prompt tokens found in the KV pool, once it has started.
+        self.num_cached_tokens = 0
         self._queued_s = time.monotonic()
         self._started_s: float | None = None
         self._first_token_s: float | None = None
@@ -86,7 +89,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the sequence goes on."""
+        """The finish reason; None while the sequence is running."""
         with self._changed:
             return self._events[-1].finish_reason if self._events else None
 
@@ -101,14 +104,16 @@ class Generation:
         )
 
     def cancel(self) -> None:
-        """Ends the sequence now, from any thread; nothing happens when it has ended. What it holds of the KV
-        pool is free again when the step that is running now is over.
+        """End the sequence now, from any thread; no effect after its end. Its blocks of the KV pool
+        are freed after the current step.
         """
         self.emit(GenerationEvent("", (), finish_reason=FinishReason.CANCELLED))
 
     def events(self, timeout_s: float | None = None) -> Iterator[GenerationEvent]:
-        """All events from the first to the last; waits for those to come. Raises TimeoutError when none comes
-        within `timeout_s`. May be called more than once.
+        """All events from the first to the last, waiting for future ones. May be called more than
+        once.
+
+        Raises TimeoutError if none arrives within `timeout_s`.
         """
         index = 0
         while True:
@@ -122,8 +127,8 @@ class Generation:
         return self.events()
 
     def result(self, timeout_s: float | None = None) -> GenerationResult:
-        """Waits for the end. A cancelled sequence gives what it had; a failed one raises its error;
-        TimeoutError after `timeout_s` altogether.
+        """Wait for the end and return the result, partial for a cancelled sequence; raises the
+        error of a failed one. Raises TimeoutError after `timeout_s` in total.
         """
         with self._changed:
             if not self._finished.wait_for(lambda: self.finish_reason is not None, timeout_s):
@@ -131,7 +136,7 @@ class Generation:
             events = list(self._events)
         last = events[-1]
         if last.finish_reason is None or last.finish_reason is FinishReason.ERROR:
-            raise last.error or ModelError("the sequence failed without saying why")
+            raise last.error or ModelError("the sequence failed without a reason")
         return GenerationResult(
             text="".join(event.text for event in events),
             tokens=tuple(token for event in events for token in event.tokens),
@@ -147,8 +152,8 @@ class Generation:
         )
 
     def mark_started(self, *, num_cached_tokens: int = 0) -> bool:
-        """For the engine: the sequence takes part in a step, and so many of its tokens were computed before. True the
-        first time only.
+        """For the engine: record that the sequence takes part in a step, with that many cached
+        tokens. True only the first time.
         """
         if self._started_s is not None:
             return False
@@ -157,18 +162,18 @@ class Generation:
         return True
 
     def begin(self, event: GenerationEvent) -> None:
-        """For the engine, before any other thread has this: its first event, which does not end it. `deliver` or the
-        next event hands it out.
+        """For the engine, before any other thread has this handle: add its first event, which does
+        not end it. `deliver` or the next event delivers it.
         """
         self._first_token_s = time.monotonic()
         self._append(event)
 
     def deliver(self) -> None:
-        """For the engine: hands out what `begin` has added."""
+        """For the engine: deliver the event of `begin`."""
         self._deliver()
 
     def emit(self, event: GenerationEvent) -> bool:
-        """For the engine: adds an event. False, and nothing happens, when the sequence has ended already."""
+        """For the engine: add an event. Returns False, without effect, if the sequence has ended."""
         now_s = time.monotonic()
         with self._changed:
             if self._ended:
@@ -180,7 +185,8 @@ class Generation:
                 self._append(event)
             else:
                 self._finished_s = now_s
-                self._ended = True  # from here on nobody else adds an event
+                # From here on no other thread adds an event.
+                self._ended = True
         if event.finish_reason is not None:
             if self._on_end is not None:
                 self._on_end(self, event.finish_reason)
@@ -197,8 +203,8 @@ class Generation:
                 self._finished.notify_all()
 
     def _deliver(self) -> None:
-        """Calls `on_event` with what it has not seen yet, unless a thread is about that already: then it
-        comes to the new events next.
+        """Call `on_event` with undelivered events, unless another thread is doing so, which then
+        delivers them next.
         """
         if self._on_event is None:
             return
@@ -214,7 +220,7 @@ class Generation:
                 self._num_delivered += 1
             try:
                 self._on_event(event)
-            except Exception:  # the caller's code: it must not end the thread that serves everybody
+            except Exception:  # the caller's code must not end the thread that serves all sequences
                 logger.exception("request %s: on_event raised; cancelled", self.request.request_id)
                 self.cancel()
 

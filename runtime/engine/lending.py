@@ -1,14 +1,14 @@
-"""The blocks of the KV pool that sequences hold: new ones, and those of others who began in the same way.
+"""The blocks of the KV pool that sequences hold: new ones, and shared ones of common prefixes.
 
-Who waits for a place is lent what is there of its beginning while the scheduler decides, and gives it back unless it
-gets one. Full blocks are found by others from the step on that computed them. Where a prompt leaves them in the middle
-of a block, what it has in common with that is copied into the first block that it gets: blocks of the cache are never
-written to.
+While the scheduler decides, a waiting sequence holds the cached blocks of its prefix, and returns
+them unless it is admitted. Full blocks are shared from the step on that computed them. Where a
+prompt diverges in the middle of a block, the common part is copied into the first new block: blocks
+of the cache are never written.
 
-Invariants: a sequence holds one reference to each of its blocks, in the order of its tokens, and to the block that it
-is going to copy from until it has; and the cache's books of found, pinned and spilled blocks are changed nowhere else
-but by those who copy blocks in. Nobody is lent what would leave too little for who comes before. Callers hold
-`changed`. Nothing is known here of queues, steps and events.
+Invariants: a sequence holds one reference to each of its blocks, in the order of its tokens, and to
+the block that it will copy from until it has; and the cache's indexes of found, pinned and spilled
+blocks are changed only here and by imports of blocks. No sequence holds blocks that would leave too
+few for earlier ones. Callers hold `changed`. This module knows nothing of queues, steps and events.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .scheduler import Prospect
 from .sequence import Lane, Sequence
 
 CopyTokens = Callable[[int, int, int], None]
-"""As `KVPool.copy_tokens`: from a block, to a block, how many."""
+"""`KVPool.copy_tokens`: from a block, to a block, how many."""
 
 
 class Lending:
-    """One pool's blocks, without their content."""
+    """The allocation of one pool's blocks, without their content."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class Lending:
         max_pinned_blocks: int,
         copy_tokens: CopyTokens,
     ) -> None:
-        """`prefix_seed` says whose keys and values these are; with another one nothing of this pool is found.
+        """`prefix_seed` identifies the model of these keys and values; with another seed no block
+        of this pool is found.
 
         `copy_tokens` is called under `changed`, before the step whose sequence needs them.
         """
@@ -59,15 +60,15 @@ class Lending:
             max_sessions=options.max_sessions,
             max_idle_s=options.session_idle_s,
         )
-        self.spill: Spill | None = None  # where blocks go before they are given up
+        self.spill: Spill | None = None  # the destination of evicted blocks
         self._options = options
         self._block_size = options.block_size
         self._prefix_seed = prefix_seed
         self._copy_tokens = copy_tokens
 
     def open_spill(self, kv: BlockContent, block_bytes: int, num_promised: Callable[[], int]) -> None:
-        """Have blocks go where the options say before they are given up; `num_promised` as for `Spill`. Once, at the
-        beginning, by who will start and stop it. UsageError when there is no such place.
+        """Open the spill media of the options; `num_promised` is that of `Spill`. Once, at the
+        beginning, by the owner that starts and stops it. Raises UsageError for an unusable medium.
         """
         options = self._options
         media = open_media(
@@ -87,30 +88,35 @@ class Lending:
                 num_promised=num_promised,
             )
 
-    # -- what could be had -----------------------------------------------------------------------------------
+    # -- availability
+    # ----------------------------------------------------------------------------------------
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, and those whose content can be given up."""
+        """The number of free and evictable blocks."""
         return self.allocator.free_count + self.prefixes.num_idle
 
     def num_missing(self, lane: Lane, num_tokens: int) -> int:
-        """How many more blocks the lane needs to hold so many tokens; below 0, so many it has too many."""
+        """The number of blocks that the lane lacks for `num_tokens` tokens; negative: it has too
+        many.
+        """
         return -(-num_tokens // self._block_size) - len(lane.blocks)
 
     def num_promised(self, running: Collection[Sequence]) -> int:
-        """Available ones that those who run will need: for all of their tokens, and one more each."""
+        """The available blocks that running sequences will need: for all of their tokens, and one
+        more each.
+        """
         missing = (self.num_missing(each.exact, each.num_tokens + 1) for each in running)
         return sum(max(0, num_blocks) for num_blocks in missing) + len(running)
 
     def num_freed_by(self, sequences: Collection[Sequence]) -> int:
-        """How many blocks could be had if these gave up theirs: those that nobody beside them uses."""
+        """The number of blocks freed by preempting these: those without other users."""
         num_given_up = Counter(block for each in sequences for block in each.blocks)
         return sum(self.prefixes.num_users(block) == count for block, count in num_given_up.items())
 
     def prospect(self, sequence: Sequence) -> Prospect:
-        """The waiting sequence as it would be planned with the blocks of its prefix that are cached. Idle ones among
-        those count as blocks still to take.
+        """The waiting sequence as it would be planned with the cached blocks of its prefix. Idle
+        ones among those count as blocks still to allocate.
         """
         found = self.prefixes.find(self._hashes_to_find(sequence))
         return Prospect(
@@ -123,8 +129,9 @@ class Lending:
     # -- prefixes --------------------------------------------------------------------------------------------
 
     def attach(self, waiting: Iterable[Sequence], *, num_places: int, num_promised: int) -> None:
-        """Give the first of these what is there of their beginnings, at least one token being left to compute, as long
-        as there are places and blocks for all of it. Who waits for blocks on their way back lets others go first.
+        """Attach the cached prefixes to the first of these, with at least one token left to
+        compute, while there are places and blocks for all of it. Sequences that wait for spilled
+        blocks let others go first.
         """
         if not self._options.prefix_cache:
             return
@@ -150,21 +157,21 @@ class Lending:
             left -= self._attach_source(sequence, left)
 
     def detach(self, waiting: Iterable[Sequence]) -> None:
-        """Have those who got no place give back what `attach` gave them."""
+        """Detach the blocks of `attach` from sequences that were not admitted."""
         for sequence in waiting:
             if sequence.num_computed:
                 self.take_back(sequence)
 
     def note_begin(self, sequence: Sequence) -> None:
-        """Count what it found: it has a place for the first time."""
+        """Count the cache hits of a sequence at its first admission."""
         self.prefixes.count_lookup(sequence.num_prompt_tokens, sequence.num_computed)
         if not sequence.num_remembered:
             return
         self.ledger.count_hits(self._hashes(sequence, sequence.num_remembered))
-        self._tell_tokens(sequence, 0, sequence.num_remembered)  # of those that came from elsewhere
+        self._tell_tokens(sequence, 0, sequence.num_remembered)  # of blocks that were imported
 
     def remember(self, sequence: Sequence) -> None:
-        """Have the sequence's full blocks found by who begins in the same way."""
+        """Make the sequence's full blocks available to others with the same prefix."""
         num_full = sequence.num_computed // self._block_size
         if not self._options.prefix_cache or sequence.num_remembered == num_full:
             return
@@ -178,7 +185,9 @@ class Lending:
         sequence.num_remembered = num_full
 
     def keep_for_session(self, sequence: Sequence) -> None:
-        """Pin what it has remembered for the next turn of its session, if it is of one. Before its blocks go."""
+        """Pin the sequence's shared blocks for the next turn of its session, if any. Before its
+        blocks are released.
+        """
         session = sequence.generation.request.session_key
         if session is not None and sequence.num_remembered:
             self.sessions.keep(session, self._hashes(sequence, sequence.num_remembered), time.monotonic())
@@ -186,7 +195,9 @@ class Lending:
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def grow(self, lane: Lane, num_blocks: int) -> None:
-        """That many more blocks, which must be available. What the lane is to copy is in the first of them then."""
+        """Allocate that many more blocks, which must be available. The lane's source is copied to
+        the first of them.
+        """
         self.prefixes.make_room(num_blocks)
         last = lane.blocks[-1] if lane.blocks else None
         new = self.allocator.allocate(num_blocks, after=last, epoch=lane.epoch)
@@ -198,24 +209,26 @@ class Lending:
             self.prefixes.release((source,))
 
     def shrink(self, lane: Lane, num_tokens: int) -> None:
-        """Give back what the lane does not need for so many tokens."""
+        """Release the lane's blocks beyond `num_tokens` tokens."""
         surplus = -self.num_missing(lane, num_tokens)
         if surplus > 0:
             lane.blocks, freed = lane.blocks[:-surplus], lane.blocks[-surplus:]
             self.prefixes.release(freed)
 
     def take_back(self, sequence: Sequence) -> None:
-        """All of its blocks; it keeps its tokens."""
+        """Release all blocks of a sequence, which keeps its tokens."""
         self.prefixes.release(sequence.forget_computed())
 
     def drop_draft(self, sequence: Sequence) -> None:
-        """Forget what the draft made of it."""
+        """Drop the draft lane of a sequence."""
         if sequence.draft is not None:
             self.allocator.release(sequence.draft.blocks)
             sequence.draft = None
 
     def check_integrity(self, lanes: Collection[Lane]) -> None:
-        """Raises AssertionError unless the books agree, these lanes being all that have blocks. For tests."""
+        """Raise AssertionError if the indexes disagree, these lanes being all that have blocks. For
+        tests.
+        """
         self.allocator.check_integrity()
         self.prefixes.check_integrity()
         self.sessions.check_integrity()
@@ -229,7 +242,7 @@ class Lending:
         for lane in lanes:
             assert all(self.allocator.epoch(block) is lane.epoch for block in lane.blocks)
             assert lane.num_computed <= len(lane.blocks) * self._block_size
-            assert lane.source is None, "somebody has a place, and has not copied what it was lent"
+            assert lane.source is None, "a running sequence has not copied its source block"
 
     # ----------------------------------------------------------------------------------------------------------
 
@@ -240,14 +253,17 @@ class Lending:
         return self._chain(sequence, num_blocks)[1:]
 
     def _hashes_to_find(self, sequence: Sequence) -> list[bytes]:
-        """Of the full blocks before its last token, which is computed in any case."""
+        """The hashes of the full blocks before its last token, which is always computed."""
         if not self._options.prefix_cache or sequence.needs_all_rows:
             return []
         return self._hashes(sequence, (sequence.num_tokens - 1) // self._block_size)
 
     def _attach_source(self, sequence: Sequence, num_available: int) -> int:
-        """Lend the sequence, which has its full blocks, the one that goes on like it for longest, for its first tokens.
-        Returns how many of the available blocks that takes, until they are copied: nobody does without a place for it.
+        """Attach the cached block that shares the longest beginning with the sequence's next
+        tokens.
+
+        Returns the number of available blocks that it uses until it is copied, so that it never
+        starves another sequence.
         """
         if sequence.needs_all_rows:
             return 0
@@ -267,19 +283,23 @@ class Lending:
         return num_taken
 
     def _tell_tokens(self, sequence: Sequence, first: int, end: int) -> None:
-        """What the full blocks [first, end) hold: so that others can use their beginnings."""
+        """Record the tokens of the full blocks [first, end), so that others can use their
+        beginnings.
+        """
         chain, size = self._chain(sequence, end), self._block_size
         for number in range(first, end):
             tokens = sequence.tokens[number * size : (number + 1) * size]
             self.prefixes.tell_tokens(chain[number + 1], chain[number], tokens)
 
     def _num_to_take(self, sequence: Sequence, found: list[int]) -> int:
-        """Available blocks that are no longer so once it has these, and all else for its tokens and one more."""
+        """The number of available blocks that it would use, for the found ones, and for all its
+        tokens and one more.
+        """
         num_new = self.num_missing(sequence.exact, sequence.num_tokens + 1) - len(found)
         return num_new + self.prefixes.num_idle_among(found)
 
     def _send_for_more(self, sequence: Sequence, hashes: list[bytes], num_found: int) -> bool:
-        """Whether blocks behind those that were found are on their way back; they are sent for once."""
+        """Whether spilled blocks after the found ones are being fetched; starts the fetch once."""
         if self.spill is not None and sequence.fetch is None:
             generation = sequence.generation
             sequence.fetch = self.spill.fetch(hashes, num_found, lambda: not generation.ended)

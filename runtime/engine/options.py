@@ -1,4 +1,4 @@
-"""An engine's bounds, and what it tells about itself, as values."""
+"""The bounds of an engine, and its statistics, as values."""
 
 from __future__ import annotations
 
@@ -19,26 +19,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """Bounds of an engine. The KV pool is reserved as a whole; its memory is touched as tokens come."""
+    """Bounds of an engine. The whole KV pool is reserved; its memory is touched as tokens are
+    stored.
+    """
 
     kv_bytes: int
     block_size: int = 16  # tokens
     max_running: int = 32  # sequences that share a step
-    max_queued: int = 256  # sequences that may wait beside those
+    max_queued: int = 256  # sequences that may wait in addition
     max_step_tokens: int = 2_048  # of all sequences in a step: bounds the memory for activations
-    max_prefill_tokens: int = 512  # of prompts, in a step in which others wait for their next token
-    max_context: int | None = None  # None: what the model allows and the pool can hold
+    # Of prompts, in a step in which others wait for their next token.
+    max_prefill_tokens: int = 512
+    max_context: int | None = None  # None: the minimum of the model's limit and the pool's size
     kv_dtype: KVKind = KVKind.MODEL  # how keys and values are stored
-    prefix_cache: bool = True  # blocks of past sequences are kept, for who begins in the same way
-    max_wait_s: float | None = None  # for a place: who would have to wait longer is refused; None: nobody is
-    max_queued_per_tenant: int | None = None  # of those who name themselves; None: half of max_queued
-    session_kv_bytes: int | None = None  # that sessions may pin; None: half of the pool
-    session_idle_s: float = 900.0  # after which one that nobody has come back to loses its pins
+    # Blocks of past sequences are kept for requests with the same prefix.
+    prefix_cache: bool = True
+    # For a place: requests that would wait longer are refused; None: unlimited.
+    max_wait_s: float | None = None
+    max_queued_per_tenant: int | None = None  # of named tenants; None: half of max_queued
+    session_kv_bytes: int | None = None  # the maximum of pinned bytes; None: half of the pool
+    # Idle time after which a session loses its pins.
+    session_idle_s: float = 900.0
     max_sessions: int = 1_024
-    kv_host_bytes: int = 0  # memory beside the pool, for what it gives up
-    kv_disk_bytes: int = 0  # the same on a disk: in a file without a name, in this folder
+    # Host memory for evicted blocks, in addition to the pool.
+    kv_host_bytes: int = 0
+    # The same on a disk: in an unnamed file, in this folder.
+    kv_disk_bytes: int = 0
     kv_disk_dir: str | None = None
-    kernels_dir: str | None = None  # of binaries for a CUDA device, compiled ahead of time
+    # Folder of kernels compiled ahead of time, for a CUDA device.
+    kernels_dir: str | None = None
 
     def __post_init__(self) -> None:
         _require_at_least("kv_bytes", self.kv_bytes, 1)
@@ -59,14 +68,14 @@ class EngineOptions:
         _require_at_least("kv_disk_bytes", self.kv_disk_bytes, 0)
         if (self.kv_host_bytes or self.kv_disk_bytes) and not self.prefix_cache:
             raise UsageError(
-                "kv_host_bytes and kv_disk_bytes are for what the prefix cache gives up, and that is turned off",
+                "kv_host_bytes and kv_disk_bytes need the prefix cache, which is turned off",
                 key="prefix_cache",
                 hint="Leave them out, or turn the prefix cache on.",
             )
 
     @property
     def max_queued_batch(self) -> int:
-        """Of batch work of all tenants."""
+        """The maximum of waiting batch work of all tenants."""
         return -(-self.max_queued // 2)
 
     @property
@@ -74,7 +83,7 @@ class EngineOptions:
         return -(-self.max_queued // 2) if self.max_queued_per_tenant is None else self.max_queued_per_tenant
 
     def max_pinned_blocks(self, num_blocks: int, bytes_per_block: int) -> int:
-        """How many of the pool's blocks sessions may pin."""
+        """The maximum of the pool's blocks that sessions may pin."""
         if self.session_kv_bytes is None:
             return num_blocks // 2
         return min(num_blocks, self.session_kv_bytes // bytes_per_block)
@@ -90,7 +99,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """A moment's view; totals count from the engine's start."""
+    """A snapshot of the counts; totals count from the engine's start."""
 
     running: int
     queued: int
@@ -103,27 +112,28 @@ class EngineStatistics:
     forward_s_total: float
     prompt_tokens_total: int  # of the sequences that were admitted
     output_tokens_total: int
-    computed_tokens_total: int  # that went through the model: preempted sequences' twice
+    computed_tokens_total: int  # through the model: those of preempted sequences twice
     preemptions_total: int
     ended_total: Mapping[FinishReason, int]
     drafted_tokens_total: int = 0  # of the output tokens: chosen by weights that were not exact yet
-    accepted_proposals_total: int = 0  # of the draft, which the exact weights confirmed
+    accepted_proposals_total: int = 0  # of the draft, confirmed by the exact weights
     rejected_proposals_total: int = 0
-    cached_blocks: int = 0  # that can be found by their prefix
-    idle_blocks: int = 0  # of these: not in use, and given up when blocks are needed
+    cached_blocks: int = 0  # can be found by their prefix
+    # Of these: not in use, and evicted when blocks are needed.
+    idle_blocks: int = 0
     prefix_hit_tokens_total: int = 0
     prefix_lookup_tokens_total: int = 0
     prefix_evictions_total: int = 0
     spill: SpillStatistics | None = None
-    device: DeviceStatistics | None = None  # where there is one beside the CPU
-    exhausted_total: int = 0  # steps for which memory did not suffice
+    device: DeviceStatistics | None = None  # of a device other than the CPU
+    exhausted_total: int = 0  # steps that ran out of memory
     queued_by_priority: Mapping[Priority, int] = field(default_factory=dict)
     tenants_waiting: int = 0
     preemptions_by_reason_total: Mapping[Preempted, int] = field(default_factory=dict)
     sessions: int = 0
     pinned_blocks: int = 0  # by sessions: idle or in use
     sessions_unpinned_total: Mapping[Unpinned, int] = field(default_factory=dict)
-    retry_after_s: float = 1.0  # when a place becomes free, as far as that is known
+    retry_after_s: float = 1.0  # until a place becomes free, as an estimate
 
 
 def _require_at_least(key: str, value: float, least: int) -> None:

@@ -1,8 +1,8 @@
-"""Who waits for a place and who runs.
+"""The waiting and running sequences.
 
-Invariants: all of it is read and changed under `changed`, whose waiters are told when something comes or ends. A
-sequence's blocks are free before its last event can be seen; if it ends in the middle of a step, as soon as that step
-is over. Nothing is computed or handed out here, and no scheduling decision is taken.
+Invariants: all state is read and changed under `changed`, whose waiters are notified of arrivals
+and ends. A sequence's blocks are free before its last event is visible; if it ends during a step,
+at the end of that step. Nothing is computed or delivered here, and no scheduling decision is made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from .waiting import WaitingList
 
 
 class Roster:
-    """Mutable, and public within the engine: but for what says so, callers hold `changed`."""
+    """The scheduler state. Mutable, and public within the engine: unless stated otherwise, callers
+    hold `changed`.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,9 @@ class Roster:
         max_pinned_blocks: int,
         copy_tokens: CopyTokens,
     ) -> None:
-        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` as for `Lending` and `SessionPins`."""
+        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` are those of `Lending` and
+        `SessionPins`.
+        """
         self.changed = threading.Condition()
         self.options = options
         self.lending = Lending(
@@ -50,9 +54,10 @@ class Roster:
         )
         self.waiting: WaitingList[Sequence] = WaitingList()
         self.running: list[Sequence] = []  # in the order of admission
-        self.refusal: TeneralError | None = None  # why nothing new is taken
+        self.refusal: TeneralError | None = None  # why new requests are refused
         self.is_stopping = False
-        self.some_ended_early = False  # sequences to forget, which ended outside of a step
+        # Some sequences ended outside a step and must be forgotten.
+        self.some_ended_early = False
         self.num_ended: Counter[FinishReason] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
@@ -64,7 +69,8 @@ class Roster:
         self.num_accepted_proposals = 0
         self.num_rejected_proposals = 0
         self.num_exhausted = 0
-        self._is_short_of_blocks = False  # when the latest step was planned: some wait though a place is free
+        # When the latest step was planned: some wait although a place is free.
+        self._is_short_of_blocks = False
         self._capacity = Capacity(
             options,
             steps_until_free=lambda: self._steps_until_place(self.running, self.waiting),
@@ -75,11 +81,12 @@ class Roster:
     def owes_first_token(self) -> bool:
         return bool(self.waiting) or any(each.exact.num_missing > 1 for each in self.running)
 
-    # -- taking in -------------------------------------------------------------------------------------------
+    # -- admission
+    # -------------------------------------------------------------------------------------------
 
     def enqueue(self, sequence: Sequence, *, joins: bool = False) -> None:
-        """Raises the refusal, or CapacityError: then nothing has changed. Who `joins` another one of the same request
-        may wait for however long.
+        """Queue a sequence. Raises the refusal, or CapacityError, with nothing changed. One that
+        `joins` another of the same request may wait for any time.
         """
         self.require_open()
         self._require_queue(sequence.queue_name, sequence.priority)
@@ -94,7 +101,7 @@ class Roster:
         self.changed.notify_all()
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
-        """Raises CapacityError unless so many sequences like this, of one request, can be taken now."""
+        """Raise CapacityError unless that many sequences of one request fit now."""
         self._require_queue(queue_name, priority, num_sequences)
         self._require_soon(queue_name, priority)
 
@@ -109,17 +116,19 @@ class Roster:
         )
 
     def _require_soon(self, queue_name: str, priority: Priority) -> None:
-        """Batch work gets what the others leave, whenever that is, so it is not refused for it."""
+        """Check the expected wait. Batch work uses the capacity left by others, at any time, so it
+        is not refused for it.
+        """
         if self.options.max_wait_s is None or priority is Priority.BATCH:
             return
-        running = [each for each in self.running if not each.is_batch]  # batch work makes way
+        running = [each for each in self.running if not each.is_batch]  # batch work is preempted
         num_steps = self._steps_until_place(running, self._ahead_of(queue_name))
         if num_steps is not None:
             self._capacity.require_soon(num_steps)
 
     def _ahead_of(self, queue_name: str) -> Iterator[Sequence]:
-        """Those who wait and surely go before interactive work of this tenant that comes now: all of its own, and of
-        each other tenant one more than those, as if none of them owed anything.
+        """The waiting sequences that certainly go before new interactive work of this tenant: all
+        of its own, and of each other tenant one more than those, as if none of them owed anything.
         """
         num_turns = Counter[str]()
         num_own = sum(each.queue_name == queue_name for each in self.waiting.of(Priority.INTERACTIVE))
@@ -129,39 +138,42 @@ class Roster:
                 yield each
 
     def _steps_until_place(self, running: Iterable[Sequence], ahead: Iterable[Sequence] = ()) -> int | None:
-        """The most steps until there is a place behind these. None: there are places, and what is short are blocks."""
+        """The maximum of steps until there is a place after these. None: there are places, but
+        blocks are short.
+        """
         if self._is_short_of_blocks:
             return None
         steps = self._steps_left
         return steps_until_place([*map(steps, running)], map(steps, ahead), self.options.max_running)
 
     def _steps_left(self, sequence: Sequence) -> int:
-        """The most that it takes from now on, or from when it has a place. Of one that runs it may be one off, as its
-        tokens come without the lock.
+        """The maximum of its remaining steps, from now or from its admission. May be off by one for
+        a running sequence, whose tokens are added without the lock.
         """
         if sequence.generation.ended:
             return 0
         num_tokens_left = sequence.max_new_tokens - sequence.sampling.num_outputs
         chunk = min(self.options.max_prefill_tokens, self.options.max_step_tokens)
         num_prompt_steps = -(-sequence.exact.num_missing // chunk)
-        return num_prompt_steps - 1 + num_tokens_left  # the prompt's last step gives a token
+        # The prompt's last step gives a token.
+        return num_prompt_steps - 1 + num_tokens_left
 
     @property
     def retry_after_s(self) -> float:
-        """For who is refused, as `CapacityError` has it."""
+        """The time for the client to retry, for `CapacityError`."""
         return self._capacity.retry_after_s
 
     def require_open(self) -> None:
         if self.refusal is not None:
-            # Without the traceback of the last time, to which each raise would add.
+            # Without the previous traceback, to which each raise would add.
             raise self.refusal.with_traceback(None)
 
     def refuse(self, refusal: TeneralError) -> None:
-        """From now on nothing new is taken; the first reason stands."""
+        """Refuse new requests from now on; the first reason is kept."""
         self.refusal = self.refusal or refusal
 
     def admit(self, sequence: Sequence) -> None:
-        """From the queue to those that run."""
+        """Move a sequence from the queue to the running ones."""
         self.waiting.start(sequence)
         self.running.append(sequence)
         if sequence.generation.mark_started(num_cached_tokens=sequence.num_computed):
@@ -171,7 +183,9 @@ class Roster:
             self.lending.note_begin(sequence)
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
-        """Do as the scheduler decided. Who is admitted gets a share, and a block: the last one is never full."""
+        """Apply the scheduler's plan. Each admitted sequence gets a share, and a block: the last
+        one is never full.
+        """
         self._capacity.note_step(follows=bool(self.running))
         self.preempt(plan.preempted, Preempted.BLOCKS)
         for sequence in plan.admitted:
@@ -183,18 +197,19 @@ class Roster:
                 self.lending.grow(share.sequence.exact, share.num_new_blocks)
 
     def preempt(self, sequences: Iterable[Sequence], reason: Preempted) -> None:
-        """From those that run back to the queue. They keep their tokens."""
+        """Move running sequences back to the queue. They keep their tokens."""
         for sequence in sequences:
             self.running.remove(sequence)
             self.lending.take_back(sequence)
-            sequence.fetch = None  # what is given up of it now may be worth bringing back
+            # Its evicted blocks may now be worth fetching.
+            sequence.fetch = None
             self.waiting.put_back(sequence)
             self.num_preemptions[reason] += 1
 
     # -- blocks ----------------------------------------------------------------------------------------------
 
     def ready(self) -> list[Sequence]:
-        """Those that wait for a place, and not for blocks or an adapter that are on their way."""
+        """The waiting sequences that do not wait for blocks or an adapter being loaded."""
         return [each for each in self.waiting if not (each.waits_for_blocks or each.waits_for_adapter)]
 
     def followers(self) -> list[Sequence]:
@@ -207,7 +222,7 @@ class Roster:
         return [each for each in found if each.adapter is found[0].adapter]
 
     def attach_prefixes(self) -> None:
-        """Give those who wait for a place what is there of their beginnings. Who gets no place gives it back:
+        """Attach cached prefixes to waiting sequences. Those that are not admitted return them:
         `detach_prefixes`.
         """
         if self.waiting:
@@ -221,12 +236,12 @@ class Roster:
         self.lending.detach(self.waiting)
 
     def num_promised_blocks(self) -> int:
-        """Available ones that those who run will need."""
+        """The available blocks that running sequences will need."""
         return self.lending.num_promised(self.running)
 
     def prospects(self) -> list[Prospect]:
-        """The interactive sequences of the queue that the next step could admit, in the queue's order: its first one,
-        and as many as can run of those that the scheduler takes first.
+        """The interactive sequences of the queue that the next step could admit, in the queue's
+        order: its first one, and as many as can run of those that the scheduler takes first.
         """
         interactive = [each for each in self.ready() if not each.is_batch]
         first = {
@@ -246,7 +261,7 @@ class Roster:
         self.lending.take_back(sequence)
 
     def forget_ended(self) -> list[Sequence]:
-        """Forget those that have ended meanwhile, which it returns."""
+        """Forget the sequences that have ended meanwhile, and return them."""
         self.some_ended_early = False
         ended = [each for each in (*self.running, *self.waiting) if each.generation.ended]
         for sequence in ended:
@@ -266,13 +281,13 @@ class Roster:
         return all(sequence.generation.ended for sequence in self.everybody())
 
     def note_step(self, num_tokens: int, took_s: float) -> None:
-        """Count a forward pass, or a piece of one."""
+        """Count a forward pass, or a part of one."""
         self.num_steps += 1
         self.forward_s += took_s
         self.num_computed_tokens += num_tokens
 
     def note_events(self, events: Iterable[tuple[Sequence, GenerationEvent]]) -> None:
-        """Count what is about to be handed out, and free what ends with it."""
+        """Count events about to be delivered, and free the sequences that end with them."""
         for sequence, event in events:
             self.num_output_tokens += len(event.tokens)
             self.waiting.charge(sequence, num_output_tokens=len(event.tokens))
@@ -283,11 +298,13 @@ class Roster:
                 self.forget(sequence)
 
     def note_end(self, generation: Generation, reason: FinishReason) -> None:
-        """A generation's last event is about to be seen; called by the thread that ends it, without `changed`."""
+        """Record a generation's last event before it is visible; called by the thread that ends it,
+        without `changed`.
+        """
         with self.changed:
             self.num_ended[reason] += 1
             self._capacity.note_end()
-            # Its place in the queue is free at once; blocks may be in use by the step that is running.
+            # Its place in the queue is free at once; the current step may be using its blocks.
             waiting = next((each for each in self.waiting if each.generation is generation), None)
             if waiting is not None:
                 self.waiting.withdraw(waiting)
@@ -297,7 +314,7 @@ class Roster:
     # -- for tests -------------------------------------------------------------------------------------------
 
     def check_integrity(self, max_context: int) -> None:
-        """Raises AssertionError unless sequences and block pool agree."""
+        """Raise AssertionError if sequences and block pool disagree."""
         self.waiting.check_integrity()
         self.lending.check_integrity([lane for sequence in self.running for lane in sequence.lanes])
         for sequence in self.running:

@@ -1,22 +1,24 @@
-"""Which sequences take part in the next step, and with how many tokens: a pure decision over values.
+"""The scheduler: the sequences of the next step and the number of their tokens, as a pure decision
+over values.
 
-- Every sequence that decodes takes one token. Prompts (and preempted sequences, which are computed again)
-  take what is left, in chunks; while another sequence decodes no more than `max_prefill_tokens` of a
-  step, so that the pauses between tokens stay short. With none decoding they may fill the step, so that a
-  prompt follows arriving weights in one pass.
-- Prompts are served in the order of turns (`fairness.py`), those that run before those that wait; but within each
-  tenant the one with the least left to compute takes the first of the tenant's turns, and so on. The oldest prompt of
-  all keeps a part of each step, `1/OLDEST_SHARE`: however many short ones come, it takes at most so many times as long.
-- A sequence is admitted when the pool has room for all of its tokens beside what the running ones still need. One that
-  overtakes the first of the queue leaves a place and blocks for that one.
-- When blocks run out the sequence admitted last gives up all of its blocks to an older one and is computed
-  again later. The oldest one can therefore always go on, given that the pool holds one sequence of full
-  length.
-- Batch work counts as admitted after all that is interactive, whenever that came: it computes prompts, is
-  admitted and keeps its blocks only where nothing interactive wants the same. `make_way` says which of it is
-  preempted for interactive work that waits.
+- Every sequence that decodes takes one token. Prompts (and preempted sequences, which are computed
+  again) take the rest, in chunks; while another sequence decodes no more than `max_prefill_tokens`
+  of a step, so that the pauses between tokens stay short. With none decoding they may fill the
+  step, so that a prompt follows arriving weights in one pass.
+- Prompts are served in the order of turns (`fairness.py`), running ones before waiting ones; but
+  within each tenant the one with the least left to compute takes the first of the tenant's turns,
+  and so on. The oldest prompt of all keeps a part of each step, `1/OLDEST_SHARE`: however many
+  short ones arrive, it takes at most that many times as long.
+- A sequence is admitted if the pool has room for all of its tokens in addition to the running ones'
+  needs. One that overtakes the first of the queue leaves a place and blocks for that one.
+- When blocks run out the sequence admitted last gives up all of its blocks to an older one and is
+  computed again later. The oldest one can therefore always go on, given that the pool holds one
+  sequence of full length.
+- Batch work counts as admitted after all interactive work, independent of arrival: it computes
+  prompts, is admitted and keeps its blocks only if no interactive work needs the same. `make_way`
+  selects the batch work to preempt for waiting interactive work.
 
-Nothing here is changed, allocated or computed; tensors and threads are unknown.
+Nothing is changed, allocated or computed here; this module knows nothing of tensors and threads.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Schedulable(Protocol):
-    """What the decision is made from."""
+    """The fields of a sequence that the decision uses."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,16 +51,16 @@ class Schedulable(Protocol):
 
     @property
     def is_batch(self) -> bool:
-        """Whether it makes way for those that are not."""
+        """Whether it yields to interactive sequences."""
 
 
 class Preempted(enum.StrEnum):
-    """Why a sequence had to give up its place."""
+    """The reason of a preemption."""
 
-    BLOCKS = "blocks"  # an older one needed them
-    PRIORITY = "priority"  # it was batch work, and something interactive waited
-    ADAPTER = "adapter"  # it followed an adapter on its way alone, and another one came
-    MEMORY = "memory"  # there was none left for the step that it was in
+    BLOCKS = "blocks"  # an older sequence needed them
+    PRIORITY = "priority"  # it was batch work, and interactive work waited
+    ADAPTER = "adapter"  # it followed a loading adapter alone, and another one came
+    MEMORY = "memory"  # the step ran out of memory
 
 
 SequenceT = TypeVar("SequenceT", bound=Schedulable)
@@ -69,33 +71,35 @@ OLDEST_SHARE = 4
 class SchedulerLimits:
     max_running: int
     max_step_tokens: int
-    max_prefill_tokens: int  # of a step in which somebody decodes
+    max_prefill_tokens: int  # of a step with decoding sequences
     block_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Share(Generic[SequenceT]):
-    """One sequence's part of a step: its next `num_tokens` tokens, for which it needs `num_new_blocks` more
+    """One sequence's part of a step: its next `num_tokens` tokens, which need `num_new_blocks` more
     blocks.
     """
 
     sequence: SequenceT
     num_tokens: int
     num_new_blocks: int
-    is_last: bool  # no known token is left to compute then, so the next one can be chosen
+    # No known token is left to compute then, so the next one can be chosen.
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[SequenceT]):
-    """To be applied in this order."""
+    """A plan, to be applied in this order."""
 
-    preempted: tuple[SequenceT, ...]  # the latest admitted first: so they go back to the front of the queue
+    # The latest admitted first, so that they return to the front of the queue.
+    preempted: tuple[SequenceT, ...]
     admitted: tuple[SequenceT, ...]  # in the order of admission
-    shares: tuple[Share[SequenceT], ...]  # of sequences that run or are admitted, in the order of admission
+    shares: tuple[Share[SequenceT], ...]  # of running or admitted sequences, in the order of admission
 
 
 FreedBy = Callable[[Sequence[SequenceT]], int]
-"""How many blocks can be had when these give up theirs: those that nobody else uses, too."""
+"""The number of blocks freed by preempting these: those without other users."""
 
 
 def plan_step(
@@ -106,8 +110,8 @@ def plan_step(
     *,
     freed_by: FreedBy[SequenceT] | None = None,
 ) -> StepPlan[SequenceT]:
-    """The next step. `running` is in the order of admission, `waiting` in that of the queue, batch work last. Without
-    `freed_by`, no two sequences use the same block.
+    """Plan the next step. `running` is in the order of admission, `waiting` in that of the queue,
+    batch work last. Without `freed_by`, no two sequences share a block.
     """
     queue = list(waiting)
     step = _Step(running, num_free_blocks, limits, freed_by or _all_their_own)
@@ -120,7 +124,7 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A waiting sequence as it would be planned once it holds the blocks of its prefix that the cache has."""
+    """A waiting sequence as it would be planned with the cached blocks of its prefix."""
 
     num_tokens: int
     num_blocks: int
@@ -136,10 +140,11 @@ def make_way(
     limits: SchedulerLimits,
     freed_by: FreedBy[SequenceT],
 ) -> tuple[SequenceT, ...]:
-    """Batch work to preempt, the latest admitted first, before the next step is planned.
+    """The batch work to preempt before the next step is planned, the latest admitted first.
 
-    `waiting` holds the interactive sequences of the queue, in its order. The planner itself counts how many of them
-    the next step admits: the fewest batch sequences leave with which it admits as many as it would without any.
+    `waiting` holds the interactive sequences of the queue, in order. The planner itself counts how
+    many of them the next step admits: the result is the smallest number of batch sequences without
+    which it admits as many as without any.
     """
     batch = [sequence for sequence in reversed(running) if sequence.is_batch]
 
@@ -159,13 +164,14 @@ def make_way(
         return len(plan.admitted)
 
     most = num_admitted(len(batch))
-    # The count never falls as more leave, because more blocks and places only lengthen the run of admitted ones.
+    # The count never falls as more leave, because more blocks and places only extend the list of
+    # admitted ones.
     return tuple(batch[: bisect_left(range(len(batch)), most, key=num_admitted)])
 
 
 def shortest_first(candidates: Sequence[SequenceT]) -> list[SequenceT]:
-    """The turns of tenants as they are, and within each tenant those first that have the least left to compute; of
-    equal ones, those that stand first.
+    """The turns of tenants in order, and within each tenant the sequences with the least left to
+    compute first; ties keep their order.
     """
     of_tenant: dict[str, list[SequenceT]] = {}
     for each in candidates:
@@ -177,7 +183,7 @@ def shortest_first(candidates: Sequence[SequenceT]) -> list[SequenceT]:
 def _amounts(
     members: Sequence[SequenceT], oldest: SequenceT, num_tokens: int
 ) -> Iterator[tuple[SequenceT, int]]:
-    """Each one's tokens of a step, in the order in which they are served; a part is kept for the oldest."""
+    """Each sequence's tokens of a step, in the order of service; a part is reserved for the oldest."""
     kept = 0
     if members[0] is not oldest:
         kept = min(_num_missing(oldest), max(1, num_tokens // OLDEST_SHARE))
@@ -194,7 +200,7 @@ def _all_their_own(sequences: Sequence[Schedulable]) -> int:
 
 
 class _Step(Generic[SequenceT]):
-    """A plan in the making. Sequences are told apart by identity."""
+    """A plan in progress. Sequences are compared by identity."""
 
     def __init__(
         self,
@@ -204,13 +210,15 @@ class _Step(Generic[SequenceT]):
         freed_by: FreedBy[SequenceT],
     ) -> None:
         self.limits = limits
-        self.active = sorted(running, key=lambda sequence: sequence.is_batch)  # who comes later makes way
+        self.active = sorted(
+            running, key=lambda sequence: sequence.is_batch
+        )  # later ones are preempted first
         self.shares: dict[int, Share[SequenceT]] = {}
         self.preempted: list[SequenceT] = []
         self.admitted: list[SequenceT] = []
         self.num_free_blocks = num_free_blocks
         self.freed_by = freed_by
-        self.num_freed_blocks = 0  # by those that were preempted
+        self.num_freed_blocks = 0  # by preempted sequences
         self.tokens_left = limits.max_step_tokens
         self.prefill_left = limits.max_step_tokens
 
@@ -222,8 +230,8 @@ class _Step(Generic[SequenceT]):
             self._give(sequence, min(1, self.tokens_left))
 
     def prefill(self, waiting: Sequence[SequenceT], *, is_batch: bool) -> bool:
-        """Share the tokens among the prompts that run and those of `waiting` that can be admitted, all of one priority.
-        Whether all that wait were admitted.
+        """Share the tokens among the running prompts and those of `waiting` that can be admitted,
+        all of one priority. Returns whether all waiting ones were admitted.
         """
         if self.preempted:
             waiting = ()
@@ -244,12 +252,14 @@ class _Step(Generic[SequenceT]):
     def _admissible(
         self, order: Iterable[SequenceT], waiting: Sequence[SequenceT], num_tokens: int
     ) -> set[int]:
-        """Those of `waiting` for which there are places and blocks, until the tokens are given out. One that overtakes
-        the first of the queue leaves a place and blocks for it, so that this one gets them when it is the oldest.
+        """Those of `waiting` that have places and blocks, until the tokens are used up. One that
+        overtakes the first of the queue leaves a place and blocks for it, so that this one gets
+        them when it is the oldest.
         """
         chosen: dict[int, SequenceT] = {}
         num_places = self.limits.max_running - len(self.active)
-        # One more for each that runs, or the next decode steps would preempt what was just admitted.
+        # One more for each running one, or the next decode steps would preempt the sequences just
+        # admitted.
         room = self.num_free_blocks - self._num_promised_blocks() - len(self.active)
         heads = iter(waiting)
         head = next(heads, None)
@@ -270,7 +280,8 @@ class _Step(Generic[SequenceT]):
                 while head is not None and id(head) in chosen:
                     head = next(heads, None)
         if head is not None and self._num_needed(head) <= room and num_places >= 1:
-            chosen[id(head)] = head  # its turn comes at the latest where another one is refused
+            # Its turn comes at the latest when another one is refused.
+            chosen[id(head)] = head
         return set(chosen)
 
     def _admit(self, sequence: SequenceT) -> None:
@@ -279,16 +290,19 @@ class _Step(Generic[SequenceT]):
         self.admitted.append(sequence)
 
     def _num_needed(self, sequence: SequenceT) -> int:
-        """Blocks for its tokens and the next one."""
+        """The blocks for its tokens and the next one."""
         return self._num_blocks_for(sequence.num_tokens + 1) - sequence.num_blocks
 
     def _give(self, sequence: SequenceT, wanted: int) -> int:
-        """Plans up to `wanted` tokens, preempting later sequences for the first one; returns how many."""
+        """Plan up to `wanted` tokens, preempting later sequences for the first one; returns the
+        number.
+        """
         if wanted < 1 or any(sequence is other for other in self.preempted):
             return 0
         while (room := self._room(sequence)) < 1:
             if self.active[-1] is sequence:
-                return 0  # it keeps what it has and waits for an older one to end
+                # It keeps its blocks and waits for an older one to end.
+                return 0
             self._preempt(self.active.pop())
         num_tokens = min(wanted, room)
         num_new_blocks = self._num_blocks_for(sequence.num_computed + num_tokens) - sequence.num_blocks
@@ -309,12 +323,14 @@ class _Step(Generic[SequenceT]):
             self.tokens_left += share.num_tokens
 
     def _room(self, sequence: SequenceT) -> int:
-        """Tokens that its own blocks and the free ones can still take."""
+        """The tokens that fit in its own and the free blocks."""
         num_blocks = sequence.num_blocks + self.num_free_blocks
         return num_blocks * self.limits.block_size - sequence.num_computed
 
     def _num_promised_blocks(self) -> int:
-        """Free blocks that the active sequences will need for tokens that are known but not planned yet."""
+        """The free blocks that the active sequences will need for known tokens that are not planned
+        yet.
+        """
         promised = 0
         for sequence in self.active:
             share = self.shares.get(id(sequence))

@@ -1,9 +1,8 @@
-"""One sequence inside the engine: its tokens, its place in the KV pool, and what each new token means for its
-text.
+"""One sequence in the engine: its tokens, its blocks of the KV pool, and its text.
 
-Invariants: `num_computed` < len(tokens). A preempted sequence has nothing computed and no blocks, and keeps its tokens,
-so computing them again loses nothing. What the draft made lies in a lane of its own, whose tokens may go beyond.
-Nothing is known here of tensors, scheduling or threads.
+Invariants: `num_computed` < len(tokens). A preempted sequence has nothing computed and no blocks,
+and keeps its tokens, so computing them again loses nothing. The draft has a lane of its own, whose
+tokens may extend further. This module knows nothing of tensors, scheduling or threads.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .generation import Generation
 
 
 class AdapterLike(Protocol):
-    """An adapter that a sequence holds, in memory or on its way."""
+    """An adapter that a sequence holds, loaded or loading."""
 
     @property
     def digest(self) -> bytes | None:
-        """Of its content; None until all of it is there."""
+        """The digest of its content; None until it is loaded completely."""
 
     @property
     def has_begun(self) -> bool:
@@ -34,14 +33,15 @@ class AdapterLike(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it is there."""
+        """Whether it is loaded completely."""
 
 
 class Lane:
-    """A sequence's keys and values of one epoch: those of its first `num_computed` tokens lie in `blocks`, in order.
+    """A sequence's keys and values of one epoch: those of its first `num_computed` tokens are in
+    `blocks`, in order.
 
-    While it is lent blocks without having a place (`lending.py`), the last of these tokens may lie in another's
-    block, the `source`. They are copied when the lane gets its next block.
+    While it holds cached blocks without being admitted (`lending.py`), the last of these tokens may
+    be in another sequence's block, the `source`. They are copied when the lane gets its next block.
     """
 
     __slots__ = ("adapter", "blocks", "epoch", "num_computed", "sampling", "source", "tokens")
@@ -52,15 +52,15 @@ class Lane:
         """The tokens and the state are not copied."""
         self.epoch = epoch
         self.adapter = adapter
-        self.tokens = tokens  # what is to be computed
-        self.sampling = sampling  # for the token after these
+        self.tokens = tokens  # to compute
+        self.sampling = sampling  # of the token after these
         self.blocks: tuple[int, ...] = ()
         self.source: int | None = None
         self.num_computed = 0
 
     @property
     def num_missing(self) -> int:
-        """Known tokens that are not computed."""
+        """The number of known tokens that are not computed."""
         return len(self.tokens) - self.num_computed
 
 
@@ -104,7 +104,8 @@ class Sequence:
         self.generation = generation
         self.tokens: list[int] = list(request.prompt_tokens)  # prompt and output
         self.num_prompt_tokens = len(self.tokens)
-        self.num_given_tokens = self.num_prompt_tokens  # and those that the grammar forces behind the prompt
+        # With the tokens that the grammar forces after the prompt.
+        self.num_given_tokens = self.num_prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.queue_name = request.queue_name
         self.priority = request.priority
@@ -114,18 +115,21 @@ class Sequence:
         )
         self.sampling = SamplingState(request, self.end_tokens)
         num_logprobs = request.num_prompt_logprobs
-        # Of the prompt, until the first event brings them.
+        # Of the prompt, until the first event delivers them.
         self.scores = None if num_logprobs is None else PromptScores(request.prompt_tokens, num_logprobs)
         self.exact = Lane(Epoch.EXACT, self.tokens, self.sampling, adapter)
         self.draft: Lane | None = None  # while the weights arrive
-        self.num_remembered = 0  # full blocks that others can find
-        self.fetch: Fetch | None = None  # of its blocks that are no longer in the pool, since it waits
-        self._hashes: list[bytes] = []  # of full blocks, the seed's before them
+        self.num_remembered = 0  # full blocks available to others
+        # Of its spilled blocks, while it waits.
+        self.fetch: Fetch | None = None
+        # Of full blocks, after the seed's.
+        self._hashes: list[bytes] = []
         self._detokenizer = Detokenizer(
             source, request.prompt_tokens, skips_special_tokens=request.skips_special_tokens
         )
         self.stopped_by: str | int | None = (
-            None  # of the request's stop strings and tokens, the one that came
+            # The request's stop string or token that ended it.
+            None
         )
         self._stop_strings = StopStrings(request.stop, included=request.includes_stop)
 
@@ -135,7 +139,7 @@ class Sequence:
 
     @property
     def needs_all_rows(self) -> bool:
-        """True while log-probabilities of the prompt are missing: cached rows are computed, too."""
+        """True while log probabilities of the prompt are missing: cached rows are computed, too."""
         return self.scores is not None and not self.scores.is_complete
 
     @property
@@ -156,17 +160,17 @@ class Sequence:
 
     @property
     def waits_for_blocks(self) -> bool:
-        """Whether some are on their way back to the pool for it."""
+        """Whether some of its blocks are being fetched."""
         return self.fetch is not None and not self.fetch.is_done
 
     @property
     def waits_for_adapter(self) -> bool:
-        """Whether its adapter is on its way: it takes part in no step with others until that is there."""
+        """Whether its adapter is loading: until then it takes part in no step with others."""
         return self.adapter is not None and not self.adapter.is_complete
 
     def begin(self) -> GenerationEvent | None:
-        """The event of the tokens that the grammar forces at the beginning, which need no weights; None: there are
-        none. Called once, before anything is computed. Raises `GrammarError`.
+        """The event of the tokens that the grammar forces at the beginning, which need no weights;
+        None without any. Called once, before anything is computed. Raises `GrammarError`.
         """
         begun = len(self.tokens)
         text, finish = self._append_forced()
@@ -175,11 +179,11 @@ class Sequence:
         return GenerationEvent(text, tokens, (), finish, stopped_by=self.stopped_by) if tokens else None
 
     def accept(self, choice: Choice) -> GenerationEvent:
-        """Appends the token, and those that the grammar forces behind it, and gives the event that tells of them, the
-        last one if the sequence ends with them.
+        """Append the token, and those that the grammar then forces. Returns their event, the last
+        one if they end the sequence.
 
-        A token that ends the sequence is counted among its tokens and has no text. One that may have no tokens, and was
-        computed for its prompt's log-probabilities, takes none.
+        A token that ends the sequence is counted among its tokens and has no text. A sequence with
+        max_tokens 0, computed for its prompt's log probabilities, takes none.
         """
         prompt_logprobs = None
         if self.scores is not None:
@@ -199,7 +203,9 @@ class Sequence:
         )
 
     def _append_forced(self) -> tuple[str, FinishReason | None]:
-        """The text of the tokens that the grammar forces now, and whether the sequence ends with them."""
+        """Append the tokens that the grammar forces now. Returns their text, and the finish reason
+        if they end the sequence.
+        """
         texts: list[str] = []
         for token in self.sampling.forced():
             text, finish = self._append(token)
@@ -209,7 +215,7 @@ class Sequence:
         return "".join(texts), None
 
     def _append(self, token: int) -> tuple[str, FinishReason | None]:
-        """The text that the token adds, and whether the sequence ends with it."""
+        """Append a token. Returns its text, and the finish reason if it ends the sequence."""
         request = self.generation.request
         self.tokens.append(token)
         self.sampling.add(token)
@@ -236,7 +242,9 @@ class Sequence:
         return text, finish
 
     def forget_computed(self) -> tuple[int, ...]:
-        """Preempts: gives up the blocks of all lanes, which are the caller's to release, and keeps the tokens."""
+        """Preempt: gives up the blocks of all lanes, which the caller must release, and keeps the
+        tokens.
+        """
         blocks = tuple(block for lane in self.lanes for block in lane.blocks)
         if self.exact.source is not None:
             blocks = (*blocks, self.exact.source)
@@ -245,8 +253,9 @@ class Sequence:
         return blocks
 
     def chain(self, num_blocks: int, block_size: int, seed: bytes) -> list[bytes]:
-        """What the first `num_blocks` blocks of its tokens are known by, behind what the first one follows: so `[n]` is
-        what number n follows. All of these are full. The seed and the size must always be the same.
+        """The hashes of the first `num_blocks` blocks of its tokens, after the first one's
+        predecessor: so `[n]` is the predecessor of number n. All of these are full. The seed and
+        the size must always be the same.
         """
         hashes = self._hashes
         if not hashes:

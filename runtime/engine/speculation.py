@@ -1,8 +1,8 @@
-"""How far a draft should run ahead of the exact weights: pure decisions over measured times.
+"""The length of drafts ahead of the exact weights: pure decisions over measured times.
 
-A proposal that the exact weights confirm saves a decode step. It costs a row in the pass that confirms, and is lost
-with the first proposal before it that was wrong. All proposals must have caught up with that pass when the last exact
-weights come, or they would hold up the first exact token.
+A proposal that the exact weights confirm saves a decode step. It costs a row in the pass that
+confirms, and is lost with the first wrong proposal before it. All proposals must have caught up
+with that pass when the last exact weights arrive, or they would delay the first exact token.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-MAX_PROPOSALS = 64  # of one sequence: bounds what a pass may take, whatever was measured
+# Of one sequence: bounds the rows of a pass for any measured times.
+MAX_PROPOSALS = 64
 ROW_SHARE = (
-    0.1  # of a decode step's time, for one more row in a pass: few rows cost little beside reading weights
+    # Of a decode step's time, for one more row in a pass: few rows cost little compared to reading
+    # weights.
+    0.1
 )
-USUAL_ACCEPTANCE = 0.9  # before anything was seen: the share of tokens on which draft and exact weights agree
-USUAL_WEIGHT = 10  # how many judged proposals that assumption is worth
+# The prior: the share of tokens on which draft and exact weights agree.
+USUAL_ACCEPTANCE = 0.9
+# The number of judged proposals that the prior counts for.
+USUAL_WEIGHT = 10
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often proposals were confirmed, of those whose predecessors all were."""
+    """The rate of confirmed proposals, among those whose predecessors were all confirmed."""
 
     num_judged: int = 0
     num_accepted: int = 0
@@ -32,18 +37,20 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """In (0, 1)."""
+        """The estimate, in (0, 1)."""
         confirmed = self.num_accepted + USUAL_ACCEPTANCE * USUAL_WEIGHT
         return min(confirmed / (self.num_judged + USUAL_WEIGHT), 0.999)
 
 
 def max_proposals(acceptance: float) -> int:
-    """How many proposals are worth their rows: the last one is right often enough to pay for its own."""
+    """The number of proposals worth their rows: the last one is confirmed often enough to pay for
+    its own.
+    """
     return max(1, min(MAX_PROPOSALS, int(math.log(ROW_SHARE) / math.log(acceptance))))
 
 
 def catch_up_s(num_rows: int, step_s: float) -> float:
-    """How long so many rows take through all layers, when one row takes `step_s`."""
+    """The time of `num_rows` rows through all layers, if one row takes `step_s`."""
     return step_s * (1 + ROW_SHARE * num_rows)
 
 

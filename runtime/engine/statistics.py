@@ -1,4 +1,4 @@
-"""What an engine tells about itself, read from its books."""
+"""The statistics of an engine, read from its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .roster import Roster
 def statistics_of(
     roster: Roster, *, kv_bytes: int, max_context: int, device: DeviceStatistics | None
 ) -> EngineStatistics:
-    """A moment's view; takes the roster's lock."""
+    """Take a snapshot under the roster's lock."""
     lending = roster.lending
     with roster.changed:
         prefixes, sessions = lending.prefixes.statistics(), lending.sessions.statistics()

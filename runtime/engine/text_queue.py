@@ -1,10 +1,11 @@
-"""Texts that wait to be embedded, by length: which of them share the next pass over the encoder.
+"""The texts that wait to be embedded, by length, and the choice of those that share the next pass.
 
-Texts of a pass are padded to its longest, and padding is computed like everything else. So a pass takes the oldest
-text, and the nearest other lengths, from whatever call, as long as the padding is cheaper than a pass of their own
-would be. Since it always takes the oldest text, nobody waits for ever.
+Texts of a pass are padded to its longest, and padding is computed like everything else. So a pass
+takes the oldest text, and the nearest other lengths, of any call, as long as the padding is cheaper
+than a separate pass. Since it always takes the oldest text, no text waits forever.
 
-Invariant: a length without texts has no entry. Nothing is known here of tokens, threads or time.
+Invariant: a length without texts has no entry. This module knows nothing of tokens, threads or
+time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-# What a pass costs beside its tokens, in tokens: all weights are read for it. With MiniLM's shape on a CPU it is 22.
+# The fixed cost of a pass, in tokens: reading all weights. With MiniLM's shape on a CPU it is 22.
 PASS_TOKENS = 24
 
 Owner = TypeVar("Owner", bound=Hashable)
@@ -23,18 +24,21 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 @dataclass(slots=True)
 class _Waiting:
-    age: int  # the smaller, the older
+    age: int  # lower is older
     num_texts: int
 
 
 class TextQueue(Generic[Owner]):
-    """An owner is a call; a text is known by its owner and its index there. Not thread-safe."""
+    """The queue. An owner is a call; a text is identified by its owner and its index there. Not
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lengths: list[int] = []  # of texts that wait, ascending
         self._texts: dict[
             int, OrderedDict[Owner, list[int]]
-        ] = {}  # by length: owners as they came, their indices
+            # By length: owners in the order of arrival, their indices.
+        ] = {}
         self._counts: dict[int, int] = {}  # of the texts, by length
         self._owners: dict[Owner, _Waiting] = {}  # who has texts here
         self._next_age = 0
@@ -43,7 +47,7 @@ class TextQueue(Generic[Owner]):
         return sum(self._counts.values())
 
     def add(self, owner: Owner, lengths: Sequence[int]) -> None:
-        """Texts by their lengths in tokens, which are above 0. An owner adds once."""
+        """Add texts by their lengths in tokens, above 0. Once for each owner."""
         self._owners[owner] = _Waiting(self._next_age, len(lengths))
         self._next_age += 1
         for index, length in enumerate(lengths):
@@ -54,7 +58,7 @@ class TextQueue(Generic[Owner]):
             self._counts[length] += 1
 
     def discard(self, owner: Owner) -> None:
-        """Forget the owner's texts, if there are any left."""
+        """Remove the owner's remaining texts, if any."""
         if self._owners.pop(owner, None) is None:
             return
         for length in list(self._lengths):
@@ -62,19 +66,18 @@ class TextQueue(Generic[Owner]):
             self._lower(length, len(indices))
 
     def take(self, max_tokens: int) -> list[tuple[Owner, int]]:
-        """The texts of the next pass, removed from here: `max_tokens` at most, padding included, or a single text.
-
-        Empty when none waits.
+        """Remove and return the texts of the next pass: `max_tokens` at most, padding included, or
+        a single text. Empty without texts.
         """
         return [
             text for length, count in self._choose(max_tokens).items() for text in self._take(length, count)
         ]
 
     def _choose(self, max_tokens: int) -> dict[int, int]:
-        """How many texts of each length."""
+        """The number of texts of each length."""
         if not self._lengths:
             return {}
-        # The oldest owner's longest text: those of one age are one owner's.
+        # The oldest owner's longest text: texts of one age have one owner.
         first = min(self._lengths, key=lambda length: (self._age(length), -length))
         chosen = {first: min(self._counts[first], max(1, max_tokens // first))}
         below = above = bisect_left(self._lengths, first)
@@ -82,7 +85,7 @@ class TextQueue(Generic[Owner]):
         while True:
             shorter = self._lengths[below - 1] if below > 0 else 0
             longer = self._lengths[above + 1] if above + 1 < len(self._lengths) else 0
-            # (padding in tokens, length, how many), for those that there is room for
+            # (padding in tokens, length, count), for those that fit
             offers = []
             if shorter and (room := max_tokens // longest - num_chosen) > 0:
                 count = min(self._counts[shorter], room)
@@ -99,11 +102,11 @@ class TextQueue(Generic[Owner]):
             below, above = (below - 1, above) if length == shorter else (below, above + 1)
 
     def _age(self, length: int) -> int:
-        """Of the oldest text of this length."""
+        """The age of the oldest text of this length."""
         return self._owners[next(iter(self._texts[length]))].age
 
     def _take(self, length: int, count: int) -> list[tuple[Owner, int]]:
-        """The oldest of this length."""
+        """Remove and return the oldest texts of this length."""
         owners = self._texts[length]
         taken: list[tuple[Owner, int]] = []
         while len(taken) < count:

@@ -1,8 +1,8 @@
-"""What an engine writes to the timeline: its first forward passes, and when its first requests waited, began
-and ended.
+"""The engine's spans on the timeline: its first forward passes, and the waits, starts and ends of
+its first requests.
 
-The timeline is about the beginning of an instance's life, so both are bounded in number. Without a timeline
-nothing is written. Thread-safe.
+The timeline shows the beginning of an instance's life, so both are bounded in number. Without a
+timeline nothing is recorded. Thread-safe.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineTimeline:
         self._lock = threading.Lock()
 
     def on_layer(self, step: int) -> OnLayer | None:
-        """What the model calls after each layer of this step, the first being 0; None: it need not."""
+        """The callback for each layer of this step, the first being 0; None: not needed."""
         return self._on_layer("execute") if step == 0 else None
 
     def _on_layer(self, lane: str) -> OnLayer | None:
@@ -58,28 +58,28 @@ class EngineTimeline:
             )
 
     def on_exact_layer(self) -> OnLayer | None:
-        """The same for the first pass that follows the weights as they become exact."""
+        """The callback for the first pass that follows the weights as they become exact."""
         self._has_followed, is_first = True, not self._has_followed
         return self._on_layer("execute") if is_first else None
 
     def on_draft_layer(self) -> OnLayer | None:
-        """The same for the first pass over the draft, and those that were given up before it."""
+        """The callback for the first pass over the draft, and the abandoned ones before it."""
         return self._on_layer("draft") if self._num_drafts == 0 else None
 
     def add_draft(self, batch: StepBatch, start_s: float, end_s: float) -> None:
-        """A pass over the draft, which is through."""
+        """Record a finished pass over the draft."""
         number, self._num_drafts = self._num_drafts, self._num_drafts + 1
         if number < NUM_DRAFT_STEPS:
             tokens, sequences = len(batch.tokens), len(batch.spans)
             self._add("draft", f"draft step {number}", start_s, end_s, tokens=tokens, sequences=sequences)
 
     def add_outcome(self, **figures: object) -> None:
-        """What came of drafting ahead, beside what the loader had predicted."""
+        """Record the result of drafting ahead, with the loader's prediction."""
         now_s = time.monotonic()
         self._add("draft", "exact from here on", now_s, now_s, **figures)
 
     def add_forced(self, generation: Generation, num_tokens: int) -> None:
-        """A sequence began with tokens that its grammar left no choice of."""
+        """Record a sequence that began with tokens forced by its grammar."""
         first_s = generation.timings.first_token_s
         with self._lock:
             if self._timeline is None or first_s is None or self._num_requests >= NUM_REQUESTS:
@@ -88,7 +88,7 @@ class EngineTimeline:
         self._add("request", "forced tokens", first_s, first_s, request=request_id, tokens=num_tokens)
 
     def add_request(self, generation: Generation, reason: FinishReason) -> None:
-        """The spans of a sequence that has ended: queued, prefill (until its first token), decode."""
+        """Record the spans of an ended sequence: queued, prefill (until its first token), decode."""
         with self._lock:
             if self._timeline is None or self._num_requests >= NUM_REQUESTS:
                 return

@@ -1,9 +1,9 @@
-"""Who waits for a place in the engine, in the order of their turns.
+"""The waiting sequences of the engine, in the order of their turns.
 
-All that is interactive stands before all that is batch work; within each of the two, tenants take turns (`fairness`),
-and a tenant's own requests keep the order in which they came. Who was preempted is the first of its tenant. Who has
-left the queue to run is known only as a count. Nothing is known here of blocks, bounds or threads; the caller
-serialises access.
+Interactive work comes before all batch work; within each of the two, tenants take turns
+(`fairness`), and a tenant's own requests keep their order of arrival. A preempted sequence is the
+first of its tenant. Running sequences are known only as a count. This module knows nothing of
+blocks, bounds or threads; the caller serialises access.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SequenceT = TypeVar("SequenceT", bound=Prioritised)
 
 
 class _Line(Generic[SequenceT]):
-    """Those of one priority."""
+    """The sequences of one priority."""
 
     def __init__(self) -> None:
         self.queue: deque[SequenceT] = deque()
@@ -34,7 +34,9 @@ class _Line(Generic[SequenceT]):
 
 
 class WaitingList(Generic[SequenceT]):
-    """Iterates in the order that `arrange` found last, behind which stands who came since."""
+    """The waiting sequences. Iterates in the order of the last `arrange`, followed by later
+    arrivals.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[Priority, _Line[SequenceT]] = {priority: _Line() for priority in Priority}
@@ -46,7 +48,7 @@ class WaitingList(Generic[SequenceT]):
         return chain.from_iterable(line.queue for line in self._lines.values())
 
     def arrange(self) -> None:
-        """Bring everybody into the order of their turns."""
+        """Sort all sequences in the order of their turns."""
         for line in self._lines.values():
             if line.accounts.num_tenants_waiting > 1:
                 line.queue = deque(fair_order(line.queue, line.accounts.by_tenant))
@@ -54,7 +56,8 @@ class WaitingList(Generic[SequenceT]):
     def of(self, priority: Priority) -> Iterator[SequenceT]:
         return iter(self._lines[priority].queue)
 
-    # -- coming and going ------------------------------------------------------------------------------------
+    # -- changes
+    # ---------------------------------------------------------------------------------------------
 
     def join(self, sequence: SequenceT) -> None:
         line = self._line(sequence)
@@ -62,33 +65,34 @@ class WaitingList(Generic[SequenceT]):
         line.accounts.wait(sequence.queue_name)
 
     def start(self, sequence: SequenceT) -> None:
-        """It leaves the queue to run. ValueError when it is not there."""
+        """Move a sequence from the queue to running. Raises ValueError if it is not waiting."""
         line = self._line(sequence)
         line.queue.remove(sequence)
         line.accounts.start(sequence.queue_name)
 
     def put_back(self, sequence: SequenceT) -> None:
-        """It does not run any more, and is the first of its tenant again."""
+        """Move a running sequence back, as the first of its tenant."""
         line = self._line(sequence)
         line.queue.appendleft(sequence)
         line.accounts.stop(sequence.queue_name)
 
     def withdraw(self, sequence: SequenceT) -> None:
-        """It leaves the queue for good. ValueError when it is not there."""
+        """Remove a waiting sequence for good. Raises ValueError if it is not waiting."""
         line = self._line(sequence)
         line.queue.remove(sequence)
         line.accounts.quit(sequence.queue_name)
 
     def end(self, sequence: SequenceT) -> None:
-        """It ran, and has ended."""
+        """Record the end of a running sequence."""
         self._line(sequence).accounts.end(sequence.queue_name)
 
     def charge(self, sequence: SequenceT, *, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """So many tokens were computed for it, which runs."""
+        """Charge a running sequence for that many computed tokens."""
         cost = num_prompt_tokens + OUTPUT_WEIGHT * num_output_tokens
         self._line(sequence).accounts.charge(sequence.queue_name, cost)
 
-    # -- what can be seen ------------------------------------------------------------------------------------
+    # -- queries
+    # ---------------------------------------------------------------------------------------------
 
     def num_by_priority(self) -> dict[Priority, int]:
         return {priority: len(line.queue) for priority, line in self._lines.items()}
@@ -97,11 +101,11 @@ class WaitingList(Generic[SequenceT]):
         return sum(line.accounts.num_waiting(queue_name) for line in self._lines.values())
 
     def num_tenants(self) -> int:
-        """Tenants that wait, for whatever kind of work."""
+        """The number of waiting tenants, for any kind of work."""
         return len({each.queue_name for each in self})
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless queues and accounts agree. For tests."""
+        """Raise AssertionError if queues and accounts disagree. For tests."""
         for priority, line in self._lines.items():
             line.accounts.check_integrity()
             assert all(each.priority is priority for each in line.queue)

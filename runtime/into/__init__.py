@@ -1,1 +1,3 @@
-"""Weights into any `torch.nn.Module`, or into a dict of tensors: the parts that know torch but no model family."""
+"""Loading of weights into any `torch.nn.Module`, or into a dict of tensors. Knows torch, but no
+model family.
+"""

@@ -1,4 +1,4 @@
-"""What a user may name as the place of weights: an artifact, a model directory, or one safetensors file."""
+"""The addresses of weights: an artifact, a model directory, or one safetensors file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Address = str | os.PathLike[str]
 
 
 class OpenedWeights(NamedTuple):
-    """The caller closes the source."""
+    """An open source and its manifest. The caller closes the source."""
 
     source: Source
     manifest: Manifest
@@ -27,8 +27,8 @@ class OpenedWeights(NamedTuple):
 def open_weights(address: Address, options: SourceOptions | None = None) -> OpenedWeights:
     """Read the manifest, or the safetensors headers, at an address; no weights.
 
-    Raises `UsageError` for an invalid address, `NotFoundError`, `FormatError` for what is damaged, and
-    the source's own errors.
+    Raises `UsageError` for an invalid address, `NotFoundError`, `FormatError` for damaged files,
+    and the source's own errors.
     """
     url, digest = split_pin(os.fspath(address))
     folder, file_name = _split_file(url)
@@ -47,7 +47,7 @@ def open_weights(address: Address, options: SourceOptions | None = None) -> Open
 
 
 def _split_file(url: str) -> tuple[str, str]:
-    """The folder, and the name of the one file in it that is meant; '' when it is the folder as a whole."""
+    """The folder, and the name of the one file in it; '' for the folder as a whole."""
     if scheme_of(url):
         folder, _, name = url.rpartition("/")
         return (folder, name) if name.endswith(SUFFIX) else (url, "")

@@ -1,8 +1,9 @@
-"""How a slot comes to its values: its tensors are laid over the load's memory, or the values are copied into theirs.
+"""The binding of slots to values: tensors are laid over the load's memory, or values are copied
+into theirs.
 
-In place is the rule, and costs nothing: bytes then land where the module computes. What it cannot be done with is
-copied when it has arrived: another dtype or device, a layout that is not contiguous, memory shared with other slots,
-a stored tensor that fills several slots. Either way every tensor object stays who it is.
+In place is the rule, and costs nothing: bytes then land where the module computes. Copied on
+arrival are: another dtype or device, a layout that is not contiguous, memory shared with other
+slots, a stored tensor that fills several slots. Either way every tensor object keeps its identity.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ Action = Callable[[], None]
 
 
 def check_bindable(fillings: Iterable[Filling]) -> None:
-    """Raises `ModelError` for tensors on the meta device that cannot be given memory as they are."""
+    """Raise `ModelError` for tensors on the meta device that cannot be given memory in place."""
     for filling in fillings:
         if filling.slot.tensor.is_meta and filling.slot.overlaps:
             raise ModelError(
                 f"{filling.slot.name} is on the meta device and shares part of its memory with another tensor",
-                hint="Build the module under `with teneral.empty_weights():` in place of the meta device.",
+                hint="Build the module under `with teneral.empty_weights():` instead of on the meta device.",
             )
 
 
 def bind(fillings: Iterable[Filling], load: WeightLoad) -> dict[int, list[Action]]:
-    """Give every slot its memory. Returns what is left to do once a group of the load has arrived, by group.
+    """Give every slot its memory. Returns the remaining actions for each group, to run once it has
+    arrived.
 
     The actions may run in any order and from any thread.
     """
     actions: dict[int, list[Action]] = defaultdict(list)
-    laid: set[int] = set()  # tensors of the file that are somebody's memory already
+    laid: set[int] = set()  # tensors of the file already in use as a slot's memory
     for slot, entry, twins in ((each.slot, each.entry, each.twins) for each in fillings):
         stored = tensor_over(load, entry)
         if entry.index not in laid and _fits_in_place(slot, stored):
@@ -50,7 +52,7 @@ def bind(fillings: Iterable[Filling], load: WeightLoad) -> dict[int, list[Action
             _give_memory(slot)
             actions[entry.group].append(_copy(slot, stored))
         for twin in twins:
-            # Whichever of the two comes last finds both there.
+            # Whichever of the two groups arrives last finds both.
             compare = _compare(slot, stored, tensor_over(load, twin), twin.name)
             for group in {entry.group, twin.group}:
                 actions[group].append(_when_ready(load, {entry.group, twin.group} - {group}, compare))
@@ -68,11 +70,11 @@ def _fits_in_place(slot: Slot, stored: torch.Tensor) -> bool:
 
 
 def _point_at(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Make `tensor`, the same object as before, show `memory`. Its old memory is let go."""
+    """Make `tensor`, the same object as before, show `memory`. Its old memory is released."""
     if not tensor.is_meta:
         tensor.data = memory
         return
-    # The meta device's tensors are of another kind inside, so only a swap keeps the object.
+    # The meta device's tensors have another internal type, so only a swap keeps the object.
     other = (
         nn.Parameter(memory, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory.detach()
     )
@@ -81,7 +83,7 @@ def _point_at(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     except RuntimeError as error:
         raise UsageError(
             f"a tensor on the meta device cannot be given memory: {error}",
-            hint="Build the module under `with teneral.empty_weights():` in place of the meta device.",
+            hint="Build the module under `with teneral.empty_weights():` instead of on the meta device.",
         ) from error
 
 

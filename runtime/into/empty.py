@@ -1,4 +1,6 @@
-"""Building a module that is about to be loaded, without paying for random numbers and memory that nobody reads."""
+"""Construction of a module to be loaded, without the cost of random numbers and memory that are
+never read.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,33 @@ from torch.overrides import TorchFunctionMode
 
 _RANDOM_FILLS = frozenset({
     "normal_", "uniform_", "random_", "bernoulli_", "log_normal_", "exponential_", "geometric_", "cauchy_",
-    "kaiming_uniform_",  # of torch.nn.init, and the only one there whose inside a mode does not see
+    # The only function of torch.nn.init whose calls a mode does not see.
+    "kaiming_uniform_",
 })  # fmt: skip
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
-    """Modules built inside leave the random initialisation of their parameters out, in this thread.
+    """Skip the random initialisation of parameters of modules built inside, in this thread.
 
-    Everything else is as always: parameters are real and on their usual device, buffers are computed, and so are
-    constants, such as a norm's ones. Memory that is not touched is not taken from the system. So
+    Everything else is unchanged: parameters are real and on their usual device, buffers are
+    computed, and so are constants, such as a norm's ones. Untouched memory is not taken from the
+    system. So
 
         with teneral.empty_weights():
             model = AutoModel.from_config(config)
         load = teneral.load_into(model, "s3://bucket/model")
 
-    builds a model of any size in the time and memory of its skeleton. What a file then does not fill holds anything.
+    builds a model of any size in the time and memory of its skeleton. Parameters that a file then
+    does not fill are undefined.
     """
     with _SkipRandomFills():
         yield
 
 
 class _SkipRandomFills(TorchFunctionMode):
-    """Turns in-place random fills of parameters, and of `.data` of parameters, into nothing."""
+    """A mode that ignores in-place random fills of parameters, and of `.data` of parameters."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,6 @@
-"""`load_file`: all weights at an address as a dict of tensors; takes the place of `safetensors.torch.load_file`."""
+"""`load_file`: all weights at an address as a dict of tensors; a replacement of
+`safetensors.torch.load_file`.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,22 @@ BACKENDS = ("mmap", "pread")  # of safetensors 0.8
 def load_file(
     filename: Address, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of a safetensors file, a model directory, or an artifact at any address. Blocks.
+    """Read all tensors of a safetensors file, a model directory, or an artifact at any address.
+    Blocks.
 
-    The tensors are contiguous and writable, and own their memory: the file may be removed or replaced. On the CPU they
-    lie in one piece of memory, which is given back when the last of them goes; clone one that is to outlive the
-    others. Names that a packed artifact holds as one tensor share it. A number is a CUDA device, as in safetensors.
+    The tensors are contiguous and writable, and own their memory: the file may be removed or
+    replaced. On the CPU they share one allocation, which is freed with the last of them; clone one
+    that must outlive the others. Names that a packed artifact holds as one tensor share it. An
+    integer device is a CUDA device, as in safetensors.
 
-    `backend` is there because safetensors has it: its values are accepted and change nothing. Files are never mapped,
-    whichever is named, so that one on a networked disk is read in large pieces and not page by page.
+    `backend` exists for compatibility with safetensors: its values are accepted and change nothing.
+    Files are never mapped, so that one on a networked disk is read in large pieces and not page by
+    page.
 
-    Raises `UsageError` for a backend that safetensors does not have either, `FileNotFoundError` for a local path where
-    nothing is, `CheckpointError` for a damaged or hostile file, `IntegrityError` for a packed artifact whose bytes are
-    not those that were packed, `InsufficientMemoryError`, and the errors of the source.
+    Raises `UsageError` for a backend that safetensors does not have either, `FileNotFoundError` for
+    a missing local path, `CheckpointError` for a damaged or hostile file, `IntegrityError` for a
+    packed artifact whose bytes have changed, `InsufficientMemoryError`, and the errors of the
+    source.
     """
     if backend not in BACKENDS:
         raise UsageError(

@@ -1,9 +1,11 @@
-"""Where in a module the forward pass must wait, and for which tensors: decided from the module's structure.
+"""The gates of a module: where its forward pass waits, and for which tensors, derived from the
+module's structure.
 
-A gate stands before each block of a stack of blocks (the items of a `ModuleList`, or of a `Sequential` of blocks that
-are alike), before every subtree that has no such stack, and before a module's own parameters where it has some beside
-a stack. So a module may read its descendants' parameters outside their forward, as attention and tied heads do: coarse
-gates are right where one gate a leaf would let it read what is not there yet.
+A gate is placed before each block of a stack of blocks (the items of a `ModuleList`, or of a
+`Sequential` of similar blocks), before every subtree without such a stack, and before a module's
+own parameters if it has some in addition to a stack. A module may therefore read its descendants'
+parameters outside their forward, as attention and tied heads do: coarse gates are correct where one
+gate a leaf would let it read tensors that have not arrived.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`members` wait until all of `tensors` are there: a module, and what is below it, which may be called alone."""
+    """A gate. `members`, a module and its descendants, which may be called separately, wait until
+    all of `tensors` have arrived.
+    """
 
     name: str  # of the outermost member, '' for the root
     members: tuple[nn.Module, ...]
@@ -25,10 +29,11 @@ class Gate:
 
 
 def find_gates(root: nn.Module) -> list[Gate]:
-    """In the module's order. A module is a member of one gate at most."""
+    """The gates in the module's order. A module is a member of at most one gate."""
     walk = _Walk()
     loose = walk.visit("", root)
-    if loose:  # the root has no forward of its own: nobody waits, but the load knows of them
+    # The root has no forward of its own: no call waits, but the load tracks them.
+    if loose:
         walk.gates.append(Gate("", (), tuple(loose)))
     return walk.gates
 
@@ -36,10 +41,12 @@ def find_gates(root: nn.Module) -> list[Gate]:
 class _Walk:
     def __init__(self) -> None:
         self.gates: list[Gate] = []
-        self._seen: set[nn.Module] = set()  # shared modules stand in a tree several times
+        self._seen: set[nn.Module] = set()  # shared modules occur in a tree several times
 
     def visit(self, path: str, module: nn.Module) -> list[torch.Tensor]:
-        """Returns the tensors that the nearest ancestor with a forward has to wait for."""
+        """Find the gates of a subtree. Returns the tensors that the nearest ancestor with a forward
+        has to wait for.
+        """
         if module in self._seen:
             return []
         if has_forward(module) and not any(is_stack(each) for each in module.modules()):
@@ -66,12 +73,12 @@ class _Walk:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether it is ever called: lists and dicts of modules or parameters are not."""
+    """Whether the module is ever called, unlike lists and dicts of modules or parameters."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Whether it holds blocks that run one after another. Blocks have modules of their own."""
+    """Whether the module holds blocks that run one after another. Blocks have modules of their own."""
     blocks = [child for child in module.children() if next(child.children(), None) is not None]
     if isinstance(module, nn.ModuleList):
         return bool(blocks)

@@ -1,7 +1,7 @@
-"""Makes the modules of one gate wait, until it opens; then nothing is left of them.
+"""The hooks by which the modules of one gate wait until it opens; then they are removed.
 
-They wait before their forward, and before what else would take values that are not there yet: `state_dict`, and the
-moving and converting of `to`, `half` and their like. Copying or pickling such a module is refused.
+They wait before their forward, and before other uses of the values: `state_dict`, and moves and
+conversions such as `to` and `half`. Copying or pickling such a module is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .gates import Gate
 
 
 class GateHooks:
-    """`wait` returns when the gate's tensors are there, or raises; `is_lost` tells whether they will never be."""
+    """The hooks of one gate. `wait` returns once its tensors have arrived, or raises; `is_lost`
+    tells whether they never will.
+    """
 
     def __init__(self, gate: Gate, wait: Callable[[], None], *, is_lost: Callable[[], bool]) -> None:
         self._members = gate.members
@@ -48,7 +50,7 @@ class GateHooks:
 
     @staticmethod
     def find(root: nn.Module) -> set[GateHooks]:
-        """All that stand in a module."""
+        """The hooks of all gates in a module."""
         hooks = (hook for module in root.modules() for hook in module._forward_pre_hooks.values())
         owners = (getattr(hook, "__self__", None) for hook in hooks)
         return {owner for owner in owners if isinstance(owner, GateHooks)}
@@ -64,8 +66,8 @@ class GateHooks:
         self._pass()
 
     def _guard_conversion(self, module: nn.Module) -> None:
-        """torch has no hook for `_apply`, through which all conversions go: a function of the object's own, in front
-        of its class's, makes it wait.
+        """Make conversions wait. torch has no hook for `_apply`, through which all of them go, so a
+        function on the object shadows its class's.
         """
 
         def apply(*args: Any, **kwargs: Any) -> nn.Module:

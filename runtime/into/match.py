@@ -1,7 +1,7 @@
-"""Which of a file's tensors fills which of a module's slots, decided from names, shapes and dtypes alone.
+"""The matching of a file's tensors to a module's slots, by names, shapes and dtypes alone.
 
-Nothing is read and nothing is changed here. A file often holds a model with a head, where the module is the model
-without it, or the other way round: then one prefix tells all their names apart, and it is found.
+Nothing is read or changed here. A file often holds a model with a head, and the module is the model
+without it, or the other way round: then one prefix distinguishes all their names, and it is found.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from .views import torch_dtype
 Rename = Callable[[str], str | None]
 
 _MAX_SHOWN = 8  # names in a message
-_MAX_PREFIXES = 8  # that are tried, of each side
+_MAX_PREFIXES = 8  # candidates of each side
 
 
 class WeightsMismatchError(ModelError):
-    """File and module do not fit; the module was not touched. Keys are as the module, or the file, has them."""
+    """The file does not fit the module, which is unchanged. Keys are the names of the module or the
+    file.
+    """
 
     def __init__(
         self,
@@ -43,8 +45,8 @@ class WeightsMismatchError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A slot and the tensor that it gets. `twins` are further tensors of the file for the same slot: a tied weight
-    that was stored under each of its names.
+    """A slot and the tensor that fills it. `twins` are further tensors of the file for the same
+    slot: a tied weight stored under each of its names.
     """
 
     slot: Slot
@@ -60,8 +62,11 @@ class Match:
 
 
 def match_weights(slots: Slots, manifest: Manifest, *, strict: bool, rename: Rename | None) -> Match:
-    """Raises `WeightsMismatchError` when shapes or kinds of dtype differ; when `strict`, also when a name has no
-    counterpart. Without `strict` a slot with no values anywhere (on the meta device) is still refused.
+    """Match the slots of a module to the tensors of a file.
+
+    Raises `WeightsMismatchError` if shapes or kinds of dtype differ; with `strict`, also if a name
+    has no counterpart. Without `strict`, a slot without any values (on the meta device) is still
+    refused.
     """
     slot_of = {name: slot for slot in slots.slots for name in slot.names}
     file_names = manifest.by_name
@@ -82,7 +87,7 @@ def match_weights(slots: Slots, manifest: Manifest, *, strict: bool, rename: Ren
         raise WeightsMismatchError(
             f"not in the file, and on the meta device, so without values: {_list(without_values)}",
             missing_keys=without_values,
-            hint="Build those on a real device and initialise them, or give a file that has them.",
+            hint="Build those on a real device and initialise them, or load a file that has them.",
         )
     fillings = tuple(
         Filling(slot, entries_of[slot.name][0], tuple(entries_of[slot.name][1:]))
@@ -96,10 +101,10 @@ def match_weights(slots: Slots, manifest: Manifest, *, strict: bool, rename: Ren
 def rename_all(
     file_names: Collection[str], module_names: Collection[str], rename: Rename | None
 ) -> dict[str, str | None]:
-    """The module's name for each of the file's names; None for what the user leaves out.
+    """The module's name for each of the file's names; None for names that the user leaves out.
 
-    Without `rename`: as they are, or with the one prefix added or taken away with which most are the module's.
-    Raises `WeightsMismatchError` when two names become one.
+    Without `rename`, names are unchanged, or get or lose the one prefix that maps the most of them
+    to the module's. Raises `WeightsMismatchError` if two names become one.
     """
     if rename is None:
         rename = _find_prefix(file_names, module_names)
@@ -129,12 +134,14 @@ def _find_prefix(file_names: Collection[str], module_names: Collection[str]) -> 
     candidates: list[Rename] = [lambda name: name]
     candidates += [strip(prefix) for prefix in _first_words(file_names)]
     candidates += [add(prefix) for prefix in _first_words(module_names)]
-    # The first of the best: names are left alone unless a prefix makes more of them fit.
+    # The first of the best: names are unchanged unless a prefix makes more of them fit.
     return max(candidates, key=lambda candidate: sum(candidate(name) in known for name in file_names))
 
 
 def _first_words(names: Iterable[str]) -> list[str]:
-    """The usual ones only: names come from outside, and each prefix costs a look at all of them."""
+    """The most common first words only: names are untrusted, and each prefix costs a pass over all
+    of them.
+    """
     words = Counter(name.partition(".")[0] + "." for name in names if "." in name)
     return [word for word, _ in words.most_common(_MAX_PREFIXES)]
 
@@ -158,7 +165,9 @@ def _check_fit(fillings: Iterable[Filling]) -> None:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """Values are converted within a kind; between them, a conversion would be a mistake unseen."""
+    """The kind of a dtype. Values are converted within a kind; between kinds, a conversion would
+    hide a mistake.
+    """
     if dtype.is_floating_point:
         return "float"
     if dtype.is_complex:
@@ -167,16 +176,16 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _different_names(missing: list[str], unexpected: list[str]) -> WeightsMismatchError:
-    said = []
+    parts = []
     if missing:
-        said.append(f"{len(missing)} of the module's tensors are not in the file: {_list(missing)}")
+        parts.append(f"{len(missing)} of the module's tensors are not in the file: {_list(missing)}")
     if unexpected:
-        said.append(f"{len(unexpected)} of the file's tensors are not in the module: {_list(unexpected)}")
+        parts.append(f"{len(unexpected)} of the file's tensors are not in the module: {_list(unexpected)}")
     return WeightsMismatchError(
-        "; ".join(said),
+        "; ".join(parts),
         missing_keys=missing,
         unexpected_keys=unexpected,
-        hint="Give rename= to translate the file's names, or strict=False to load what there is.",
+        hint="Pass rename= to translate the file's names, or strict=False to load the common ones.",
     )
 
 

@@ -1,9 +1,10 @@
-"""`load_into`: weights stream into a module that may be called at once.
+"""`load_into`: streaming of weights into a module that can be called immediately.
 
-Its parameters stay the objects they were. They stand over the load's memory from the first moment on, and each part
-of the module waits, when it is called, for its own weights and no others. Invariant: no forward computes with memory
-that is not filled, as long as weights are read in the forward of the module that they belong to, or of one below the
-gate (`gates.py` says where gates stand). It does not know model families.
+Its parameters stay the same objects. They are laid over the load's memory from the start, and each
+part of the module waits, when it is called, for its own weights only. Invariant: no forward
+computes with unfilled memory, as long as weights are read in the forward of the module that they
+belong to, or of one below the gate (`gates.py` defines the gates). This module knows no model
+families.
 """
 
 from __future__ import annotations
@@ -40,21 +41,23 @@ def load_into(
     source_options: SourceOptions | None = None,
     options: LoadOptions | None = None,
 ) -> ModuleLoad:
-    """Begin to stream the weights at `source` into `module`; return as soon as the module may be called.
+    """Begin to stream the weights at `source` into `module`; return as soon as the module can be
+    called.
 
-    `source` is the address of a packed artifact (pinned or not) or of plain safetensors: a folder or one file. Blocks
-    while the manifest or the headers are read. The module's parameters and persistent buffers stay the same objects
-    and keep their dtype and device; where the file has another dtype, values are converted as they arrive. Buffers
-    that no file holds stay as the module made them. A module that `torch.compile` has wrapped is loaded whole before
-    this returns.
+    `source` is the address of a packed artifact (pinned or not) or of plain safetensors: a folder
+    or one file. Blocks while the manifest or the headers are read. The module's parameters and
+    persistent buffers stay the same objects and keep their dtype and device; if the file has
+    another dtype, values are converted as they arrive. Buffers that no file holds stay as the
+    module made them. A module wrapped by `torch.compile` is loaded completely before this returns.
 
-    With `strict`, the names must be the same. A prefix that all names of a base model have, or lack, does not count.
-    Without it, tensors that the file lacks keep the values they have: `missing_keys` tells. `rename` gives the
-    module's name for a name of the file, or None to leave it out.
+    With `strict`, the names must be the same, except for a prefix that all names of a base model
+    have, or lack. Without it, tensors that the file lacks keep their values, and are listed in
+    `missing_keys`. `rename` returns the module's name for a name of the file, or None to leave it
+    out.
 
-    Raises before any weights are read: `WeightsMismatchError` where names or shapes do not fit,
-    `InsufficientMemoryError`, `ModelError` for parameters that have no plain memory, `UsageError` for a module that is
-    being loaded already, and the errors of the source. Until then, the module is untouched.
+    Raises before any weights are read: `WeightsMismatchError` if names or shapes do not fit,
+    `InsufficientMemoryError`, `ModelError` for parameters without plain memory, `UsageError` for a
+    module that is being loaded already, and the errors of the source. The module is then unchanged.
     """
     check_module(module)
     opened = open_weights(source, source_options)
@@ -81,10 +84,11 @@ def load_into(
 
 
 class ModuleLoad:
-    """A load on its way into a module. All methods may be called from any thread. A context manager: leaving it
-    closes the load.
+    """A load in progress into a module. Thread-safe. A context manager, which closes the load at
+    its end.
 
-    `missing_keys` are the module's names that the file lacks, `unexpected_keys` the file's that the module lacks.
+    `missing_keys` are the module's names that the file lacks, `unexpected_keys` the file's that the
+    module lacks.
     """
 
     def __init__(
@@ -97,8 +101,9 @@ class ModuleLoad:
         rename: Rename | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        """Give the module its memory and its gates; nothing is read before `start`. The source is closed by the load
-        once it has been started. Errors as of `load_into`.
+        """Give the module its memory and its gates; nothing is read before `start`.
+
+        Once started, the load closes the source. Raises the errors of `load_into`.
         """
         match = match_weights(find_slots(module), manifest, strict=strict, rename=rename)
         self.missing_keys = match.missing_keys
@@ -107,7 +112,8 @@ class ModuleLoad:
         earlier = _find_lost_gates(module)
         weights = WeightLoad(source, manifest, options=options)
         self._weights: WeightLoad | None = (
-            weights  # None once all is there: its memory is then the module's alone
+            # None once everything has arrived: the module then owns the memory alone.
+            weights
         )
         self._progress = weights.progress()
         self._source = source
@@ -128,29 +134,32 @@ class ModuleLoad:
         self._thread.start()
 
     def wait(self, module: nn.Module | None = None, timeout_s: float | None = None) -> None:
-        """Return when `module` (a part of the one that is loaded), or everything, has its weights.
+        """Wait until `module` (a part of the loaded one), or everything, has its weights.
 
-        Needed only where weights are read outside a forward. Raises the load's error, or `TimeoutError`.
+        Needed only if weights are read outside a forward. Raises the load's error, or
+        `TimeoutError`.
         """
         if module is not None:
             self._wait_for(self._groups_below(module), timeout_s)
             return
         self._wait_for(range(len(self._settled)), timeout_s)
-        self._thread.join()  # which has nothing left to do but to remove the gates
+        # The thread only has to remove the gates.
+        self._thread.join()
 
     def is_ready(self) -> bool:
-        """Whether everything is there."""
+        """Whether all weights have arrived."""
         return all(self._settled)
 
     def progress(self) -> LoadProgress:
-        """How far the load is, now. Costs microseconds."""
+        """The current progress of the load. Takes microseconds."""
         weights = self._weights
         return self._progress if weights is None else weights.progress()
 
     def close(self) -> None:
-        """Cancel what is still under way, and wait for the load's threads. Idempotent.
+        """Cancel the rest of the load, and wait for its threads. Idempotent.
 
-        After a load that was cut short, calling the module raises `LoadCancelledError` until it is loaded anew.
+        After a cancelled load, calling the module raises `LoadCancelledError` until it is loaded
+        again.
         """
         if (weights := self._weights) is not None:
             self._lost = not self.is_ready()
@@ -193,7 +202,7 @@ class ModuleLoad:
                 self._settle(group)
 
     def _settle(self, group: int) -> None:
-        """Do what remains to be done with a group that has arrived, once, whoever comes first."""
+        """Finish a group that has arrived, once, in the first thread that needs it."""
         with self._settling[group]:
             if not self._settled[group]:
                 with torch.no_grad():
@@ -203,10 +212,12 @@ class ModuleLoad:
                 self._settled[group] = True
 
     def _run(self, weights: WeightLoad) -> None:
-        """The body of the load's own thread: what has arrived does not wait for somebody to call the module."""
+        """The body of the load's own thread: groups that have arrived are finished without waiting
+        for a call of the module.
+        """
         try:
             self._wait_for(range(len(self._settled)), None)
-        except Exception:  # noqa: BLE001 - everybody who waits meets the same error, and nobody waits here
+        except Exception:  # noqa: BLE001 - every waiting thread raises the same error, and no thread waits here
             self._lost = True
         weights.join()
         self._source.close()
@@ -218,18 +229,20 @@ class ModuleLoad:
 
 
 def _find_lost_gates(module: nn.Module) -> set[GateHooks]:
-    """Gates of loads that ended early. Raises `UsageError` when there are those of one that has not ended."""
+    """Gates of loads that ended early. Raises `UsageError` if there are gates of a load in
+    progress.
+    """
     found = GateHooks.find(module)
     if not all(hooks.is_lost() for hooks in found):
         raise UsageError(
             "the module is being loaded already",
-            hint="Wait for that load, or close it, before you begin another.",
+            hint="Wait for that load, or close it, before you start another.",
         )
     return found
 
 
 def _groups_by_tensor(fillings: Iterable[Filling]) -> dict[int, set[int]]:
-    """The groups that a tensor of the module comes from, by its id."""
+    """The groups of each of the module's tensors, by its id."""
     return {
         id(tensor): {entry.group for entry in (filling.entry, *filling.twins)}
         for filling in fillings
@@ -238,7 +251,7 @@ def _groups_by_tensor(fillings: Iterable[Filling]) -> dict[int, set[int]]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether calling it, or a part of it, runs compiled code, which knows no gates."""
+    """Whether calling it, or a part of it, runs compiled code, which bypasses the gates."""
     return any(
         type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
         for each in module.modules()

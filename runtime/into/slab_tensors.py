@@ -1,4 +1,4 @@
-"""The tensors of one group, as views of its slab, wherever that lies."""
+"""The tensors of one group as views of its slab, on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .views import torch_dtype
 def tensors_in(
     manifest: Manifest, group: int, slab: torch.Tensor, names: dict[int, list[str]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The group's tensors in slab order, each under all of its `names`. `slab`: (slab_bytes,) uint8, on any device.
+    """The group's tensors in slab order, each under all of its `names`. `slab`: (slab_bytes,)
+    uint8, on any device.
 
     They share the slab's storage. Raises `ModelError` for a dtype that torch does not know.
     """

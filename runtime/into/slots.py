@@ -1,7 +1,7 @@
-"""What a module has to be filled: its parameters and persistent buffers, tied ones taken together.
+"""A module's slots: its parameters and persistent buffers, with tied ones as one slot.
 
-Tied means the same object under several names, or several objects over exactly the same memory. It does not know
-where the values come from.
+Tied means the same object under several names, or several objects over exactly the same memory.
+This module does not know the source of the values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ..errors import ModelError
 class Slot:
     """One piece of memory that a module computes with."""
 
-    names: tuple[str, ...]  # all that it goes by in the module's state dict, in the module's order
-    tensors: tuple[torch.Tensor, ...]  # the objects over it: one, unless several were tied by their memory
-    overlaps: bool  # some of its memory is also that of another slot
+    # All its names in the module's state dict, in the module's order.
+    names: tuple[str, ...]
+    # The objects over it: one, unless several were tied by their memory.
+    tensors: tuple[torch.Tensor, ...]
+    overlaps: bool  # some of its memory belongs to another slot, too
 
     @property
     def name(self) -> str:
@@ -36,14 +38,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All of a module's slots. `computed` are the names of buffers that the module makes itself, never from a file."""
+    """All slots of a module. `computed` are the names of buffers that the module computes itself,
+    never from a file.
+    """
 
     slots: tuple[Slot, ...]
     computed: frozenset[str]
 
 
 def find_slots(module: nn.Module) -> Slots:
-    """Raises `ModelError` for parameters that have no plain memory to be filled, naming the first."""
+    """Find the slots of a module. Raises `ModelError`, naming the first parameter without plain
+    memory.
+    """
     by_memory: dict[object, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in _persistent_tensors(module):
         _check_plain(name, tensor)
@@ -63,18 +69,22 @@ def find_slots(module: nn.Module) -> Slots:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raises `UsageError` for what is no module whose forward can be made to wait."""
+    """Raise `UsageError` for an object that is not a module, or whose forward cannot be made to
+    wait.
+    """
     if not isinstance(module, nn.Module):
         raise UsageError(f"weights go into a torch.nn.Module, not into a {type(module).__name__}")
     if isinstance(module, torch.jit.ScriptModule):
         raise UsageError(
             "a TorchScript module cannot be loaded into",
-            hint="Load into the Python module that it was made from, and script that afterwards.",
+            hint="Load into the original Python module, and script it afterwards.",
         )
 
 
 def _persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `state_dict` names them, had nothing been compiled: shared modules and tensors under each of their names."""
+    """The tensors and their names in `state_dict`, as without compilation: shared modules and
+    tensors under each of their names.
+    """
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}.".replace("_orig_mod.", "") if path else ""
         for name, tensor in owner._parameters.items():
@@ -86,7 +96,9 @@ def _persistent_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _computed_buffers(module: nn.Module) -> Iterator[str]:
-    """Raises `ModelError` when there is one on the meta device: its values exist nowhere."""
+    """The names of computed buffers. Raises `ModelError` for one on the meta device, because it has
+    no values.
+    """
     for path, owner in module.named_modules(remove_duplicate=False):
         for name in owner._non_persistent_buffers_set:
             buffer = owner._buffers.get(name)
@@ -94,7 +106,7 @@ def _computed_buffers(module: nn.Module) -> Iterator[str]:
             if buffer is not None and buffer.is_meta:
                 raise ModelError(
                     f"buffer {full_name} is on the meta device, and no file holds its values",
-                    hint="Build the module under `with teneral.empty_weights():` in place of the meta device: "
+                    hint="Build the module under `with teneral.empty_weights():` instead of on the meta device: "
                     "it costs no memory either, and computes such buffers.",
                 )
             yield full_name
@@ -122,6 +134,6 @@ def _memory_key(tensor: torch.Tensor) -> object:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    """Tells storages apart, also those on the meta device, which have no addresses."""
+    """A key that distinguishes storages, also those on the meta device, which have no addresses."""
     number: int = tensor.untyped_storage()._cdata
     return number

@@ -1,7 +1,7 @@
 """Tensors over a load's memory, each with a storage of its own size.
 
-So what torch does with storages means one tensor, not its whole group: saving, copying and sharing it, and finding
-out which tensors are tied.
+torch's operations on storages therefore apply to one tensor, not to its whole group: saving,
+copying and sharing it, and detecting tied tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from ..errors import ModelError
 
 
 def torch_dtype(entry: Tensor) -> torch.dtype:
-    """Raises `ModelError` for a dtype that torch, or this version, does not know."""
+    """The torch dtype of an entry. Raises `ModelError` for a dtype that torch, or this version,
+    does not know.
+    """
     try:
         return TORCH_DTYPES[entry.dtype]
     except KeyError:
@@ -25,7 +27,7 @@ def torch_dtype(entry: Tensor) -> torch.dtype:
 
 
 def tensor_over(load: WeightLoad, entry: Tensor) -> torch.Tensor:
-    """The tensor in its dtype and shape, on the CPU, contiguous; unfilled until its group is there.
+    """The tensor in its dtype and shape, on the CPU, contiguous; unfilled until its group arrives.
 
     It keeps the memory of the whole load alive.
     """

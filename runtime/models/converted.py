@@ -1,7 +1,7 @@
 """Projections whose weights come as GPTQ or AWQ store them: converted when they are first needed, and then kept.
 
-The tensors that were loaded stay where they are; beside them is one converted copy. Before the tensors are exact
-nothing is kept, since what was made of them would not become exact with them.
+The loaded tensors stay in place, in addition to one converted copy. No copy is kept before the tensors are exact,
+since it would not become exact with them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Decoder:
 
     @property
     def device(self) -> str:
-        """Where the weights are, and so everything that is computed with them."""
+        """The device of the weights, and so of everything that is computed with them."""
         return self.weights.device
 
     @property

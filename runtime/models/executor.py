@@ -1,7 +1,8 @@
-"""Ways to compute a model: what a decoder and an encoder ask of them, and how they say what they lack.
+"""The protocols of executors: the methods that decoders and encoders need, and their refusals.
 
-An executor is made of a spec and weights, by a backend, and handed to the model: models import no executor. Each lists
-what it implements, and refuses, with a reason, every spec that has more: nothing is computed silently wrong.
+A backend makes an executor from a spec and weights, and passes it to the model: models import no
+executor. Each lists the features that it implements, and refuses, with a reason, every spec with
+others: nothing is computed silently wrong.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ Accepts = Callable[[Any], bool]
 
 
 class Executor(Protocol):
-    """Computes a decoder's steps. One thread at a time; all calls drop the GIL where they take long.
+    """Computes a decoder's steps. One thread at a time; long calls release the GIL.
 
-    The decoder opens the gates: what a call reads of the weights is there, and does not change during the call. Token
-    ids, slots and block tables are checked by the executor before they reach memory: an id outside of the vocabulary
-    raises, it never reads.
+    The decoder opens the gates: weights read by a call have arrived, and do not change during the
+    call. The executor checks token ids, slots and block tables before they are used as indexes: an
+    id outside the vocabulary raises, it never reads.
     """
 
     @property
     def name(self) -> str:
-        """Of the backend, for logs and figures."""
+        """The backend's name, for logs and metrics."""
 
     @property
     def numerics(self) -> str:
-        """How it rounds: backend, version, instruction set. Keys and values that executors of one name made of the same
-        tokens are the same bits, and are of use to each other in snapshots.
+        """The identity of its rounding: backend, version, instruction set. Executors of one name
+        compute bit-identical keys and values from the same tokens, which they can share in
+        snapshots.
         """
 
     @property
@@ -55,31 +57,35 @@ class Executor(Protocol):
         """The rows of the batch's tokens. Reads no other rows of the embeddings."""
 
     def begin(self, batch: StepBatch, kv: Any) -> Any:
-        """What all layers share in one pass over this batch, for `layers`. Reads no weights. `kv` is from `new_kv`."""
+        """The state that all layers share in one pass over this batch, for `layers`. Reads no
+        weights. `kv` is from `new_kv`.
+        """
 
     def layers(self, step: Any, first: int, end: int, x: Activations) -> Activations:
-        """x through the layers [first, end): writes the rows' keys and values, and then attends. x may be changed, and
-        is not used again. `step` is from `begin`, for the batch whose rows x has.
+        """Compute the layers [first, end) on x: writes the rows' keys and values, and then attends.
+        x may be changed, and is not used again. `step` is from `begin`, for the batch whose rows x
+        has.
         """
 
     def logits(self, x: Activations, rows: Int64s) -> Any:
-        """(R, vocab_size) fp32 of these rows of what the last layer made; R may be 0. A new array on the host; on a
-        device whatever the backend's sampler takes.
+        """Logits (R, vocab_size) fp32 of these rows of the last layer's output; R may be 0. A new
+        array on the host; on a device the input of the backend's sampler.
         """
 
     def join(self, parts: Sequence[Activations]) -> Activations:
-        """The rows of all of them, behind one another: two passes that met go on as one."""
+        """Concatenate the rows: two passes that met continue as one."""
 
     def select(self, x: Activations, rows: Int64s) -> Activations:
-        """These rows, ascending: some sequences have left the pass."""
+        """Select these rows, ascending: some sequences have left the pass."""
 
     def new_kv(self, num_blocks: int, block_size: int, kind: KVKind) -> Any:
-        """Empty storage for keys and values, a `KVPool`; num_blocks times `kv_block_bytes`. Its memory is not touched
-        before it is written. Raises `ModelError` for a kind that this executor lacks.
+        """Empty storage for keys and values, a `KVPool` of num_blocks times `kv_block_bytes`. Its
+        memory is not touched before it is written. Raises `ModelError` for a kind that this
+        executor lacks.
         """
 
     def kv_block_bytes(self, block_size: int, kind: KVKind) -> int:
-        """The size of one block in what `new_kv` makes."""
+        """The bytes of one block in the storage of `new_kv`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +100,7 @@ class TextBatch:
 
 
 class EncoderExecutor(Protocol):
-    """Computes an encoder's batches. As `Executor` in everything that it does not say itself."""
+    """Computes an encoder's batches. Like `Executor` unless stated otherwise."""
 
     @property
     def name(self) -> str: ...
@@ -106,7 +112,7 @@ class EncoderExecutor(Protocol):
         """norm(word + position + type) of each token."""
 
     def layers(self, batch: TextBatch, first: int, end: int, x: Activations) -> Activations:
-        """x through the layers [first, end). x may be changed, and is not used again."""
+        """Compute the layers [first, end) on x. x may be changed, and is not used again."""
 
     def finish(self, batch: TextBatch, x: Activations) -> Floats:
         """(N, spec.num_columns): pooled and normalised states, or a classifier's scores. A new array."""
@@ -114,15 +120,15 @@ class EncoderExecutor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputeDtype:
-    """What a backend has chosen to compute a model in, and why, in words."""
+    """The compute dtype that a backend has chosen, with the reason."""
 
-    stored: DType  # of the weights that are no integers
+    stored: DType  # of the weights that are not integers
     dtype: DType  # of activations, keys and values
     why: str
 
     @property
-    def told(self) -> dict[str, str]:
-        """For the timeline."""
+    def attributes(self) -> dict[str, str]:
+        """The attributes for the timeline."""
         return {"stored_dtype": self.stored.label, "compute_dtype": self.dtype.label, "why": self.why}
 
     def describe(self, backend: str) -> str:
@@ -130,28 +136,30 @@ class ComputeDtype:
 
 
 class ExecutorFactory(Protocol):
-    """What a backend is to a model that is being built."""
+    """A backend's factory of executors for models."""
 
     @property
     def name(self) -> str:
-        """Of the backend, as `--backend` has it."""
+        """The backend's name in `--backend`."""
 
     def compute_dtype(self, stored: DType, *, is_quantised: bool) -> ComputeDtype:
-        """For weights that are stored so; where they are quantised, that is what is stored beside the integers."""
+        """Choose for weights stored so; for quantised weights, `stored` is the dtype of the
+        non-integer ones.
+        """
 
     def refuses_decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> str | None:
-        """Why this backend must not compute the model; None: it may."""
+        """The reason why this backend does not support the model; None: it does."""
 
     def refuses_encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> str | None: ...
 
     def decoder(self, spec: DecoderSpec, weights: DecoderWeights) -> Executor:
-        """Of a model that it does not refuse. Reads no content of the weights."""
+        """Make the executor of a model that it does not refuse. Reads no content of the weights."""
 
     def encoder(self, spec: EncoderSpec, weights: EncoderWeights) -> EncoderExecutor: ...
 
 
 def any_value(value: Any) -> bool:
-    """For fields of which an executor implements whatever a spec may have."""
+    """For fields of which an executor implements every value."""
     return True
 
 
@@ -163,11 +171,11 @@ def one_of(*values: Any) -> Accepts:
 def refusal_of(
     spec: DecoderSpec | EncoderSpec, implemented: Mapping[str, Accepts], executor: str
 ) -> str | None:
-    """Why `executor`, which implements this, must not compute this model; None: it may.
+    """The reason why `executor` does not support this model; None: it does.
 
-    `implemented` has an entry for each field that the executor knows, nested ones as "rotary.dim", which says whether
-    it implements the field's value. A field without an entry is one that the executor does not know: refused whatever
-    its value.
+    `implemented` has an entry for each field that the executor knows, nested ones as "rotary.dim",
+    which tells whether it implements the field's value. A field without an entry is unknown to the
+    executor: refused with any value.
     """
     for name, value in _fields_of(spec):
         accepts = implemented.get(name)

@@ -1,7 +1,7 @@
 """One step of a decoder under way: stage by stage, each behind the gate of its weights.
 
-It runs in one go when everything is there, and follows the weights while they arrive: whoever drives it may look
-whether the next stage's are exact, and do something else meanwhile. It does not know what a sequence is.
+It runs in one go once all weights have arrived, and follows them before that: the caller may check whether the next
+stage's weights are exact, and do other work meanwhile. It does not know sequences.
 """
 
 from __future__ import annotations

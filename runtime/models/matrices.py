@@ -101,8 +101,9 @@ class Projection(Protocol):
         """Whether `matrices` gives the same objects from now on. Always so of matrices that are used as stored."""
 
     def matrices(self) -> tuple[Matrix, ...]:
-        """What is to be multiplied with, behind the layer's open gate. Matrices of GPTQ and AWQ are converted by the
-        first call, which takes a while, and anew by each call until their content is exact.
+        """The matrices to multiply with, behind the layer's open gate. Matrices of GPTQ and AWQ are
+        converted by the first call, which takes a while, and again by each call until their content
+        is exact.
         """
 
 

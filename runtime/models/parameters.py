@@ -74,7 +74,7 @@ class Parameters:
         return self._prefix + name
 
     def take_norm(self, name: str, length: int) -> Tensor:
-        """A norm's vector, of any computable dtype: beside half precision some are kept in fp32."""
+        """A norm's vector, of any computable dtype: models in half precision keep some in fp32."""
         tensor = self._take(name, (length,))
         check_computable(self._prefix + name, tensor)
         return tensor

@@ -1,6 +1,6 @@
-"""What a config.json says of quantised weights: who made them, and how their integers are to be read.
+"""The quantisation settings of a config.json: the tool, and the layout of its integers.
 
-Shapes are those of the tensors, which say the rest. What is not understood is refused by name.
+Shapes are those of the tensors, which determine the rest. Unsupported settings are refused by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rotary position embedding as a model's config.json asks for it, and how far it lets a context reach.
 
-It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` beside `rope_scaling`
+It reads both spellings: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling`
 (transformers 4). It computes no frequencies: `rope.py` does, once torch is there.
 """
 
@@ -123,7 +123,7 @@ class RopeConfig:
 
     @property
     def max_context(self) -> int:
-        """Tokens that a sequence may have unless told otherwise.
+        """The default maximum of a sequence's tokens.
 
         Linear stretching multiplies the positions that were trained, YaRN those of the pretraining; Llama
         3 files state the stretched number already. Dynamic NTK is exact up to `max_position_embeddings`,
@@ -187,7 +187,9 @@ def _rope_type(rope: Fields, spellings: Mapping[str, str]) -> RopeType:
 
 
 def _stretching(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """What both spellings say in the same way: all but the base, which only the newer one holds."""
+    """The settings common to both spellings: everything except the base, which only the newer one
+    holds.
+    """
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {"rope_type": kind} | {
         name: value for name, value in rope.items() if name not in ("rope_type", "type", "rope_theta")

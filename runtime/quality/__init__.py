@@ -1,1 +1,1 @@
-"""How good is a draft: `teneral eval-draft` (docs/draft-quality.md)."""
+"""The quality of drafts: `teneral eval-draft` (docs/draft-quality.md)."""

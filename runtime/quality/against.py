@@ -1,7 +1,7 @@
-"""Loads a smaller version of a decoder and the original, and lets both read the same text: `teneral eval`.
+"""Comparison of a smaller version of a decoder with the original over one text: `teneral eval`.
 
-Invariant: the two are in memory, and nothing else of their size. What is measured, and how, is in `decoders.py`. The
-tokens are those of the original's tokenizer.
+Invariant: the two are in memory, and nothing else of their size. The measures are in `decoders.py`.
+The tokens are those of the original's tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model to be compared, and the digest that its manifest must have, where that is said."""
+    """A model to be compared, and the pinned digest of its manifest, if any."""
 
     source: Source
     digest: bytes | None = None
@@ -40,11 +40,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a model takes."""
+    """The size of a model."""
 
     url: str
     weight_bytes: int  # in memory
-    stored_bytes: int  # the weights as they are stored
+    stored_bytes: int  # of the weights as stored
 
     @classmethod
     def of(cls, source: Source, manifest: Manifest) -> Size:
@@ -53,20 +53,20 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """How an artifact's figures were computed, by torch, as the original's."""
+    """The settings of an artifact's computation, by torch like the original's."""
 
     compute_dtype: str
     kv_dtype: str  # a `KVKind`
 
     def describe(self) -> str:
-        """In words, for people."""
+        """The settings as a phrase for people."""
         kv = f", {self.kv_dtype} keys and values" if self.kv_dtype != KVKind.MODEL.value else ""
         return f"by torch, in {self.compute_dtype}{kv}"
 
 
 @dataclass(frozen=True, slots=True)
 class AgainstReport:
-    """`original` is what the quality is relative to."""
+    """The result. `original` is the reference of the quality."""
 
     artifact: Size
     original: Size
@@ -76,7 +76,7 @@ class AgainstReport:
     quality: DecoderQuality
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The report as a JSON-ready value."""
         return {
             "schema": SCHEMA,
             "artifact": asdict(self.artifact),
@@ -87,7 +87,7 @@ class AgainstReport:
         }
 
     def render(self) -> str:
-        """For a terminal: what was compared, and a table."""
+        """The report for a terminal: the compared models, and a table."""
         head = [
             f"artifact   {self.artifact.url}",
             f"original   {self.original.url}",
@@ -113,12 +113,14 @@ def evaluate_against(
     threads: int | None = None,
     progress: OnProgress | None = None,
 ) -> AgainstReport:
-    """Compare what `artifact` and `original`, both with all their bits, make of the text's first `max_tokens` tokens.
+    """Compare `artifact` and `original`, both with all their bits, over the text's first
+    `max_tokens` tokens.
 
-    Either is a packed artifact or a directory of safetensors; `kv` is how the artifact's keys and values lie. Blocks;
-    `progress` is called from this thread. torch computes with all cores at hand from then on. Raises `UsageError` for
-    an encoder, `InsufficientMemoryError` where all of it does not fit, `ModelError` for what cannot be run or is of
-    another vocabulary, and the sources' errors.
+    Either is a packed artifact or a directory of safetensors; `kv` is the storage format of the
+    artifact's keys and values. Blocks; `progress` is called from this thread. torch uses all
+    available cores from then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` if
+    both do not fit, `ModelError` for a model that cannot be run or has another vocabulary, and the
+    sources' errors.
     """
     check_max_tokens(max_tokens)
     torch.set_num_threads(available_cores())
@@ -147,13 +149,13 @@ def evaluate_against(
 
 
 def _check_comparable(ours: Decoder, theirs: Decoder) -> None:
-    """Raises `ModelError` for models that one was not made of the other."""
+    """Raise `ModelError` for models that cannot be versions of each other."""
     for what, our_count, their_count in (
-        ("knows {} tokens", ours.config.vocab_size, theirs.config.vocab_size),
+        ("has {} tokens", ours.config.vocab_size, theirs.config.vocab_size),
         ("has hidden states of {} numbers", ours.config.hidden_size, theirs.config.hidden_size),
     ):
         if our_count != their_count:
             raise ModelError(
-                f"the artifact {what.format(our_count)}, and the original {their_count}",
-                hint="Give what the artifact was made of.",
+                f"the artifact {what.format(our_count)}, but the original {their_count}",
+                hint="Compare with the model that the artifact was made from.",
             )

@@ -1,8 +1,8 @@
-"""Second moments of the inputs of a decoder's projections, over a text: what `pack --calibrate` chooses integers by.
+"""Second moments of the inputs of a decoder's projections, over a text, for `pack --calibrate`.
 
-The whole model is in memory as it is stored. The text is cut into windows that know nothing of each other, and all of
-them go through one layer before any goes through the next, when the moments of that layer are first asked for: so only
-those of two layers exist at a time. torch computes.
+The whole model is in memory as stored. The text is cut into independent windows, and all of them go
+through one layer before any goes through the next, when the moments of that layer are first
+requested: so only those of two layers exist at a time. torch computes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _PROJECTION_OF_GROUP = {2: _QKV, 3: _QKV, 4: _OUTPUT, 5: _GATE_UP, 6: _GATE_UP, 
 
 
 class Calibration:
-    """A decoder that reads a text layer by layer. Thread-safe; layers are asked for in their order."""
+    """A decoder that reads a text layer by layer. Thread-safe; layers are requested in order."""
 
     def __init__(self, decoder: Decoder, tokens: Sequence[int], prefix: Sequence[int] = ()) -> None:
-        """The decoder's weights hold their values. `prefix` precedes each window of the text."""
+        """The decoder's weights must be loaded. `prefix` precedes each window of the text."""
         executor = decoder.executor
         assert isinstance(executor, TorchExecutor)
         self._executor = executor
@@ -56,14 +56,17 @@ class Calibration:
         num_blocks = max(len(batch.spans[0].blocks) for batch in self._batches)
         self._kv = decoder.new_kv(num_blocks, _BLOCK_TOKENS)
         self._states = [executor.embed(batch) for batch in self._batches]
-        self._num_done = 0  # layers that the states have gone through
+        # Layers that the states have passed.
+        self._num_done = 0
         self._moments: dict[int, tuple[npt.NDArray[np.float32], ...]] = {}  # by layer
         self._lock = threading.Lock()
 
     def moments(self, name: str) -> npt.NDArray[np.float32] | None:
-        """The mean of x xᵀ over the inputs x of the projection `name`, (K, K); None of any other matrix.
+        """The mean of x xᵀ over the inputs x of the projection `name`, (K, K); None for any other
+        matrix.
 
-        Blocks while its layer is computed. Raises `ValueError` of a layer that is long done.
+        Blocks while its layer is computed. Raises `ValueError` for a layer whose moments were
+        dropped.
         """
         found = _NAME.fullmatch(name)
         if found is None:
@@ -73,7 +76,7 @@ class Calibration:
             while self._num_done <= layer:
                 self._advance()
             if layer not in self._moments:
-                raise ValueError(f"layer {layer} is asked for after layer {self._num_done - 1}")
+                raise ValueError(f"layer {layer} was requested after layer {self._num_done - 1}")
             assert found.lastindex is not None
             return self._moments[layer][_PROJECTION_OF_GROUP[found.lastindex]]
 
@@ -90,7 +93,9 @@ class Calibration:
 
 
 class _Meters:
-    """One before each projection of a layer; none before a mixture's experts, each of which sees few rows."""
+    """A meter before each projection of a layer; none before a mixture's experts, each of which
+    sees few rows.
+    """
 
     def __init__(self, layer: DecoderLayer) -> None:
         self._attention, self._mlp = layer.attention, layer.mlp
@@ -101,7 +106,7 @@ class _Meters:
             self._down = self._mlp.down = _Meter(self._mlp.down)
 
     def remove(self) -> tuple[npt.NDArray[np.float32], ...]:
-        """The moments, in the order of `_QKV` and the others."""
+        """Remove the meters. Returns the moments, in the order of `_QKV` and the others."""
         self._attention.qkv, self._attention.output = self._qkv.product, self._output.product
         meters = [self._qkv, self._output]
         if isinstance(self._mlp, GatedMLP):
@@ -111,7 +116,7 @@ class _Meters:
 
 
 class _Meter:
-    """Sums x xᵀ over the rows that go through to a product."""
+    """Sums x xᵀ over the input rows of a product."""
 
     __slots__ = ("_num_rows", "_sum", "product")
 
@@ -143,9 +148,9 @@ def calibrate(
 ) -> Calibration:
     """Load a decoder that can be quantised, to read the first `max_tokens` tokens of the text.
 
-    Blocks; `progress` is called from this thread while weights are read. torch computes with all cores at hand from
-    then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` where the model does not fit, `ModelError`
-    for what cannot be run, and the source's errors.
+    Blocks; `progress` is called from this thread while weights are read. torch uses all available
+    cores from then on. Raises `UsageError` for an encoder, `InsufficientMemoryError` if the model
+    does not fit, `ModelError` for one that cannot be run, and the source's errors.
     """
     check_max_tokens(max_tokens)
     manifest = open_artifact(source)
@@ -163,7 +168,7 @@ def calibrate(
 
 
 def _batch(tokens: Sequence[int]) -> StepBatch:
-    """One window, in the first blocks of a pool."""
+    """A batch of one window, in the first blocks of a pool."""
     places = np.arange(len(tokens), dtype=np.int64)
     blocks = tuple(range(-(-len(tokens) // _BLOCK_TOKENS)))
     span = SequenceSpan(0, len(tokens), len(tokens), blocks)

@@ -1,9 +1,11 @@
-"""How much of a decoder's behaviour an approximation of its weights keeps, over a text.
+"""Measures of how well an approximation of a decoder's weights preserves its behaviour, over a
+text.
 
-Both models read the same tokens, whatever they would have said themselves, in windows that know nothing of each
-other; so every next token is judged with the same context. Logits exist for a few rows at a time only. Acceptance is
-measured by really drafting: the approximation goes on greedily from several places, and the exact model reads what it
-wrote, as the engine does when it verifies. Where weights come from is not known here.
+Both models read the same tokens, independent of their own predictions, in independent windows; so
+every next token is judged with the same context. Logits exist for a few rows at a time only.
+Acceptance is measured by real drafting: the approximation continues greedily from several places,
+and the exact model reads the result, as the engine does when it verifies. This module does not know
+the source of weights.
 """
 
 from __future__ import annotations
@@ -24,21 +26,25 @@ from .sequences import Sequences
 WINDOW_TOKENS = 512
 DRAFTED_TOKENS = 32  # at each place
 MAX_PLACES = 64
-MIN_CONTEXT = 8  # of a model: there is nothing to draft in less
+# Of a model: with less context there is nothing to draft.
+MIN_CONTEXT = 8
 CONTEXT_TOKENS = 128  # before each place
-_PLACE_TOKENS = 32  # of text, for each place: a short text has fewer of them
+# Of text, for each place: a short text has fewer places.
+_PLACE_TOKENS = 32
 _PLACES_AT_ONCE = 8  # bounds the keys and values
 _MAX_SLICE_ELEMENTS = (
     4 << 20
-)  # logits of one model at a time; comparing them takes some 8 times as much memory
+    # Logits of one model at a time; comparing them takes about 8 times as much memory.
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How far the exact model would have chosen what was drafted."""
+    """The number of drafted tokens that the exact model would have chosen."""
 
     drafted: int  # tokens at each place
-    accepted: tuple[int, ...]  # of each place: tokens before the first that it would not have chosen
+    # At each place: the number of tokens before the first rejected one.
+    accepted: tuple[int, ...]
 
     @property
     def mean(self) -> float:
@@ -46,32 +52,37 @@ class Acceptance:
 
     @property
     def mean_error(self) -> float:
-        """The mean's standard error, 0 where there is one place only."""
+        """The mean's standard error; 0 with only one place."""
         spread = statistics.stdev(self.accepted) if len(self.accepted) > 1 else 0.0
         return spread / math.sqrt(len(self.accepted))
 
     @property
     def whole_share(self) -> float:
-        """Share of the places where all that was drafted was accepted."""
+        """The share of places at which all drafted tokens were accepted."""
         return self.accepted.count(self.drafted) / len(self.accepted)
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderQuality:
-    """Of an approximation p' of a model p. Distributions are those of the next token, at temperature 1."""
+    """The quality of an approximation p' of a model p. Distributions are those of the next token,
+    at temperature 1.
+    """
 
-    predictions: int  # next tokens that were judged
+    predictions: int  # judged next tokens
     exact_perplexity: float
     perplexity: float
     perplexity_ratio: float  # the approximation's over the exact one's
-    perplexity_ratio_error: float  # its standard error, as far as this text tells
-    agreement: float  # share of next tokens whose likeliest one is the same
+    perplexity_ratio_error: float  # its standard error, estimated from this text
+    # Share of next tokens with the same most likely token.
+    agreement: float
     total_variation: float  # mean of ½ Σ |p - p'|
     kl_nats: float  # mean of Σ p log(p / p')
-    hidden_cosine: float  # mean over the predictions, between the last hidden states, as the head reads them
+    # Mean over the predictions, between the last hidden states, the head's inputs.
+    hidden_cosine: float
     worst_hidden_cosine: float
     accepted: Acceptance
-    exact_accepted: Acceptance  # of the exact model, drafting for itself
+    # Of the exact model drafting for itself.
+    exact_accepted: Acceptance
 
 
 def compare_decoders(
@@ -82,17 +93,18 @@ def compare_decoders(
     prefix: Sequence[int] = (),
     kv: KVKind = KVKind.MODEL,
 ) -> DecoderQuality:
-    """Run both over `tokens`, at least 2; `prefix` is what the model expects at the start of every text, `kv` how the
-    approximation's keys and values lie.
+    """Run both over `tokens`, at least 2.
 
-    Raises `ModelError` for a token outside of the vocabulary, and for logits that are no numbers. Memory beside the
-    models: a few hundred MiB at most, of logits and of keys and values.
+    `prefix` is the model's expected start of every text, `kv` the storage format of the
+    approximation's keys and values. Raises `ModelError` for a token outside the vocabulary, and for
+    logits that are not finite. Memory in addition to the models: a few hundred MiB at most, of
+    logits and of keys and values.
     """
     vocab_size = exact.config.vocab_size
     if max(tokens) >= vocab_size:
         raise ModelError(
             f"the tokenizer made token {max(tokens)}, but the model's vocabulary has {vocab_size}",
-            hint="Do the tokenizer and the weights belong to the same model?",
+            hint="Check that the tokenizer and the weights belong to the same model.",
         )
     if exact.config.max_context < MIN_CONTEXT:
         raise ModelError(
@@ -103,7 +115,7 @@ def compare_decoders(
     if not bool(figures.isfinite().all()):
         raise ModelError(
             "the logits of this model are not finite numbers",
-            hint="Is it sound? `teneral verify` tells whether the bytes are those that were packed.",
+            hint="Check the artifact with `teneral verify`: its bytes may be damaged.",
         )
     exact_loss, loss, agrees, variation, divergence, cosine = figures.unbind(1)
     ratio = math.exp(float((loss - exact_loss).mean()))
@@ -117,7 +129,7 @@ def compare_decoders(
         perplexity_ratio_error=ratio * spread / math.sqrt(len(figures)),
         agreement=float(agrees.mean()),
         total_variation=float(variation.mean()),
-        kl_nats=max(0.0, float(divergence.mean())),  # rounding may leave less than 0 of nothing
+        kl_nats=max(0.0, float(divergence.mean())),  # rounding may make it slightly negative
         hidden_cosine=float(cosine.mean()),
         worst_hidden_cosine=float(cosine.min()),
         accepted=_draft_and_verify(approximate, exact, contexts, drafted, kv),
@@ -126,7 +138,7 @@ def compare_decoders(
 
 
 def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -> Iterator[list[int]]:
-    """The text in pieces, each behind the prefix; a rest in which nothing can be predicted is left out."""
+    """The text in pieces, each after the prefix; a rest too short for a prediction is left out."""
     step = window_tokens - len(prefix)
     for begin in range(0, len(tokens), step):
         window = [*prefix, *tokens[begin : begin + step]]
@@ -135,8 +147,8 @@ def _windows(tokens: Sequence[int], prefix: Sequence[int], window_tokens: int) -
 
 
 def _judge_window(approximate: Decoder, exact: Decoder, window: Sequence[int], kv: KVKind) -> torch.Tensor:
-    """Figures of every next token in the window: (len(window) - 1, 6) float64, as `_judge` gives them, and the cosine
-    of the hidden states.
+    """Measure every next token in the window: (len(window) - 1, 6) float64, the measures of
+    `_judge` and the cosine of the hidden states.
     """
     inputs, targets = window[:-1], window[1:]
     num_rows = max(1, _MAX_SLICE_ELEMENTS // exact.config.vocab_size)
@@ -159,8 +171,8 @@ def _read(run: Sequences, head: ListeningHead, tokens: Sequence[int]) -> tuple[t
 
 
 def _judge(approximate: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Logits (R, vocab_size) fp32 of both and the tokens that came next (R,) → (R, 5) float64: the exact loss, the
-    approximate one, whether the likeliest tokens agree, total variation, divergence.
+    """Logits (R, vocab_size) fp32 of both and the next tokens (R,) → (R, 5) float64: the exact
+    loss, the approximate one, agreement of the most likely tokens, total variation, divergence.
     """
     log_p, log_q = exact.log_softmax(-1), approximate.log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
@@ -175,7 +187,7 @@ def _judge(approximate: torch.Tensor, exact: torch.Tensor, targets: torch.Tensor
 
 
 def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> tuple[list[list[int]], int]:
-    """What stands before each place where drafting begins, and how many tokens are to be drafted there."""
+    """The context of each place where drafting begins, and the number of tokens to draft there."""
     drafted = min(DRAFTED_TOKENS, max_context // 2)
     room = min(CONTEXT_TOKENS, max_context - drafted) - len(prefix)
     num_places = max(1, min(MAX_PLACES, len(tokens) // _PLACE_TOKENS))
@@ -186,9 +198,9 @@ def _places(tokens: Sequence[int], prefix: Sequence[int], max_context: int) -> t
 def _draft_and_verify(
     model: Decoder, exact: Decoder, contexts: Sequence[Sequence[int]], drafted: int, kv: KVKind
 ) -> Acceptance:
-    """Let the one model go on from each context, and the other read what it wrote.
+    """Draft with `model` from each context, and verify with `exact`.
 
-    Tokens that end a text are like all others here: what comes behind them is compared as well.
+    Tokens that end a text are not special here: the tokens after them are compared as well.
     """
     drafts = [
         draft

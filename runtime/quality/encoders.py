@@ -1,7 +1,8 @@
-"""How much of an encoder's embeddings an approximation of its weights keeps, over some sentences.
+"""Measures of how well an approximation of an encoder's weights preserves its embeddings, over some
+sentences.
 
-What counts for search is which texts are near each other, so beside each embedding's own change it looks at the order
-of all similarities. Knows no text and no tokenizer.
+Search depends on which texts are near each other, so in addition to each embedding's own change the
+order of all similarities is compared. This module knows nothing of text or tokenizers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ..models.encoder import Encoder
 
 @dataclass(frozen=True, slots=True)
 class EncoderQuality:
-    """`rank_correlation` and `same_nearest` are None with fewer than 3 sentences: there is nothing to order."""
+    """The result. `rank_correlation` and `same_nearest` are None with fewer than 3 sentences, which
+    have no order.
+    """
 
     sentences: int
     cosine: float  # mean over the sentences, between the two embeddings of each
@@ -31,9 +34,10 @@ class EncoderQuality:
 def compare_encoders(
     approximate: Encoder, exact: Encoder, token_lists: Sequence[Sequence[int]]
 ) -> EncoderQuality:
-    """Embed the sentences with both, and compare all pairs. Tokens include the special ones, and fit the model.
+    """Embed the sentences with both, and compare all pairs. Tokens include the special ones, and
+    fit the model.
 
-    Raises `ModelError` for embeddings that are no numbers, and as `Encoder.embed`.
+    Raises `ModelError` for embeddings that are not finite, and the errors of `Encoder.embed`.
     """
     ours, theirs = (  # (N, hidden_size)
         torch.from_numpy(model.embed(token_lists)) for model in (approximate, exact)
@@ -42,7 +46,7 @@ def compare_encoders(
     if not bool(cosines.isfinite().all()):
         raise ModelError(
             "the embeddings of this model are not finite numbers",
-            hint="Is it sound? `teneral verify` tells whether the bytes are those that were packed.",
+            hint="Check the artifact with `teneral verify`: its bytes may be damaged.",
         )
     correlation = same_nearest = None
     if len(token_lists) > 2:
@@ -74,7 +78,7 @@ def _rank_correlation(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
-    """Each value's place in their order; equal ones share the middle of their places."""
+    """Each value's rank; equal values share their mean rank."""
     ordered = values.sort().values
     below, reached = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
     return (below + reached).double() / 2

@@ -1,7 +1,7 @@
-"""Loads a model twice, with its first tiers and exactly, and lets both read the same text.
+"""Comparison of a model's first tiers with the exact model, over one text.
 
-Invariant: two models at most are in memory. A part is read once; of three tiers, those of the middle one twice.
-What is measured, and how, is in `decoders.py` and `encoders.py`.
+Invariant: at most two models are in memory. A part is read once; of three tiers, those of the
+middle one twice. The measures are in `decoders.py` and `encoders.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from .text import EvaluationText
 from .tiers import TieredWeights, usable_tiers
 
 MAX_TOKENS = 1 << 20
-WORK_BYTES = 512 * MIB  # beside two models: parts on their way, then activations, logits, keys and values
+# In addition to two models: parts being read, then activations, logits, keys and values.
+WORK_BYTES = 512 * MIB
 
 OnProgress = Callable[[TransferProgress], None]
 Compare = Callable[[], DecoderQuality | EncoderQuality]
@@ -49,11 +50,13 @@ def evaluate_draft(
     threads: int | None = None,
     progress: OnProgress | None = None,
 ) -> EvaluationReport:
-    """Compare what each tier makes of the model with the exact one, over the first `max_tokens` tokens of the text.
+    """Compare the model of each tier with the exact one, over the first `max_tokens` tokens of the
+    text.
 
-    Blocks; `progress` is called from this thread while `threads` threads read. torch computes with all cores at hand
-    from then on. Raises `UsageError` for plain safetensors, `InsufficientMemoryError` where two models do not fit,
-    `ModelError` for what cannot be run, `IntegrityError` naming a bad part, and the source's errors.
+    Blocks; `progress` is called from this thread while `threads` threads read. torch uses all
+    available cores from then on. Raises `UsageError` for plain safetensors,
+    `InsufficientMemoryError` if two models do not fit, `ModelError` for a model that cannot be run,
+    `IntegrityError` naming a bad part, and the source's errors.
     """
     check_max_tokens(max_tokens)
     manifest = open_artifact(source, digest=digest)
@@ -79,7 +82,7 @@ def evaluate_draft(
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Raises `UsageError` for a number of tokens that nothing could be told from, or that is beyond reason."""
+    """Raise `UsageError` for a number of tokens that is too small to measure, or too large."""
     if not MIN_TOKENS <= max_tokens <= MAX_TOKENS:
         raise UsageError(
             f"max_tokens must be from {MIN_TOKENS} to {MAX_TOKENS}, not {max_tokens}", key="max_tokens"
@@ -87,7 +90,7 @@ def check_max_tokens(max_tokens: int) -> None:
 
 
 class PartCounter:
-    """Tells how far reading is, over all parts of all models."""
+    """Reports the progress of reading, over all parts of all models."""
 
     def __init__(self, progress: OnProgress | None, total_bytes: int) -> None:
         self._progress = progress
@@ -101,7 +104,7 @@ class PartCounter:
 
 
 class _Reading:
-    """Fills weights, and tells how far it is."""
+    """Fills weights, and reports progress."""
 
     def __init__(
         self, parts: PartReader, threads: int | None, on_progress: OnProgress | None, total_bytes: int
@@ -122,7 +125,7 @@ class _Reading:
 
 
 class _Comparison:
-    """Both models and what they read. What can be found wrong without weights is found when it is made."""
+    """Both models and their inputs. Errors that need no weights are raised by the constructor."""
 
     def __init__(self, source: Source, manifest: Manifest, text: EvaluationText, max_tokens: int) -> None:
         check_fits(
@@ -151,7 +154,7 @@ class _Comparison:
             self._compare = lambda: compare_encoders(model, exact, inputs.token_lists)
 
     def run(self, drafts: Sequence[Tier], reading: _Reading) -> tuple[TierReport, ...]:
-        """A report of each of these tiers, which are in order."""
+        """A report for each of these tiers, which are in order."""
         reading.fill(self._weights, drafts[0])
         self._exact_weights.copy_(self._weights)
         reading.fill(self._exact_weights, Tier.REFINE)
@@ -164,7 +167,7 @@ class _Comparison:
 
 
 def _build(files: ModelFiles, weights: TieredWeights) -> Decoder | Encoder:
-    """The model over weights that may still be without content."""
+    """The model over weights whose content may not have arrived."""
     return build_model(
         files.json("config.json", required=True),
         weights.tensors(),

@@ -1,4 +1,4 @@
-"""The text as a model reads it: one run of tokens for a decoder, sentences for an encoder."""
+"""A text as input of a model: one run of tokens for a decoder, sentences for an encoder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ..text.backend import LocalBackend
 from ..text.settings import TextSettings, read_tokenizer_file
 from .text import EvaluationText
 
-MIN_TOKENS = 16  # with fewer there is nothing to tell
-MAX_SENTENCES = 512  # all pairs are compared
+MIN_TOKENS = 16  # fewer are too few to measure
+# All pairs are compared.
+MAX_SENTENCES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,9 @@ class EncoderInput:
 
 
 class InputReader:
-    """Cuts texts with the model's tokenizer. Raises `ModelError` when its files are missing or damaged."""
+    """Encodes texts with the model's tokenizer. Raises `ModelError` if its files are missing or
+    damaged.
+    """
 
     def __init__(self, files: ModelFiles) -> None:
         settings = TextSettings.read(files.read)
@@ -39,20 +42,20 @@ class InputReader:
         self._bos = self._backend.piece_to_id(settings.special_tokens.get("bos_token", ""))
 
     def for_decoder(self, text: EvaluationText, max_tokens: int) -> DecoderInput:
-        """The text's first tokens. Raises `UsageError` when there are fewer than `MIN_TOKENS`."""
+        """The text's first tokens. Raises `UsageError` for fewer than `MIN_TOKENS`."""
         begin = self._backend.encode("a", add_special_tokens=True)[:1]
         prefix = tuple(begin) if begin == [self._bos] else ()
         tokens = self._backend.encode(text.content, add_special_tokens=False)[:max_tokens]
         if len(tokens) < MIN_TOKENS:
             raise UsageError(
-                f"the text has {len(tokens)} tokens, and {MIN_TOKENS} is the least",
+                f"the text has {len(tokens)} tokens, fewer than {MIN_TOKENS}",
                 key="text",
                 hint="Give more.",
             )
         return DecoderInput(prefix, tuple(tokens))
 
     def for_encoder(self, text: EvaluationText, max_tokens: int, *, max_sentence_tokens: int) -> EncoderInput:
-        """The text's first sentences, at least one; of one that is too long, the beginning."""
+        """The text's first sentences, at least one; long ones are truncated."""
         sentences: list[str] = []
         token_lists: list[list[int]] = []
         left = max_tokens

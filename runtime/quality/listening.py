@@ -1,4 +1,4 @@
-"""The hidden states that a decoder's head is given, which nothing else tells. For decoders that torch computes."""
+"""Access to the hidden states that enter a decoder's head. For decoders that torch computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..models.decoder import Decoder
 
 
 class ListeningHead:
-    """In front of an executor's norm and head. `states` is what the head read last, (R, hidden_size)."""
+    """A wrapper of an executor's norm and head. `states` is its last input, (R, hidden_size)."""
 
     __slots__ = ("_head_of", "_norm", "states")
 
@@ -28,11 +28,12 @@ class ListeningHead:
 
 @contextmanager
 def listening_head(decoder: Decoder) -> Iterator[ListeningHead]:
-    """Put one in front of the decoder's head until it is left. Nobody else may be using the decoder."""
+    """Wrap the decoder's head inside the context. The decoder must have no other users."""
     executor = decoder.executor
     assert isinstance(executor, TorchExecutor)
     own = vars(executor)
-    further_out = own.get("head_of")  # another one's, where the decoder is compared with itself
+    # The wrapper of an outer context, if the decoder is compared with itself.
+    further_out = own.get("head_of")
     listener = own["head_of"] = ListeningHead(executor)
     try:
         yield listener

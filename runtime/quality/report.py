@@ -1,4 +1,4 @@
-"""What an evaluation found, as JSON and as a table. No measuring here."""
+"""The report of an evaluation, as JSON and as a table, without measuring."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from .encoders import EncoderQuality
 from .text import EvaluationText
 
 SCHEMA = 1
-SMALL_TOKENS = 2000  # below, the figures of a text are no more than a first impression
+# The figures of shorter texts are only a first impression.
+SMALL_TOKENS = 2000
 
-Row = tuple[str, str, str]  # measure, of the exact model, of the tier
+Row = tuple[str, str, str]  # measure, value of the exact model, value of the tier
 
 
 @dataclass(frozen=True, slots=True)
 class TierReport:
-    """One tier that makes a usable model, before the later ones have come."""
+    """One tier that makes a usable model, before the later ones have arrived."""
 
     name: str
-    stored_bytes: int  # to fetch until it is there, earlier tiers included
+    # To fetch before it is usable, earlier tiers included.
+    stored_bytes: int
     quality: DecoderQuality | EncoderQuality
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """`tiers` is empty, and `num_tokens` 0, of an artifact that is exact only."""
+    """The report. `tiers` is empty and `num_tokens` 0 for an artifact with only one tier."""
 
     url: str
     digest: bytes
-    encodings: dict[str, int]  # → tensors stored so
+    encodings: dict[str, int]  # → number of tensors with that encoding
     weight_bytes: int  # decoded
     stored_bytes: int  # all tiers
     text: EvaluationText
-    num_tokens: int  # of the text, that were used
+    num_tokens: int  # of the text, as used
     sentences: tuple[str, ...]  # an encoder's inputs
     tiers: tuple[TierReport, ...]
 
@@ -53,7 +55,7 @@ class EvaluationReport:
         sentences: tuple[str, ...] = (),
         tiers: tuple[TierReport, ...] = (),
     ) -> EvaluationReport:
-        """With what a packed artifact's manifest says."""
+        """Make a report with the figures of a packed artifact's manifest."""
         assert manifest.digest is not None
         return cls(
             url=url,
@@ -68,7 +70,7 @@ class EvaluationReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The report as a JSON-ready value."""
         return {
             "schema": SCHEMA,
             "url": self.url,
@@ -81,7 +83,7 @@ class EvaluationReport:
         }
 
     def render(self) -> str:
-        """For a terminal: what was compared, and a table for each tier."""
+        """The report for a terminal: the compared models, and a table for each tier."""
         head = [f"artifact   {self.url}@b3:{self.digest.hex()}", f"encodings  {self._encodings()}"]
         if not self.tiers:
             return "\n".join(
@@ -115,11 +117,11 @@ class EvaluationReport:
 
 
 def describe_text(text: EvaluationText, num_tokens: int) -> str:
-    """Which text it was, how many of its tokens were used, and whether these are enough."""
+    """The name of the text, the number of tokens used, and advice if they are too few."""
     what = f"{text.name or 'built in'}, {num_tokens:,} tokens"
     if num_tokens >= SMALL_TOKENS:
         return what
-    advice = "" if text.name else "; give text like your own with --text FILE"
+    advice = "" if text.name else "; use text like your own with --text FILE"
     return f"{what}: small, so take the figures as a first impression{advice}"
 
 
@@ -128,7 +130,7 @@ def _tier_json(tier: TierReport) -> dict[str, Any]:
 
 
 def quality_json(quality: DecoderQuality | EncoderQuality) -> dict[str, Any]:
-    """JSON-ready; `kind` says which of the two it is."""
+    """The quality as a JSON-ready value; `kind` distinguishes decoders and encoders."""
     figures = asdict(quality)
     if isinstance(quality, DecoderQuality):
         figures["accepted"] = _acceptance_json(quality.accepted)
@@ -147,7 +149,7 @@ def _acceptance_json(acceptance: Acceptance) -> dict[str, Any]:
 
 
 def decoder_rows(quality: DecoderQuality) -> list[Row]:
-    """Measures, of the exact model and of the other."""
+    """The measures of the exact model and of the other."""
     ratio = f"{quality.perplexity_ratio:.4f} ± {quality.perplexity_ratio_error:.4f}"
     exact_accepted, accepted = quality.exact_accepted, quality.accepted
     drafted, places = accepted.drafted, len(accepted.accepted)
@@ -182,7 +184,7 @@ def _encoder_rows(quality: EncoderQuality) -> list[Row]:
 
 
 def aligned(rows: Sequence[Row]) -> list[str]:
-    """The lines of a table whose first row is its head."""
+    """The lines of a table whose first row is its header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{name:<{widths[0]}}  {exact:>{widths[1]}}  {this:>{widths[2]}}".rstrip()

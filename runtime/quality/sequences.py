@@ -1,6 +1,6 @@
-"""Drives a decoder outside of the engine: a few sequences, each in a stretch of the KV storage of its own.
+"""A driver of a decoder outside the engine: a few sequences, each in a fixed range of KV storage.
 
-No scheduling, sharing or freeing: whoever makes it says how many sequences there are and how long they get.
+No scheduling, sharing or freeing: the number of sequences and their maximum length are fixed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The text that a draft is judged over: a file of the user's, or a small built-in one.
+"""The text of an evaluation: a user's file, or a small built-in one.
 
-Text only; how a model's tokenizer cuts it is not known here.
+Text only; this module knows nothing of tokenizers.
 """
 
 from __future__ import annotations
@@ -11,27 +11,31 @@ from pathlib import Path
 
 from ...loader.errors import NotFoundError, UsageError
 
-MAX_TEXT_BYTES = 1 << 20  # tokenising takes up to 0.7 s for so many, and more than in proportion beyond
+# Tokenising this much takes up to 0.7 s, and superlinear time beyond.
+MAX_TEXT_BYTES = 1 << 20
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationText:
-    """`name` is the file's, or None for the built-in text."""
+    """A text. `name` is the file's, or None for the built-in text."""
 
     name: str | None
     content: str
 
     def sentences(self) -> list[str]:
-        """What stands between ends of lines and of sentences and has a letter in it, each once, in order."""
+        """The distinct sentences with at least one letter, in order, split at ends of lines and of
+        sentences.
+        """
         found = (sentence.strip() for sentence in _SENTENCE_END.split(self.content))
         return list(dict.fromkeys(sentence for sentence in found if any(map(str.isalpha, sentence))))
 
 
 def read_text(path: str | None) -> EvaluationText:
-    """The file's text, the built-in one without a path. Raises `NotFoundError`, and `UsageError` for what is too
-    long, empty, or no UTF-8.
+    """Read the file's text, or the built-in one without a path.
+
+    Raises `NotFoundError`, and `UsageError` for a file that is too long, empty, or not UTF-8.
     """
     if path is None:
         return EvaluationText(None, BUILT_IN)
@@ -44,7 +48,7 @@ def read_text(path: str | None) -> EvaluationText:
         raise UsageError(
             f"{path} is larger than {MAX_TEXT_BYTES} bytes",
             key="text",
-            hint="Give a part of it: a few thousand tokens say as much.",
+            hint="Use a part of it: a few thousand tokens are enough.",
         )
     try:
         content = data.decode("utf-8")
@@ -55,7 +59,8 @@ def read_text(path: str | None) -> EvaluationText:
     return EvaluationText(path, content)
 
 
-# Of several kinds, so that no single one decides: prose, instructions, a conversation, figures, code.
+# Of several kinds, so that no single one dominates: prose, instructions, a conversation, figures,
+# code.
 BUILT_IN = """\
 The ferry leaves the island twice a day, once before sunrise and once in the late afternoon. Fishermen use the first \
 boat, because the market on the mainland opens at six. By the time the second one sails, most of the visitors are \

@@ -1,7 +1,8 @@
-"""A model's values as they are when some of its tiers have arrived, and the rest has not.
+"""The values of a model of which only some tiers have arrived.
 
-Tiers are added in order, all parts of one before the first of the next; each part is verified before it is decoded.
-What is missing has the values that a load leaves there at the same moment. It knows no models.
+Tiers are added in order, all parts of one before the first of the next; each part is verified
+before it is decoded. Missing values are those that a load has at the same moment. This module knows
+no models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def usable_tiers(manifest: Manifest) -> list[Tier]:
-    """The tiers after which every tensor has values, in order. The last of them makes the exact model."""
+    """The tiers after which every tensor has values, in order. The last of them gives the exact
+    model.
+    """
     wanted = {tensor.index for tensor in manifest.tensors if tensor.num_elements}
     filled: set[int] = set()
     usable = []
@@ -38,7 +41,9 @@ def usable_tiers(manifest: Manifest) -> list[Tier]:
 
 
 class TieredWeights:
-    """One model's slabs, `manifest.weight_bytes` of memory. What no tier has filled yet is undefined."""
+    """One model's slabs, `manifest.weight_bytes` of memory. Values that no tier has filled yet are
+    undefined.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -53,10 +58,11 @@ class TieredWeights:
         threads: int | None = None,
         on_part: Callable[[Part], None] | None = None,
     ) -> None:
-        """Read the parts of this tier, and of those before it that are not there yet, and put what they say in place.
+        """Read the missing parts of this tier and of those before it, and put their values in
+        place.
 
-        Blocks; `on_part` is called from this thread. Raises `IntegrityError` naming a bad part, and the source's
-        errors; the values are then undefined.
+        Blocks; `on_part` is called from this thread. Raises `IntegrityError` naming a bad part, and
+        the source's errors; the values are then undefined.
         """
         for missing in Tier:
             if (self._held is None or self._held < missing) and missing <= tier:
@@ -92,7 +98,7 @@ class TieredWeights:
     def tensors(self) -> DictWeights:
         """Views of the slabs by every name, aliases included; filling changes them.
 
-        Left out are dtypes that models are not computed in.
+        Dtypes that models are not computed in are left out.
         """
         return DictWeights(
             {

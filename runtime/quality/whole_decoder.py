@@ -17,13 +17,15 @@ from .tiers import TieredWeights, usable_tiers
 
 
 class WholeDecoder:
-    """`decoder`, over weights that hold their values, and its small `files`. Memory: the weights as they are stored."""
+    """`decoder`, over loaded weights, and its small `files`. Memory: the weights as stored."""
 
     def __init__(
         self, source: Source, manifest: Manifest, *, threads: int | None, on_part: PartCounter
     ) -> None:
-        """Read it. Blocks; `on_part` is called from this thread. Raises `UsageError` for an encoder, `ModelError` for
-        a model that torch does not compute, `IntegrityError` naming a bad part, and the source's errors.
+        """Read the model. Blocks; `on_part` is called from this thread.
+
+        Raises `UsageError` for an encoder, `ModelError` for a model that torch does not compute,
+        `IntegrityError` naming a bad part, and the source's errors.
         """
         self.files = ModelFiles(source, manifest, LoadOptions())
         weights = TieredWeights(manifest)
@@ -34,8 +36,8 @@ class WholeDecoder:
         )
         if not isinstance(built, Decoder):
             raise UsageError(
-                f"{source.url} is an encoder, and only decoders are compared and calibrated so",
-                hint="`teneral eval-draft` judges an encoder's draft.",
+                f"{source.url} is an encoder, but only decoders can be compared and calibrated",
+                hint="Use `teneral eval-draft` for an encoder's draft.",
             )
         self.decoder = built
         for tier in usable_tiers(manifest)[-1:]:

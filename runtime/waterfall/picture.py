@@ -1,7 +1,8 @@
-"""What there is to see in a timeline: rows of bars and marks, and the figures above them, as values.
+"""The content of a timeline's picture: rows of bars and marks, and the figures above them, as
+values.
 
-Both drawings, for a terminal and for a browser, are made of this; `timeline_reading.py` makes it. Nothing
-here knows lanes, or how things are drawn.
+Both drawings, for a terminal and for a browser, are made from it; `reading.py` makes it. This
+module does not know lanes, or how things are drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.StrEnum):
-    """What a bar shows, in the order of a weight's way and then of a request's."""
+    """The kind of a bar, in the order of the phases of a weight and then of a request."""
 
     TASK = "task"
     FETCH = "fetch"
@@ -81,8 +82,9 @@ class Figures:
     weight_bytes: int = 0
     fetch_s: float = 0.0
     failure: str = ""
-    decision: str = ""  # which tier the load had come first, and why
-    outcome: str = ""  # what came of drafting ahead
+    # The tier that the load took first, and why.
+    decision: str = ""
+    outcome: str = ""  # result of drafting ahead
 
     @property
     def bytes_per_s(self) -> float:
@@ -102,8 +104,8 @@ class Picture:
 
 
 def throughput(picture: Picture, num_bins: int) -> list[float]:
-    """Bytes that arrived in each of the equal stretches of [0, end_s], as if each part had come at an even
-    pace.
+    """Bytes that arrived in each of the equal intervals of [0, end_s], as if each part had arrived
+    at a constant rate.
     """
     bins, steps = [0.0] * num_bins, [0.0] * (num_bins + 1)
     width_s = picture.end_s / num_bins
@@ -119,7 +121,7 @@ def throughput(picture: Picture, num_bins: int) -> list[float]:
 
 
 def share_rows(rows: Sequence[Row], max_rows: int) -> list[Row]:
-    """The rows themselves, or at most so many in which neighbours were put together."""
+    """The rows themselves, or at most `max_rows` in which neighbours were merged."""
     if len(rows) <= max_rows:
         return list(rows)
     per_row = math.ceil(len(rows) / max(1, max_rows))
@@ -142,7 +144,9 @@ def share_rows(rows: Sequence[Row], max_rows: int) -> list[Row]:
 
 
 def tick_step_s(end_s: float, max_ticks: int) -> float:
-    """The smallest of …, 0.5, 1, 2, 5, 10, … that cuts [0, end_s] into at most so many pieces."""
+    """The smallest of …, 0.5, 1, 2, 5, 10, … that divides [0, end_s] into at most `max_ticks`
+    pieces.
+    """
     rough_s = end_s / max_ticks
     power = 10.0 ** math.floor(math.log10(rough_s))
     return next(step for factor in (1, 2, 5, 10) if (step := factor * power) >= rough_s * (1 - 1e-9))

@@ -1,9 +1,9 @@
-"""A timeline's snapshot → its picture: which span becomes which bar, in which row, and what figures stand
-above.
+"""The conversion of a timeline's snapshot to its picture: the bars of spans, their rows, and the
+figures above.
 
-The picture is that of the cold start: it ends when the load and the first requests have, so that a server
-which has been up for a day still shows its first seconds. `docs/timeline.md` says what lanes and attributes
-there are.
+The picture is that of the cold start: it ends when the load and the first requests have, so that a
+server which has been up for a day still shows its first seconds. `docs/timeline.md` lists the lanes
+and attributes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .snapshot import Snapshot, clean_text, whole_number
 MAX_REQUEST_ROWS = 12
 MAX_TASK_ROWS = 40
 LOAD_LANES = ("fetch", "verify", "decode", "place")
-DECISIONS = ("draft-first: ", "exact: ")  # how the mark begins that says which tier comes first
+DECISIONS = ("draft-first: ", "exact: ")  # prefixes of the mark that names the first tier
 OTHER_LANES = (*LOAD_LANES, "ready", "execute", "request")
 SMALLEST_END_S = 1e-3
 REQUEST_KINDS = {"queued": Kind.QUEUED, "prefill": Kind.PREFILL, "decode": Kind.GENERATE}
@@ -64,7 +64,9 @@ def picture_of(snapshot: Snapshot, *, max_layer_rows: int) -> Picture:
 
 
 def _task_rows(lanes: dict[str, list[Span]]) -> list[Row]:
-    """What the process does itself: a row a lane; in the lane "process", where threads meet, a row a name."""
+    """The process's own work: a row for each lane; in the lane "process", shared by threads, a row
+    for each name.
+    """
     rows: dict[str, list[Bar]] = {}
     for span in sorted((span for lane in lanes.values() for span in lane), key=lambda span: span.start_s):
         if span.lane in OTHER_LANES or span.end_s == span.start_s:
@@ -81,7 +83,7 @@ def _task_rows(lanes: dict[str, list[Span]]) -> list[Row]:
 
 @dataclass(slots=True)
 class _Layer:
-    """What was found of one layer group."""
+    """The spans of one layer group."""
 
     order: float = math.inf  # number of its first part: parts are numbered in forward order
     bars: list[Bar] = field(default_factory=list)
@@ -171,7 +173,7 @@ def _request_row(label: str, request: str, spans: list[Span]) -> Row:
 
 
 def _clip(row: Row, end_s: float) -> Row:
-    """The row without what lies behind `end_s`."""
+    """The row without the part after `end_s`."""
     bars = tuple(replace(bar, end_s=min(bar.end_s, end_s)) for bar in row.bars if bar.start_s < end_s)
     return replace(row, bars=bars, marks=tuple(mark for mark in row.marks if mark.at_s <= end_s))
 
@@ -218,7 +220,9 @@ def _outcome(spans: Iterable[Span]) -> str:
 
 
 def _loaded_s(now_s: float, rows: Iterable[Row], fetches: list[Span]) -> float:
-    """When the process had started and the weights were there; now, while they are still coming. Never 0."""
+    """The time when the process had started and the weights had arrived; now, while they are still
+    arriving. Never 0.
+    """
     if fetches and not any(span.name == "load" for span in fetches):
         return max(now_s, SMALLEST_END_S)
     loading = [bar.end_s for row in rows for bar in row.bars if bar.kind is not Kind.EXECUTE]

@@ -150,7 +150,7 @@ def _remarks(picture: Picture) -> list[Line]:
 
 
 def _legend(picture: Picture, width: int) -> list[Line]:
-    """What the signs in this picture mean, in as many lines as that takes."""
+    """The meaning of the signs in this picture, in as many lines as needed."""
     seen: set[Kind | MarkKind] = {bar.kind for row in picture.rows for bar in row.bars}
     seen |= {mark.kind for row in picture.rows for mark in row.marks}
     lines: list[Line] = []
@@ -202,7 +202,9 @@ def _draw_bar(cells: Line, bar: Bar, column_s: float) -> None:
 
 
 def _place_mark(cells: Line, column: int, kind: MarkKind) -> None:
-    """Tokens are marked where they came; a ready mark beside what it ends, if there is room."""
+    """Place a mark. Tokens are marked where they came; a ready mark is next to the end of its bar,
+    if there is room.
+    """
     cell = (SIGNS[kind], COLORS[kind])
     if kind in (MarkKind.FIRST_TOKEN, MarkKind.LAST_TOKEN):
         cells[column] = cell
@@ -214,7 +216,7 @@ def _place_mark(cells: Line, column: int, kind: MarkKind) -> None:
 
 
 def _network_line(picture: Picture, label_width: int, num_columns: int) -> Line:
-    """How fast bytes arrived, the fastest column being the highest."""
+    """The rate of arriving bytes, relative to the fastest column."""
     arrived = throughput(picture, num_columns)
     highest = max(arrived)
     if not highest:

@@ -234,7 +234,7 @@ def test_a_killed_standby_is_an_error_that_says_so(pool: Pool, model: Path) -> N
     os.kill(listener, signal.SIGKILL)
     _, output = server.process.communicate(timeout=WAIT_S)
     assert server.process.returncode == 1
-    assert "ended without a word" in output
+    assert "ended without an exit status" in output
 
 
 def _listens(process_id: int, port: int) -> bool:
@@ -390,7 +390,7 @@ def test_files_that_came_with_a_bad_order_are_closed() -> None:
     channel = Channel(theirs)
     before = len(os.listdir("/proc/self/fd"))
     socket.send_fds(ours, [b"{}\n"], [0, 1, 2])
-    with pytest.raises(HandoverError, match="no order"):
+    with pytest.raises(HandoverError, match="invalid order"):
         channel.receive_order()
     assert len(os.listdir("/proc/self/fd")) == before
     channel.close()

@@ -170,7 +170,7 @@ def test_who_names_no_tenant_may_fill_the_queue() -> None:
     with EngineRig(max_running=2, max_queued=8, start=False) as rig:
         for _ in range(10):
             rig.submit()
-        with pytest.raises(CapacityError, match="all that this instance takes"):
+        with pytest.raises(CapacityError, match="the limit of this instance"):
             rig.submit()
 
 

@@ -184,7 +184,7 @@ def test_an_instance_of_an_encoder_embeds_and_refuses_to_generate(tmp_path: Path
         embedder = instance.embedder.result(WAIT_S)
         assert embedder.embed([[5, 6, 7]]).result(WAIT_S).shape[0] == 1
         assert instance.kind.result(WAIT_S) == "encoder"
-        with pytest.raises(ModelError, match="generates no text"):
+        with pytest.raises(ModelError, match="does not generate text"):
             instance.engine.result(WAIT_S)
 
 

@@ -244,7 +244,7 @@ def test_the_common_beginning_is_as_long_as_it_can_be(lists, common):
         ("name", "NAME=FILE"),
         ("name=", "NAME=FILE"),
         ("../x={path}", "not a valid prefix name"),
-        ("recent-1={path}", "servers give"),
+        ("recent-1={path}", "reserved for servers"),
         ("a=/nowhere/at/all", "cannot read"),
         ("a={empty}", "is empty"),
         ("a={binary}", "not UTF-8"),

@@ -92,7 +92,7 @@ def test_what_cannot_be_made_is_refused(tmp_path: Path, arguments: dict[str, obj
 
 def test_a_directory_with_content_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("keep")
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="exists already"):
         synthesize("minilm", tmp_path)
     assert (tmp_path / "mine").read_text() == "keep"
 

@@ -1,7 +1,9 @@
-"""The handler of events that start batch jobs: `--handler teneral.handlers.batch:handler` (docs/batch.md).
+"""The handler of events that start batch jobs: `--handler teneral.handlers.batch:handler`
+(docs/batch.md).
 
-`parse.py` says what an event asks for and `outputs.py` where the answers go and that they start nothing, both pure;
-`requests.py` answers single requests, `desk.py` those that a queue brings; `queue.py` tells which messages failed.
+`parse.py` parses events and `outputs.py` chooses the outputs so that these start no jobs, both
+pure; `requests.py` answers single requests, `desk.py` those from a queue; `queue.py` reports the
+failed messages.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ __all__ = ["handler"]
 
 
 def __getattr__(name: str) -> Any:
-    # Whoever only wants to know the errors need not import a server.
+    # Importing only the errors must not import a server.
     if name != "handler":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .handler import handler

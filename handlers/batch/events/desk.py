@@ -1,6 +1,7 @@
-"""Messages that are one request each: its answer becomes an object, written once, however often the message comes.
+"""Messages with one request each: the answer becomes an object, written once, even for repeated
+messages.
 
-It does not know which messages fail, and why.
+This module does not decide which messages fail.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Desk:
-    """Lives on one event loop, in `open_desk`."""
+    """The answers to messages. Lives on one event loop, in `open_desk`."""
 
     def __init__(self, requests: Requests, store: Store, outputs: Outputs) -> None:
         self._requests = requests
@@ -31,12 +32,14 @@ class Desk:
         self._outputs = outputs
 
     async def answer(self, message: Message, asked: Sequence[Asked | EventError]) -> None:
-        """Returns when the answer is there. Raises `JobFailedError` for a message that is more than a request, and what
-        keeps the instance or the store from answering.
+        """Answer a message; returns once the answer is stored.
+
+        Raises `JobFailedError` for a message that is more than one request, and the errors of the
+        instance or the store.
         """
         request = asked[0]
         if len(asked) != 1 or not isinstance(request, Request):
-            raise JobFailedError("a message brings one request, or jobs")
+            raise JobFailedError("a message must have one request, or jobs")
         key = self._outputs.key_of_answer(message.queue, message.id)
         if await asyncio.to_thread(self._is_there, key):
             return
@@ -45,7 +48,7 @@ class Desk:
         try:
             await asyncio.to_thread(self._store.put, key, record.data, if_absent=True)
         except AlreadyExistsError:
-            return  # the same message, elsewhere
+            return  # the same message was answered elsewhere
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -57,7 +60,7 @@ class Desk:
 
 @asynccontextmanager
 async def open_desk(host: Instance, outputs: Outputs) -> AsyncIterator[Desk]:
-    """Raises `JobFailedError` where no place for answers is set."""
+    """Raises `JobFailedError` without a configured place for answers."""
     store = open_store(outputs.bucket_of_answers(), host.config.source_options)
     try:
         async with answering_requests(host) as requests:

@@ -1,10 +1,10 @@
-"""What becomes of an event that did not end well, in two names that a platform's retry rules can tell apart.
+"""Errors of events, with two names that a platform's retry rules can distinguish.
 
-    JobRetryError    worth another run, which goes on from where this one was
+    JobRetryError    worth another run, which continues from this one
     JobFailedError   another run fails in the same way
     └── EventError   … because the event is invalid
 
-On Lambda these are the `errorType`, and so what Step Functions' `ErrorEquals` names.
+On Lambda these are the `errorType`, the names in Step Functions' `ErrorEquals`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ..errors import WORTH_ANOTHER_RUN
 
 
 class JobRetryError(TryAgainError):
-    """The job is not complete, and another run goes on with it. What was finished is kept."""
+    """The job is not complete; another run continues it. Finished parts are kept."""
 
     code = "job_retry"
 
 
 class JobFailedError(RequestError):
-    """The job cannot be done, however often it is tried."""
+    """The job cannot be done, no matter how often it is retried."""
 
     code = "job_failed"
 
 
 class EventError(JobFailedError):
-    """An invalid event. `param` names the place. Of what the event says, halves of characters are shown
-    by their numbers: they cannot be sent.
+    """An invalid event. `param` names the place. Lone surrogates in the event's text are shown as
+    numbers, because they cannot be encoded.
     """
 
     code = "bad_event"
@@ -38,7 +38,7 @@ class EventError(JobFailedError):
 
 
 def as_job_error(error: TeneralError) -> JobRetryError | JobFailedError:
-    """The same, under one of the two names."""
+    """The error under one of the two names."""
     if isinstance(error, JobRetryError | JobFailedError):
         return error
     kind = type(error).__name__

@@ -1,10 +1,11 @@
-"""Batch jobs that events start: `teneral serve MODEL --handler teneral.handlers.batch:handler` (docs/batch.md).
+"""Batch jobs started by events: `teneral serve MODEL --handler teneral.handlers.batch:handler`
+(docs/batch.md).
 
-An ordinary handler: events of S3, EventBridge, Cloud Storage and Event Grid, messages of SQS, SNS and Pub/Sub, items of
-Step Functions, and jobs by name.
-Every job is one of `arun_job`'s, so the same event may come any number of times, at the same time too. A second before
-its time is up, it hands back what is not finished: as an error that is worth a retry, a failed message, or a report
-that says so, by what whoever sent the event understands. It knows no platform.
+An ordinary handler: events of S3, EventBridge, Cloud Storage and Event Grid, messages of SQS, SNS
+and Pub/Sub, items of Step Functions, and jobs by name. Every job runs through `arun_job`, so the
+same event may arrive any number of times, also concurrently. A second before its deadline, it
+returns the unfinished work: as an error worth a retry, a failed message, or a report, in the form
+that the event's sender understands. This module knows no platform.
 """
 
 from __future__ import annotations
@@ -47,16 +48,18 @@ if TYPE_CHECKING:
     from ....runtime.instance import Instance
     from ...function.context import Context
 
-HAND_BACK_S = 1.0  # before the time is up: for telling of it
-HAND_BACK_SHARE = 0.1  # at most this part of the time
+HAND_BACK_S = 1.0  # before the deadline: the time to return the result
+# At most this share of the time.
+HAND_BACK_SHARE = 0.1
 
 _log = logging.getLogger("teneral.batch")
 
 
 async def handler(event: Any, context: Context) -> Any:
-    """What became of the event: a report or a record, a list of them, or SQS's partial batch response.
+    """Handle an event. Returns a report or a record, a list of them, or SQS's partial batch
+    response.
 
-    Raises `EventError`, `JobRetryError` or `JobFailedError`, and nothing else that is foreseen.
+    Raises `EventError`, `JobRetryError` or `JobFailedError`, and no other expected error.
     """
     try:
         asked = parse_event(event)
@@ -80,25 +83,25 @@ async def handler(event: Any, context: Context) -> Any:
 
 
 class _Run:
-    """One event. Lives on one event loop."""
+    """The handling of one event. Lives on one event loop."""
 
     def __init__(self, host: Instance, lifetime: Lifetime) -> None:
         self._host = host
         self._lifetime = lifetime
         self._outputs = Outputs.of(host.config.batch_output, host.config.batch_answers)
-        self._one_job = asyncio.Lock()  # a job takes all that the engine has; the next one goes on from there
+        # A job uses the whole engine; the next one starts after it.
+        self._one_job = asyncio.Lock()
 
     async def all_of(self, asked: Sequence[Asked]) -> list[Any]:
-        """Reports and records in the order of what was asked. A job that is not complete says so in its report.
-
+        """Reports and records in the order of `asked`. An incomplete job is marked in its report.
         Raises the first error.
         """
         lines = iter(await self._records([of for of in asked if isinstance(of, Request)]))
         return [next(lines) if isinstance(of, Request) else await self._do(of) for of in asked]
 
     async def each_of(self, asked: Sequence[Asked | EventError]) -> list[Any]:
-        """The same for what nobody waits for: all of it is tried before an error is raised, and what is not complete is
-        one.
+        """Reports and records for a sender that does not wait: everything is tried before an error
+        is raised, and an incomplete job is an error.
         """
         results, errors = [], []
         for of in asked:
@@ -133,7 +136,7 @@ class _Run:
 
             return await work_off(messages, do)
 
-    # what is asked
+    # asked
 
     async def _do(self, asked: Asked | EventError) -> dict[str, Any]:
         match asked:
@@ -146,7 +149,7 @@ class _Run:
                 return {"status": "ignored", "reason": reason}
             case Request():
                 raise JobFailedError(
-                    "nobody would read the answer to a request that comes in such an event",
+                    "the answer to a request in this kind of event would be lost",
                     hint="Invoke the function with it, or send it to a queue and set TENERAL_BATCH_ANSWERS.",
                 )
 
@@ -166,12 +169,12 @@ class _Run:
         return {"input": job.input.url, **report.as_json()}
 
     def _complete(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Raises `JobRetryError` where something is left to do."""
+        """Raise `JobRetryError` if something is left to do."""
         if result["status"] != Status.INCOMPLETE:
             return result
         raise JobRetryError(
             f"{result['output']} has {result['records_done']} of {result['records']} records: {result['stopped_by']}",
-            hint="Another run goes on from there.",
+            hint="Another run continues from there.",
         )
 
     async def _records(self, asked: Sequence[Request]) -> list[Any]:
@@ -183,17 +186,19 @@ class _Run:
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """Raises `JobRetryError` when the time is up first."""
+        """Raise `JobRetryError` if the time is over first."""
         left_s = self._lifetime.remaining_s()
         try:
             async with asyncio.timeout(None if left_s == math.inf else left_s):
                 yield
         except TimeoutError:
-            raise JobRetryError("the time was up before all requests were answered") from None
+            raise JobRetryError("the time was over before all requests were answered") from None
 
 
 def _asked_by(message: Message) -> Sequence[Asked | EventError]:
-    """An error in place of an invalid event: it is this message's own."""
+    """The requests of a message; an `EventError` in place of an invalid event, which fails only
+    this message.
+    """
     try:
         return parse_message(message.body)
     except EventError as error:
@@ -201,10 +206,12 @@ def _asked_by(message: Message) -> Sequence[Asked | EventError]:
 
 
 def _lifetime_of(context: Context) -> Lifetime:
-    """The invocation's, a little shorter. That the invocation is cancelled ends the task that this runs in."""
+    """A lifetime slightly shorter than the invocation's. Cancelling the invocation cancels the task
+    that runs this.
+    """
     left_s = context.remaining_time_s()
     if left_s == math.inf:
         return Lifetime()
     if left_s <= 0:
-        raise CancelledError("the invocation has no time")
+        raise CancelledError("the invocation has no time left")
     return Lifetime(left_s - min(HAND_BACK_S, HAND_BACK_SHARE * left_s))

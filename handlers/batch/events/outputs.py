@@ -1,8 +1,8 @@
-"""Where the answers go when an event does not say it, and that they start no job in their turn.
+"""The outputs of events that name none, chosen so that answers start no jobs.
 
-A store tells of every new object, of those that a job writes as well. So answers have a place of their own: another
-bucket, or a folder of which all that is in it counts as answers. A job whose answers could not be told from inputs is
-refused. All of it is pure.
+A store sends events for every new object, including those of a job. So answers have a place of
+their own: another bucket, or a folder whose whole content counts as answers. A job whose answers
+would be indistinguishable from inputs is refused. Pure.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from .parse import Ignored, Job
 
 OUTPUT_FIELDS = ("account", "bucket", "key", "etag")
 ANSWER_FIELDS = ("queue", "id")
-LONGEST_NAME = ".parts/partial/000000.jsonl"  # that a job writes behind its output's name
+# The longest suffix of a job's objects after its output's name.
+LONGEST_NAME = ".parts/partial/000000.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The two settings; None where one is not set."""
+    """The two settings; None if not set."""
 
     output: AddressTemplate | None
     answers: AddressTemplate | None
 
     @classmethod
     def of(cls, output: str | None, answers: str | None) -> Self:
-        """Raises `EventError` for what `ServeConfig` would not take."""
+        """Raises `EventError` for values that `ServeConfig` would reject."""
         try:
             return cls(
                 AddressTemplate.parse(output, allowed=OUTPUT_FIELDS, required="key") if output else None,
@@ -40,13 +41,15 @@ class Outputs:
             raise EventError(f"batch_output or batch_answers {error}") from error
 
     def of_job(self, job: Job) -> str | Ignored:
-        """The job's output; `Ignored` for an upload that is an answer itself. Raises `JobFailedError`."""
+        """The job's output; `Ignored` for an upload that is an answer itself. Raises
+        `JobFailedError`.
+        """
         if job.output is not None:
             return job.output
         template = self.output
         if template is None:
             raise JobFailedError(
-                f"nothing says where the answers to {job.input.url} go",
+                f"no output is set for the answers to {job.input.url}",
                 hint="Set TENERAL_BATCH_OUTPUT, or name an output in the event.",
             )
         if job.is_upload:
@@ -62,16 +65,16 @@ class Outputs:
         return self._for_answers().root
 
     def key_of_answer(self, queue: str, message_id: str) -> str:
-        """Of the answer to a message that is one request. Raises `JobFailedError`."""
+        """The key of the answer to a message with one request. Raises `JobFailedError`."""
         template = self._for_answers()
         if not queue or "/" in queue + message_id:
-            raise EventError("the message has no queue and id that an address can be made of")
+            raise EventError("the message has no valid queue and id for an address")
         return template.key(queue=queue, id=message_id)
 
     def _for_answers(self) -> AddressTemplate:
         if self.answers is None:
             raise JobFailedError(
-                "nothing says where the answer to a single request goes", hint="Set TENERAL_BATCH_ANSWERS."
+                "no output is set for the answer to a single request", hint="Set TENERAL_BATCH_ANSWERS."
             )
         return self.answers
 
@@ -86,7 +89,9 @@ def _refuse_without_folder(template: AddressTemplate, given: ObjectRef) -> None:
 
 
 def _refuse_unclear_account(template: AddressTemplate, given: ObjectRef) -> None:
-    """The store takes az://container/key too, where the account is set: that must not hide where answers go."""
+    """Refuse an output without an account. The store accepts az://container/key if the account is
+    set, which must not hide where answers go.
+    """
     if (
         template.scheme == given.scheme == "az"
         and template.root.split("/")[2] == given.bucket != given.account
@@ -100,12 +105,12 @@ def _refuse_unclear_account(template: AddressTemplate, given: ObjectRef) -> None
 def _filled(template: AddressTemplate, given: ObjectRef) -> str:
     if "etag" in template.fields and not given.etag:
         raise EventError(
-            f"the output has {{etag}} in it, but the event does not say the version of {given.url}",
+            f"the output contains {{etag}}, but the event does not name the version of {given.url}",
             param="version",
-            hint='Give it: "version": the ETag of the object.',
+            hint='Add "version": the ETag of the object.',
         )
     if "account" in template.fields and not given.account:
-        raise EventError(f"the output has {{account}} in it, but {given.root} has no account", param="input")
+        raise EventError(f"the output contains {{account}}, but {given.root} has no account", param="input")
     values = {"account": given.account, "bucket": given.bucket, "key": given.key, "etag": given.etag}
     key = template.key(**values)
     if len((key + LONGEST_NAME).encode()) > MAX_NAME_BYTES:

@@ -1,7 +1,8 @@
-"""Events into jobs and requests, by their structure alone.
+"""The parser of events into jobs and requests, by their structure alone.
 
-Events come in each other's wrappings: S3's in SNS's in SQS's, Cloud Storage's in Pub/Sub's. Of any event `parse_event`
-gives values that are sound, or raises `EventError`. It does no I/O, and does not know what becomes of an answer.
+Events come wrapped in each other: S3's in SNS's in SQS's, Cloud Storage's in Pub/Sub's. For any
+event `parse_event` returns valid values or raises `EventError`. It does no I/O, and does not know
+the use of an answer.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from ...function.s3_events import CREATED, TEST_EVENT, created_objects
 from ..spec import JobSpec, Share
 from .errors import EventError
 
-MAX_MESSAGES = 10_000  # of one batch: what SQS may hand to a function
-MAX_ITEMS = 10_000  # of one batch of Step Functions'
+# Of one batch: SQS's maximum for a function.
+MAX_MESSAGES = 10_000
+MAX_ITEMS = 10_000  # of one batch of Step Functions
 MAX_MESSAGE_CHARS = 1 << 20
-MAX_DEPTH = 4  # wrappings in each other
-MAX_GRID_EVENTS = 5_000  # of one delivery of Event Grid's
+MAX_DEPTH = 4  # nested wrappings
+MAX_GRID_EVENTS = 5_000  # of one delivery of Event Grid
 _REQUEST_KEYS = ("prompt", "messages", "input", "custom_id", "url", "method", "body")
 _LIMITS = ("max_line_bytes", "max_lines", "part_lines")
 _JOB_KEYS = frozenset({"input", "output", "version", "worker", *_LIMITS})
@@ -37,21 +39,22 @@ _QUEUE = re.compile(r"[\w-]{1,80}(\.fifo)?", re.ASCII)
 _ETAG = re.compile(r"[!-~]{0,200}")
 _STORES = tuple(FORMS)
 _PREFIXES = tuple(f"{scheme}://" for scheme in FORMS)
-_OTHER_NEWS = "the store tells of something else than a new object"
+_OTHER_NEWS = "the event is not for a new object"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job; `output` is None where the event names none."""
+    """A job; `output` is None if the event names none."""
 
     input: ObjectRef
     output: str | None = None
     share: Share | None = None
-    limits: Mapping[str, Any] = field(default_factory=dict)  # those of JobSpec, by name
-    is_upload: bool = False  # the event tells of the input's coming to be
+    limits: Mapping[str, Any] = field(default_factory=dict)  # fields of JobSpec, by name
+    # The event announces the upload of the input.
+    is_upload: bool = False
 
     def spec(self, output: str) -> JobSpec:
-        """Raises `UsageError`."""
+        """The job's specification. Raises `UsageError`."""
         return JobSpec(
             input=self.input.url,
             output=output,
@@ -63,14 +66,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One line, as it would stand in a job's input. It may be a bad one, which has an error for an answer."""
+    """One request, like a line of a job's input. An invalid one is answered with an error."""
 
     fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Nothing to do, and why."""
+    """Nothing to do, with the reason."""
 
     reason: str
 
@@ -80,28 +83,28 @@ Asked = Job | Request | Ignored
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Somebody waits for what becomes of it."""
+    """A request whose sender waits for the result."""
 
     asked: Asked
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The same for several, in their order."""
+    """Several such requests, in order."""
 
     asked: tuple[Asked, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Nobody reads what becomes of it: only success or an error counts."""
+    """An event whose result is not read: only success or an error counts."""
 
     asked: tuple[Asked, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Of a queue. `group` is None where order does not count. `body` is to be read by `parse_message`."""
+    """A message of a queue. `group` is None without ordering. `parse_message` parses `body`."""
 
     id: str
     queue: str
@@ -116,7 +119,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Handshake:
-    """Of Event Grid: the answer repeats the code, and the subscription begins."""
+    """Event Grid's handshake: the answer repeats the code, and the subscription begins."""
 
     code: str
 
@@ -125,12 +128,12 @@ Event = Call | Items | Notice | Queue | Handshake
 
 
 def parse_event(event: Any) -> Event:
-    """Raises `EventError`, and nothing else."""
+    """Parse an event. Raises only `EventError`."""
     return _parse(event, 0)
 
 
 def parse_message(body: Any) -> tuple[Asked, ...]:
-    """What a queue's message asks for: any other event as JSON. Raises `EventError`."""
+    """Parse a queue's message: any other event as JSON. Raises `EventError`."""
     return _flat(_parse(_decoded(body, "body"), 1))
 
 
@@ -142,7 +145,7 @@ def _parse(event: Any, depth: int) -> Event:
     if depth > MAX_DEPTH:
         raise EventError(f"the event has more than {MAX_DEPTH} wrappings")
     if event.get("Event") == TEST_EVENT:
-        return Notice((Ignored("a test event of S3's"),))
+        return Notice((Ignored("a test event of S3"),))
     if "Records" in event:
         return _records(event, depth)
     if "detail" in event:
@@ -173,13 +176,15 @@ def _cloudevent(event: dict[str, Any], depth: int) -> Event:
     if kind == gs_events.PUBSUB_TYPE:
         return _pubsub(data.get("message") if isinstance(data, dict) else None, depth)
     brought = _parse(data, depth + 1)
-    # A CloudEvent has an answer, which is for requests. Of a job only an error makes it come again.
+    # A CloudEvent's answer is only used for requests. A job must fail to be sent again.
     is_request = isinstance(brought, Call) and isinstance(brought.asked, Request)
     return brought if is_request else Notice(_flat(brought))
 
 
 def _pubsub(message: Any, depth: int) -> Notice:
-    """One of Cloud Storage's notifications, or any other event as the message's data. Its answer is never read."""
+    """A Cloud Storage notification, or any other event as the message's data. Its answer is never
+    read.
+    """
     try:
         if gs_events.is_notification(message):
             return Notice((_news(gs_events.notified_object(message)),))
@@ -190,7 +195,7 @@ def _pubsub(message: Any, depth: int) -> Notice:
 
 
 def _grid(events: list[dict[str, Any]]) -> Notice | Handshake:
-    """Events in Event Grid's own schema, which come as a list."""
+    """Events in Event Grid's own schema, which arrive as a list."""
     if len(events) > MAX_GRID_EVENTS:
         raise EventError(f"the delivery has more than {MAX_GRID_EVENTS} events")
     try:
@@ -207,16 +212,16 @@ def _news(ref: ObjectRef | None) -> Asked:
 
 
 def _flat(event: Event) -> tuple[Asked, ...]:
-    """What is wrapped in another event, whoever it was first meant for."""
+    """The requests of a wrapped event."""
     match event:
         case Call(asked):
             return (asked,)
         case Items(asked) | Notice(asked):
             return asked
         case Handshake():
-            raise EventError("a subscription is validated by its own event, not inside of another one")
+            raise EventError("a subscription must be validated by its own event, not inside another one")
         case _:
-            raise EventError("a message cannot bring a queue's messages", param="Records")
+            raise EventError("a message cannot contain a queue's messages", param="Records")
 
 
 def _decoded(text: Any, param: str) -> Any:
@@ -240,8 +245,8 @@ def _records(event: dict[str, Any], depth: int) -> Event:
     if sources == {"aws:sqs"}:
         return Queue(tuple(_message(record, number) for number, record in enumerate(records)))
     if sources == {"aws:sns"}:
-        told = [record.get("Sns") for record in records]
-        messages = [of.get("Message") if isinstance(of, dict) else None for of in told]
+        notifications = [record.get("Sns") for record in records]
+        messages = [of.get("Message") if isinstance(of, dict) else None for of in notifications]
         return Notice(
             tuple(asked for text in messages for asked in _flat(_parse(_decoded(text, "Message"), depth + 1)))
         )
@@ -261,7 +266,7 @@ def _message(record: dict[str, Any], number: int) -> Message:
     queue = queue if _QUEUE.fullmatch(queue) else ""
     attributes = record.get("attributes")
     group = _text(attributes, "MessageGroupId") if isinstance(attributes, dict) else ""
-    # A queue without order may have groups, too: for fairness among tenants.
+    # Queues without ordering may have groups too, for fairness among tenants.
     return Message(message_id, queue, group if queue.endswith(".fifo") else None, record.get("body"))
 
 
@@ -269,7 +274,7 @@ def _eventbridge(event: dict[str, Any], depth: int) -> Event:
     if event.get("source") != "aws.s3":
         return Notice(_flat(_parse(event["detail"], depth + 1)))
     if event.get("detail-type") != CREATED:
-        return Notice((Ignored("S3 tells of something else than a new object"),))
+        return Notice((Ignored("the S3 event is not for a new object"),))
     return Notice(_uploads(event))
 
 
@@ -279,7 +284,7 @@ def _uploads(event: dict[str, Any]) -> tuple[Asked, ...]:
     except RequestError as error:
         raise EventError(error.message, param=error.param) from error
     if not found:
-        return (Ignored("S3 tells of something else than a new object"),)
+        return (Ignored("the S3 event is not for a new object"),)
     return tuple(_upload(ref) for ref in found)
 
 
@@ -294,7 +299,7 @@ def _items(event: dict[str, Any]) -> Items:
     if not isinstance(items, list) or not 0 < len(items) <= MAX_ITEMS:
         raise EventError(f"Items must be a list of 1 to {MAX_ITEMS} objects", param="Items")
     if not isinstance(common, dict) or not all(isinstance(item, dict) for item in items):
-        raise EventError("Items and BatchInput must be made of objects", param="Items")
+        raise EventError("Items and BatchInput must contain objects", param="Items")
     return Items(tuple(_asked({**common, **item}) for item in items))
 
 
@@ -305,13 +310,15 @@ def _asked(fields: dict[str, Any]) -> Job | Request:
         return Request(fields)
     keys = ", ".join(repr(str(key)[:40]) for key in list(fields)[:8])
     raise EventError(
-        f"the event is of no kind that starts a job: it has {keys or 'nothing in it'}",
+        f"the event starts no job: it has {keys or 'no fields'}",
         hint='A job is {"input": "s3://…/in.jsonl", "output": "s3://…/out.jsonl"}.',
     )
 
 
 def _is_job(fields: dict[str, Any]) -> bool:
-    """A text to be embedded may be anything but an address in a store: that is a job's input."""
+    """Whether it is a job. A text to embed may be anything except an address in a store, which is a
+    job's input.
+    """
     if "custom_id" in fields:
         return False
     given = fields.get("input")
@@ -322,9 +329,9 @@ def _job(fields: dict[str, Any]) -> Job:
     unknown = sorted(str(name) for name in fields.keys() - _JOB_KEYS)
     if unknown:
         raise EventError(
-            f"a job has no {unknown[0][:40]!r}",
+            f"a job has no field {unknown[0][:40]!r}",
             param=unknown[0][:40],
-            hint=f"It has {', '.join(sorted(_JOB_KEYS))}.",
+            hint=f"Its fields are {', '.join(sorted(_JOB_KEYS))}.",
         )
     output, worker, version = fields.get("output"), fields.get("worker"), fields.get("version", "")
     if not isinstance(version, str):
@@ -347,7 +354,7 @@ def _job(fields: dict[str, Any]) -> Job:
 
 
 def _address(value: Any, param: str) -> ObjectRef:
-    """Only stores: an event comes from elsewhere, and must not reach this machine's files."""
+    """An address in a store: events are untrusted, and must not reach this machine's files."""
     try:
         return ObjectRef.parse(value, param=param, schemes=_STORES)
     except RequestError as error:
@@ -355,12 +362,12 @@ def _address(value: Any, param: str) -> ObjectRef:
 
 
 def _checked(ref: ObjectRef, param: str) -> ObjectRef:
-    """Raises `EventError` for an object whose address would not lead to it."""
+    """Check that an object's address is valid. Raises `EventError`."""
     if not _ETAG.fullmatch(ref.etag):
-        raise EventError(f"{ref.etag[:200]!r} is no ETag", param="version")
+        raise EventError(f"{ref.etag[:200]!r} is not an ETag", param="version")
     try:
         check_bucket(ref.root)
         check_name(ref.key)
     except (UsageError, ValueError) as error:
-        raise EventError(f"{ref.url[:MAX_ADDRESS_CHARS]!r} cannot be read: {error}", param=param) from error
+        raise EventError(f"{ref.url[:MAX_ADDRESS_CHARS]!r} is invalid: {error}", param=param) from error
     return ref

@@ -1,7 +1,8 @@
-"""The messages of one batch of SQS: which of them failed, as Lambda wants to hear it.
+"""The messages of one batch of SQS, and the report of the failed ones for Lambda.
 
-Messages without a group are worked on at the same time. Of a group, one comes after the other, and after the first that
-fails the rest fail untried: they come again in their order. It does not know what a message asks for.
+Messages without a group run concurrently. Those of a group run one after another, and after the
+first failure the rest fail untried: they are redelivered in order. This module does not know the
+requests of a message.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _log = logging.getLogger("teneral.batch")
 async def work_off(
     messages: Sequence[Message], do: Callable[[Message], Awaitable[object]]
 ) -> dict[str, list[dict[str, str]]]:
-    """The partial batch response: the messages that `do` failed for are in it, in the order of the batch.
+    """Run `do` for all messages. Returns the partial batch response: the failed messages, in the
+    order of the batch.
 
-    Raises nothing but being cancelled: one message's trouble, of whatever kind, must not bring the others back.
+    Raises nothing except cancellation: an error of one message, of any kind, must not redeliver the
+    others.
     """
     lanes: dict[str, list[Message]] = {}
     for number, message in enumerate(messages):
@@ -51,7 +54,7 @@ def response_of(failed: Sequence[str]) -> dict[str, Any]:
 
 
 def _tell(message: Message, error: Exception) -> None:
-    """In the log, where whoever finds the message in a dead-letter queue looks for the reason."""
+    """Log the error, for the reader of a dead-letter queue."""
     if not isinstance(error, TeneralError):
         _log.error("message %s of %s failed", message.id, message.queue, exc_info=error)
         return
@@ -59,4 +62,4 @@ def _tell(message: Message, error: Exception) -> None:
     if isinstance(found, JobFailedError):
         _log.error("message %s of %s can never succeed: %s", message.id, message.queue, found)
     else:
-        _log.warning("message %s of %s is to come again: %s", message.id, message.queue, found)
+        _log.warning("message %s of %s will be redelivered: %s", message.id, message.queue, found)

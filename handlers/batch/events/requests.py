@@ -1,7 +1,7 @@
-"""Requests that an event brings itself, answered as a job's lines are, but without a job: nothing is kept of them.
+"""Requests inside an event, answered like a job's lines but without a job: nothing is stored.
 
-They take part in the same steps as all else that the engine does. A bad request has an error for its answer, as a bad
-line has. It does not know where requests come from, nor where records go.
+They share steps with all other work of the engine. An invalid request is answered with an error,
+like an invalid line. This module does not know the source of requests or the use of records.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_LINE_BYTES = 1 << 20
 
 
 def line_of(request: Request, number: int) -> Line:
-    """Raises `EventError` for what would be no line."""
+    """The line of a request. Raises `EventError` if it is not a valid line."""
     return lines_of([request], first_number=number)[0]
 
 
 def lines_of(requests: Sequence[Request], *, first_number: int = 1) -> list[Line]:
-    """A `custom_id` counts once: who comes second with it has an error for an answer. Raises `EventError`."""
+    """The lines of requests. A repeated `custom_id` is answered with an error. Raises `EventError`."""
     seen: set[object] = set()
     lines = []
     for number, request in enumerate(requests, start=first_number):
@@ -54,7 +54,7 @@ def lines_of(requests: Sequence[Request], *, first_number: int = 1) -> list[Line
 
 
 def _encoded(fields: Mapping[str, Any], number: int) -> bytes | None:
-    """None: too long, which the line then says."""
+    """The request as JSON; None if it is too long, which its line reports."""
     try:
         data = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
@@ -63,19 +63,21 @@ def _encoded(fields: Mapping[str, Any], number: int) -> bytes | None:
 
 
 def number_of(message_id: str) -> int:
-    """Instead of a line's number, for what has none: a message that comes again draws the same tokens."""
+    """A number in place of a line's, from the message id: a redelivered message draws the same
+    tokens.
+    """
     return int.from_bytes(hashlib.sha256(message_id.encode()).digest()[:6], "big")
 
 
 class Requests:
-    """Lives on one event loop, in `answering_requests`."""
+    """The requests of events. Lives on one event loop, in `answering_requests`."""
 
     def __init__(self, answers: Answers, *, window: int) -> None:
         self._answers = answers
         self._window = asyncio.Semaphore(window)
 
     async def answer(self, lines: Sequence[Line]) -> list[Record]:
-        """A record for each line, in their order. Raises what is the instance's own trouble."""
+        """A record for each line, in order. Raises the instance's own errors."""
         records: list[Record | None] = [None] * len(lines)
 
         async def some(indices: list[int]) -> None:
@@ -100,7 +102,7 @@ class Requests:
 
 @asynccontextmanager
 async def answering_requests(host: Instance) -> AsyncIterator[Requests]:
-    """While in here the instance answers, which may still be loading."""
+    """Answer requests inside this context. The instance may still be loading."""
     config = host.config
     window = max(1, min(2 * config.max_running, config.max_running + (config.max_queued + 1) // 2))
     async with answering(host, _index_of(host), window=window) as answers:
@@ -108,7 +110,7 @@ async def answering_requests(host: Instance) -> AsyncIterator[Requests]:
 
 
 def _index_of(host: Instance) -> JobIndex:
-    """Of a job that is never written down: seeds and ids of records follow from it."""
+    """An index that is never written, for the seeds and ids of records."""
     identity = Identity("event", "", host.model_name, {})
     return JobIndex(
         identity=identity,

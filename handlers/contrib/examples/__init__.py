@@ -1,1 +1,1 @@
-"""Worked examples: handlers to use as they are, or to copy. Each says in its docstring how it is run."""
+"""Example handlers, to use unchanged or to copy. Each docstring has its command line."""

@@ -1,17 +1,17 @@
-"""Classify a message, and publish it to SNS when the model is sure enough that it is urgent.
+"""Classify a message, and publish it to SNS if the model is sure enough that it is urgent.
 
     ALERT_TOPIC_ARN=arn:aws:sns:eu-central-1:123456789012:alerts \\
     teneral invoke teneral.handlers.contrib.examples.classify_and_act:handler --model MODEL --event event.json
     teneral serve MODEL --handler teneral.handlers.contrib.examples.classify_and_act:handler
 
-An event and its answer; `label` is null where no label is sure enough:
+An event and its answer; `label` is null if no label is sure enough:
 
     {"id": "ticket-7", "text": "The pump room is flooding."}
     {"id": "ticket-7", "label": "urgent", "score": 0.93, "scores": {…}}
 
-The model is any that generates text: it is asked for a letter, and how likely it finds each is the label's score.
-An invocation that is repeated publishes again, with the same idempotency key. THRESHOLD is 0.8 unless the environment
-has another.
+Works with any model that generates text: it is asked for a letter, and the probability of each
+letter is the label's score. A repeated invocation publishes again, with the same idempotency key.
+THRESHOLD is 0.8 unless set in the environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 LABELS = {"A": "urgent", "B": "routine", "C": "spam"}
-MAX_TOKENS = 2_000  # of a message; what is beyond is not looked at
+# Of a message; the rest is ignored.
+MAX_TOKENS = 2_000
 PROMPT = """Which kind of message is this?
 A: urgent, somebody must act now
 B: routine, it can wait
-C: spam, nobody need read it
+C: spam, it can be ignored
 
 Message: {text}
 
@@ -38,7 +39,7 @@ Answer:
 
 
 def check(event: Any, context: Context) -> Any:
-    """A message with its text cut to what is looked at."""
+    """The message with its text truncated to `MAX_TOKENS`."""
     if not isinstance(event, dict) or not isinstance(event.get("text"), str) or not event["text"].strip():
         raise RequestError("the event must have a text", param="text")
     text = processing.truncate(context.model, event["text"], MAX_TOKENS, add_special_tokens=False)
@@ -50,18 +51,18 @@ def is_urgent(answer: Any) -> bool:
 
 
 def alert(answer: Any, key: str) -> None:
-    """The topic is read when there is something to publish: a deployment without one can still classify."""
+    """Publish the answer. The topic is read only now: a deployment without one can still classify."""
     processing.publish_sns(os.environ["ALERT_TOPIC_ARN"])(answer, key)
 
 
 def key_of(answer: Any, context: Context) -> str:
-    """One alert a message, however often it comes."""
+    """The key of a message: at most one alert for each, however often it arrives."""
     return f"urgent-{answer['id']}"[:128]
 
 
 @processing.handler(pre=check, post=processing.act(when=is_urgent, do=alert, key=key_of))
 def handler(event: Any, context: Context) -> dict[str, Any]:
-    """The message's label, and how sure the model is of each."""
+    """The message's label, and the model's score of each label."""
     letters = processing.choose(context.model, PROMPT.format(text=event["text"]), list(LABELS))
     scores = {LABELS[letter]: score for letter, score in letters.items()}
     prediction = processing.decide(scores, threshold=float(os.environ.get("THRESHOLD", "0.8")))

@@ -1,14 +1,14 @@
-"""Embed many texts into a file of vectors, Parquet or JSON lines, as the output's name ends.
+"""Embed many texts into a file of vectors, Parquet or JSON lines by the extension of the output.
 
     teneral invoke teneral.handlers.contrib.examples.embed_batch:handler --model MODEL --event event.json
     teneral serve MODEL --handler teneral.handlers.contrib.examples.embed_batch:handler
 
-An event names an object of JSON lines, each a text or {"id": …, "text": …}, or has the texts itself:
+An event names an object of JSON lines, each a text or {"id": …, "text": …}, or contains the texts:
     {"input": "s3://bucket/texts.jsonl", "output": "s3://bucket/vectors.parquet"}
     {"input": ["some", "texts"], "output": "s3://bucket/vectors.jsonl"}
 
-Texts of more than `max_tokens` (256 unless the event says so) are embedded in chunks, whose mean counts by tokens.
-What is read and written is never held as a whole; being told the same again writes nothing again.
+Texts of more than `max_tokens` (default 256) are embedded in chunks, and their vectors averaged by
+tokens. Input and output are streamed; a repeated event writes nothing again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from teneral.handlers.function.context import Context
 from teneral.runtime.errors import RequestError
 
 MAX_BYTES = 1 << 30  # of the input
-BATCH = 64  # texts that are embedded together
+BATCH = 64  # texts embedded together
 
 
 def handler(event: Any, context: Context) -> dict[str, Any]:
-    """Where the vectors are, and how many there are: None where they had been made before."""
+    """Embed the input. Returns the address of the vectors and their number: None if they existed
+    already.
+    """
     if not isinstance(event, dict) or not isinstance(max_tokens := event.get("max_tokens", 256), int):
         raise RequestError("the event must be an object, and max_tokens a whole number")
     client, target = s3_client(), ObjectRef.parse(event.get("output"), param="output")
@@ -51,7 +53,7 @@ def handler(event: Any, context: Context) -> dict[str, Any]:
 
 
 def _input(client: Any, given: Any) -> tuple[str, Iterable[Any]]:
-    """What names this very input, and its values."""
+    """The identity of the input version, and its values."""
     if isinstance(given, list):
         return hashlib.blake2b(json.dumps(given).encode(), digest_size=16).hexdigest(), given
     ref = objects.current(client, ObjectRef.parse(given, param="input"))

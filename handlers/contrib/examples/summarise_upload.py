@@ -1,15 +1,17 @@
-"""Summarise a text when it is uploaded: `s3://bucket/notes.txt` gets `notes.txt.summary.txt` beside it.
+"""Summarise an uploaded text: `s3://bucket/notes.txt` gets `notes.txt.summary.txt` in the same
+folder.
 
     teneral invoke teneral.handlers.contrib.examples.summarise_upload:handler --model MODEL --event event.json
     teneral serve MODEL --handler teneral.handlers.contrib.examples.summarise_upload:handler
 
-The event is what S3 sends, as a notification or through EventBridge:
+The event is one of S3, a notification or from EventBridge:
 
     {"Records": [{"eventName": "ObjectCreated:Put", "s3": {
         "bucket": {"name": "bucket"}, "object": {"key": "notes.txt", "eTag": "9b2cf535f27731c974343645a3985328"}}}]}
 
-The text is read in pieces and never held as a whole: each chunk is summarised, then the summaries are, until one is
-left. Told of the same version again it does nothing; CHUNK_TOKENS and SUMMARY_TOKENS may be set in the environment.
+The text is streamed: each chunk is summarised, then the summaries are, until one is left. A
+repeated event of the same version does nothing; CHUNK_TOKENS and SUMMARY_TOKENS may be set in the
+environment.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ SUFFIX = ".summary.txt"
 
 
 def handler(event: Any, context: Context) -> dict[str, Any]:
-    """What was done about each new object of the event."""
+    """Summarise each new object of the event. Returns the result of each."""
     client = s3_client()
-    uploads = [ref for ref in created_objects(event) if not ref.key.endswith(SUFFIX)]  # or it would never end
+    # Summaries are uploads too: without this it would never end.
+    uploads = [ref for ref in created_objects(event) if not ref.key.endswith(SUFFIX)]
     return {"objects": [_summarise(client, ref, context) for ref in uploads]}
 
 
@@ -50,7 +53,7 @@ def _summarise(client: Any, ref: ObjectRef, context: Context) -> dict[str, str]:
     except (
         ChangedError,
         NotFoundError,
-    ) as error:  # another event tells of the version that there is now, if any
+    ) as error:  # the new version, if any, has an event of its own
         context.logger.warning("skipped: %s", error)
         return {"source": ref.url, "done": "skipped"}
     summary.write(text.encode(), content_type="text/plain; charset=utf-8")

@@ -1,7 +1,7 @@
 """Preprocessing and postprocessing for handlers: `from teneral.handlers.contrib import processing`.
 
-All of it are plain functions and small values over the public API of `context.model`; nothing has to be used.
-What is named here is public (docs/processing.md), and is imported when it is first asked for.
+Optional plain functions and small values over the public API of `context.model`. The names here are
+public (docs/processing.md), and imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # A handler that chunks texts need not import what images take.
+    # A handler that chunks texts need not import the image modules.
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""What a result triggers: `act(when=…, do=…)` as a `post` function.
+"""Actions triggered by a result: `act(when=…, do=…)` as a `post` function.
 
-The action runs once the value is known and before it is given out, at least once: whoever invokes the handler may
-invoke it again, after an error or a time-out, with the action done already. So each gets an idempotency key, by which
-its receiver can tell. Ready-made actions publish to SNS and SQS, and post to an HTTP address. Nothing is known here of
-models.
+The action runs before the result is returned, at least once: a caller may repeat an invocation
+after an error or a time-out, although the action has already run. So each gets an idempotency key,
+by which its receiver can detect repetitions. Ready-made actions publish to SNS and SQS, and post to
+an HTTP address. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ...function.context import Context
 from ...function.handler import kind_of
 
 MAX_TIMEOUT_S = 60.0
-MAX_ANSWER_BYTES = 1 << 16  # of an HTTP answer: so much is read, so that the connection can be used again
+# Of an HTTP answer, which is read up to here so that the connection can be reused.
+MAX_ANSWER_BYTES = 1 << 16
 
 When = Callable[[Any], bool]
 Do = Callable[[Any, str], Any] | Callable[[Any, str], Awaitable[Any]]
@@ -28,8 +29,10 @@ KeyOf = Callable[[Any, Context], str]
 
 
 def idempotency_key(value: Any, context: Context) -> str:
-    """The same for the same value of the same request: a retry that has a new request id has another one. Give `act` a
-    `key` of your own, from what the value says of its origin, to tell these, too.
+    """The default key, equal for the same value of the same request; a retry with a new request id
+    has another one.
+
+    To detect those too, give `act` a `key` of your own, derived from the origin of the value.
     """
     content = json.dumps([context.request_id, value], sort_keys=True, default=repr, ensure_ascii=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -38,11 +41,12 @@ def idempotency_key(value: Any, context: Context) -> str:
 def act(
     *, when: When, do: Do, key: KeyOf = idempotency_key, on_error: Literal["fail", "log"] = "fail"
 ) -> Callable[[Any, Context], Any]:
-    """A `post` function that gives the value on as it is, after `do(value, key)` where `when(value)` is true.
+    """A `post` function that returns the value unchanged, after `do(value, key)` if `when(value)`
+    is true.
 
-    With `on_error="fail"` an action that fails is the invocation's failure, so that it is tried again; with "log" it is
-    logged, and the value is given out. `when` and `key` decide what is done at all: their errors always count. An
-    async `do` makes the handler async.
+    With `on_error="fail"` a failed action fails the invocation, so that it is retried; with "log"
+    it is logged, and the value is returned. Errors of `when` and `key` always fail it, because they
+    decide whether the action runs. An async `do` makes the handler async.
     """
     name = getattr(do, "__name__", type(do).__name__)
     if on_error not in ("fail", "log"):
@@ -78,8 +82,10 @@ def act(
 
 
 def publish_sns(topic_arn: str, *, client: Any = None) -> Callable[[Any, str], None]:
-    """An action that publishes the value as JSON. The key is the message attribute `idempotency-key`, and on a FIFO
-    topic what SNS itself drops repetitions by. `client` is boto3's, made when it is first needed unless given.
+    """An action that publishes the value as JSON to SNS.
+
+    The key is the message attribute `idempotency-key`, and on a FIFO topic also SNS's deduplication
+    id. `client` is boto3's, made on first use by default.
     """
     get_client = _lazy_client("sns", client)
 
@@ -92,7 +98,7 @@ def publish_sns(topic_arn: str, *, client: Any = None) -> Callable[[Any, str], N
 
 
 def send_sqs(queue_url: str, *, client: Any = None) -> Callable[[Any, str], None]:
-    """The same for an SQS queue."""
+    """An action that sends the value as JSON to an SQS queue, like `publish_sns`."""
     get_client = _lazy_client("sqs", client)
 
     def send_sqs(value: Any, key: str) -> None:
@@ -106,14 +112,16 @@ def send_sqs(queue_url: str, *, client: Any = None) -> Callable[[Any, str], None
 def post_json(
     url: str, *, timeout_s: float = 5.0, headers: dict[str, str] | None = None
 ) -> Callable[[Any, str], Awaitable[None]]:
-    """An async action that posts the value as JSON, with the key as `Idempotency-Key`. Any status but 2xx is an error;
-    redirects are not followed.
+    """An async action that posts the value as JSON, with the key as `Idempotency-Key`.
+
+    Any status but 2xx is an error; redirects are not followed.
     """
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise HandlerError(f"timeout_s is {timeout_s}, but must be up to {MAX_TIMEOUT_S:g} seconds")
 
     async def post_json(value: Any, key: str) -> None:
-        import aiohttp  # 169 ms: only who posts pays for it
+        # 169 ms that other handlers need not pay.
+        import aiohttp
 
         sent = {**(headers or {}), "Idempotency-Key": key}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -131,7 +139,8 @@ def post_json(
 def _lazy_client(service: str, given: Any) -> Callable[[], Any]:
     @functools.cache
     def client() -> Any:
-        import boto3  # 157 ms, and 0.1 s more for a client: only who acts pays for it
+        # 157 ms, and 0.1 s more for a client, that other handlers need not pay.
+        import boto3
 
         make: Any = boto3.client  # its stubs want the service's name as a literal
         return make(service)

@@ -1,9 +1,11 @@
-"""Long texts in pieces that a model can take: cut by its tokens, at the edges of paragraphs and sentences.
+"""Chunking: long texts in pieces that fit a model, cut by its tokens at the edges of paragraphs and
+sentences.
 
-Invariants: every chunk is a stretch of the text as it is and has at most `max_tokens`; the first begins where the text
-does, the last ends where it does, and each begins no later than the one before ends, and later than that began. Where
-chunks lie depends on the text alone, not on the pieces in which it came. What is held is a chunk and a bounded
-stretch behind it. Nothing is known here of what the chunks are for.
+Invariants: every chunk is an unchanged range of the text and has at most `max_tokens`; the first
+begins at the text's beginning, the last ends at its end, and each begins no later than the previous
+one ends, and later than that began. Chunks depend on the text alone, not on the pieces in which it
+arrived. The memory is a chunk and a bounded lookahead. This module does not know the use of the
+chunks.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from ....runtime.errors import RequestError
 from ....runtime.text.tokenizer import MAX_TEXT_CHARS
 from .tokens import Tokens, content_budget, first_window_chars, is_enough, start_of_token
 
-MAX_PIECE_CHARS = 1 << 16  # taken at a time: to cut little from much would copy much each time
+# Read at a time: cutting little from much would copy much each time.
+MAX_PIECE_CHARS = 1 << 16
 
-# Where a text is cut, best first: after empty lines, lines, sentences, clauses, words.
+# Places to cut, best first: after empty lines, lines, sentences, clauses, words.
 _EDGES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -31,13 +34,15 @@ _EDGES = tuple(
     )
 )
 _LEAST_SHARE = (
-    0.5  # of a chunk's room that a good edge must leave used; with less, the next kind of edge is taken
+    # Share of a chunk's room that a good edge must leave used; otherwise the next kind of edge is
+    # taken.
+    0.5
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`text` is what stands from `start` to `end` in the whole, in characters."""
+    """A chunk. `text` is the characters [start, end) of the whole text."""
 
     text: str
     start: int
@@ -50,11 +55,14 @@ class Chunk:
 
 
 class Chunker:
-    """Takes a text as it comes, and gives chunks as soon as they are certain. For one text; not thread-safe."""
+    """Takes a text incrementally, and returns chunks as soon as they are final. For one text; not
+    thread-safe.
+    """
 
     def __init__(self, model: Tokens, *, max_tokens: int, overlap_tokens: int = 0) -> None:
-        """`max_tokens` include the special tokens that the model puts around a text. Each chunk repeats up to
-        `overlap_tokens` of the end of the one before. Raises `RequestError` for invalid sizes.
+        """`max_tokens` include the special tokens that the model puts around a text. Each chunk
+        repeats up to `overlap_tokens` of the end of the previous one. Raises `RequestError` for
+        invalid sizes.
         """
         self._offsets = model.token_offsets
         self._budget = content_budget(model, max_tokens)
@@ -64,25 +72,27 @@ class Chunker:
                 param="overlap_tokens",
             )
         self._overlap = overlap_tokens
-        self._held = ""  # what no chunk began with yet, and the overlap
-        self._start = 0  # where that begins in the text
-        self._covered = 0  # up to where chunks were given
+        # The text with which no chunk has begun yet, and the overlap.
+        self._held = ""
+        self._start = 0  # position of that in the text
+        # End of the chunks returned so far.
+        self._covered = 0
 
     def feed(self, piece: str) -> Iterator[Chunk]:
-        """The text goes on with `piece`. Gives the chunks that this makes certain; to be read to the end."""
+        """Add a piece of text. Yields the chunks that it completes; read them all."""
         for start in range(0, len(piece), MAX_PIECE_CHARS):
             self._held += piece[start : start + MAX_PIECE_CHARS]
             yield from self._take(at_end=False)
 
     def finish(self) -> Iterator[Chunk]:
-        """The text has ended. Gives the rest of its chunks."""
+        """End the text. Yields the rest of its chunks."""
         return self._take(at_end=True)
 
     def _take(self, *, at_end: bool) -> Iterator[Chunk]:
         while (spans := self._window_spans(at_end=at_end)) is not None:
             cut = self._cut(spans, at_end=at_end)
             if cut is None:
-                self._advance(self._covered)  # this overlap leaves no room for anything else
+                self._advance(self._covered)  # the overlap leaves no room for other text
                 continue
             text, own = cut
             chunk = Chunk(text, self._start, self._start + len(text), len(own))
@@ -95,10 +105,11 @@ class Chunker:
         self._start = start
 
     def _window_spans(self, *, at_end: bool) -> list[tuple[int, int]] | None:
-        """The tokens of what the next chunk is cut from, so many that it is full; all if the text has ended. None:
-        more text is needed, or none is left.
+        """The tokens from which the next chunk is cut, enough to fill it; all at the end of the
+        text.
 
-        The window's sizes depend on nothing but what is in it, or else would the chunks depend on the pieces.
+        None: more text is needed, or none is left. The window's sizes depend only on its content,
+        so that the chunks do not depend on the pieces.
         """
         window_chars = first_window_chars(self._budget)
         while self._start + len(self._held) > self._covered:
@@ -112,8 +123,10 @@ class Chunker:
         return None
 
     def _cut(self, spans: list[tuple[int, int]], *, at_end: bool) -> tuple[str, list[tuple[int, int]]] | None:
-        """The next chunk's text and its own tokens, given those of its window. None: it cannot reach beyond the
-        overlap. Raises `RequestError` when it cannot hold a character.
+        """The next chunk's text and its own tokens, given those of its window. None: it cannot
+        reach beyond the overlap.
+
+        Raises `RequestError` if it cannot hold a character.
         """
         done = self._covered - self._start  # the overlap: a chunk must reach beyond it
         is_full = len(spans) > self._budget
@@ -124,7 +137,7 @@ class Chunker:
             own = self._offsets(self._held[:end])
             if len(own) <= self._budget:
                 return self._held[:end], own
-            # An edge that is no token's: the characters before it may be more tokens than they were.
+            # The edge is inside a token: the characters before it may be more tokens than before.
             end = min(end - 1, start_of_token(own, self._budget))
         if not done:
             raise RequestError(
@@ -135,8 +148,10 @@ class Chunker:
         return None
 
     def _overlap_chars(self, text: str, spans: list[tuple[int, int]]) -> int:
-        """How many characters of a chunk's end the next one repeats: at most those of `overlap` tokens, from the
-        edge of a sentence or a word on if there is one that keeps at least half of them.
+        """The number of characters of a chunk's end that the next one repeats: at most those of
+        `overlap` tokens.
+
+        Starts at the edge of a sentence or word if there is one that keeps at least half of them.
         """
         if not self._overlap or len(spans) <= self._overlap:
             return 0
@@ -144,16 +159,19 @@ class Chunker:
         found = (match.end() for edge in _EDGES[2:] if (match := edge.search(tail)))
         tail = tail[next((end for end in found if end <= len(tail) // 2), 0) :]
         while len(self._offsets(tail)) > self._overlap:
-            tail = tail[1:]  # its first character has several tokens, or has them now that it stands alone
+            # Its first character has several tokens, or has them now that it is alone.
+            tail = tail[1:]
         return len(tail)
 
 
 def chunks(
     model: Tokens, text: str | Iterable[str], *, max_tokens: int, overlap_tokens: int = 0
 ) -> Iterator[Chunk]:
-    """The text's chunks, in order. `text` may come in pieces, of which no more is read than the next chunk needs.
+    """The text's chunks, in order. `text` may come in pieces, which are read only as far as the
+    next chunk needs.
 
-    An empty text has none. Raises `RequestError` as `Chunker` does, and for a character of more than `max_tokens`.
+    An empty text has none. Raises the errors of `Chunker`, and `RequestError` for a character of
+    more than `max_tokens`.
     """
     chunker = Chunker(model, max_tokens=max_tokens, overlap_tokens=overlap_tokens)
     for piece in [text] if isinstance(text, str) else text:
@@ -174,7 +192,7 @@ async def achunks(
 
 
 async def _apieces(text: str | Iterable[str] | AsyncIterable[str]) -> AsyncIterator[str]:
-    """Small enough that few chunks are made ahead of their reader."""
+    """Pieces small enough that few chunks are made ahead of their reader."""
     if isinstance(text, AsyncIterable):
         async for piece in text:
             yield piece
@@ -189,7 +207,7 @@ def _all(give: Callable[..., Iterator[Chunk]], *arguments: str) -> list[Chunk]:
 
 
 def _best_edge(text: str, least: int) -> int:
-    """Where to cut a text that may be kept whole but goes on: at the last edge of the best kind behind `least`."""
+    """The cut of a text that continues: the last edge of the best kind after `least`."""
     for edge in _EDGES:
         last = 0
         for match in edge.finditer(text, max(0, least - 1)):

@@ -1,7 +1,7 @@
-"""What was computed for the chunks of a text, made into one result for the text.
+"""The combination of the results of a text's chunks into one.
 
-`mean_vector` for embeddings; `map_reduce` for texts, which are reduced in rounds until they fit into one prompt. The
-model is asked by functions that the caller gives: nothing is known here of prompts.
+`mean_vector` for embeddings; `map_reduce` for texts, which are reduced in rounds until they fit
+into one prompt. The caller's functions call the model: this module knows nothing of prompts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ if TYPE_CHECKING:
 
     from ...function.model import Model
 
-MAX_PARTS = 10_000  # of one text: beyond, somebody pays for much that nobody meant
+# Of one text: more would cost a lot, probably by mistake.
+MAX_PARTS = 10_000
 EMBEDDED_TOGETHER = 256  # chunks in one call of the model
-MAX_CONCURRENT = 8  # parts that are worked on at a time; the engine batches them
+# Parts processed at a time; the engine batches them.
+MAX_CONCURRENT = 8
 
 
 def mean_vector(
     vectors: np.ndarray[Any, Any], weights: Sequence[float], *, normalize: bool = True
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(N, dim) → (dim,) float32: the mean of a text's chunks' vectors, each weighted, as by its number of tokens.
+    """(N, dim) → (dim,) float32: the weighted mean of the vectors of a text's chunks, for instance
+    by their tokens.
 
-    To unit length unless told otherwise. Raises `RequestError` for nothing, or for weights that do not fit.
+    Normalised to unit length by default. Raises `RequestError` without vectors, or for weights that
+    do not fit.
     """
     import numpy as np  # 68 ms that a handler of texts need not pay
 
@@ -37,7 +41,7 @@ def mean_vector(
     if vectors.ndim != 2 or factors.shape != (len(vectors),):
         raise RequestError(f"{len(weights)} weights were given for vectors of shape {vectors.shape}")
     if not len(vectors) or not np.isfinite(factors).all() or factors.min() < 0 or factors.sum() <= 0:
-        raise RequestError("weights must be numbers from 0 on, and one of them more")
+        raise RequestError("weights must be numbers of at least 0, and one of them above 0")
     mean = factors @ vectors.astype(np.float64) / factors.sum()
     length = float(np.linalg.norm(mean))
     result: np.ndarray[Any, np.dtype[np.float32]] = (mean / length if normalize and length else mean).astype(
@@ -49,8 +53,10 @@ def mean_vector(
 def embed_long(
     model: Model, texts: Sequence[str], *, max_tokens: int, overlap_tokens: int = 0
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(N, dim) float32 of texts of any length: those of more than `max_tokens` as the mean of their chunks, weighted by
-    tokens, and of unit length where the model's vectors are. For plain handlers.
+    """(N, dim) float32 embeddings of texts of any length, for plain handlers.
+
+    Texts of more than `max_tokens` get the mean of their chunks, weighted by tokens, with unit
+    length if the model's vectors have it.
     """
     import numpy as np  # as above
 
@@ -66,7 +72,8 @@ def embed_long(
             model.embed([text for _, text, _ in parts[start : start + EMBEDDED_TOGETHER]])
             for start in range(0, len(parts), EMBEDDED_TOGETHER)
         ]
-        or [model.embed([])]  # which says that there is nothing to embed
+        # Raises the error for an empty input.
+        or [model.embed([])]
     )
     is_unit = bool(np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-3))
     rows = []
@@ -88,10 +95,12 @@ def map_reduce(
     together: Callable[[Sequence[str]], str],
     fan_in: int = 8,
 ) -> str:
-    """`each` of the parts, then `together` of up to `fan_in` results at a time, round after round, until one is left.
+    """Apply `each` to the parts, then `together` to up to `fan_in` results at a time, round after
+    round, until one is left.
 
-    One part is not put together with anything; no part gives ''. Calls follow each other; `amap_reduce` has some at a
-    time. Raises `RequestError` for more than 10,000 parts, and whatever the two functions raise.
+    One part is not combined; no part gives ''. Calls are sequential; `amap_reduce` makes some
+    concurrently. Raises `RequestError` for more than 10,000 parts, and the errors of the two
+    functions.
     """
     _check_fan_in(fan_in)
     results = [each(part) for part in _bounded(parts)]
@@ -108,7 +117,9 @@ async def amap_reduce(
     fan_in: int = 8,
     concurrent: int = MAX_CONCURRENT,
 ) -> str:
-    """As `map_reduce`, with up to `concurrent` calls at a time. The first that fails ends the others."""
+    """The async form of `map_reduce`, with up to `concurrent` calls at a time. The first error
+    cancels the others.
+    """
     _check_fan_in(fan_in)
 
     async def join(group: Sequence[str]) -> str:
@@ -121,12 +132,13 @@ async def amap_reduce(
 
 
 async def _all_of(work: Callable[[Any], Awaitable[str]], items: Iterable[Any], concurrent: int) -> list[str]:
-    """Results in the order of the items, which are taken as there is room for them."""
+    """Results in the order of the items, which are read as capacity becomes free."""
     results: list[str] = []
     source = enumerate(items)
 
     async def work_on() -> None:
-        for index, item in source:  # shared by all: each takes the next one, on one event loop
+        # Shared by all workers of the event loop: each takes the next item.
+        for index, item in source:
             results.extend([""] * (index + 1 - len(results)))
             results[index] = await work(item)
 
@@ -135,7 +147,8 @@ async def _all_of(work: Callable[[Any], Awaitable[str]], items: Iterable[Any], c
             for _ in range(max(1, concurrent)):
                 group.create_task(work_on())
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # what went wrong first; the others were cancelled for it
+        # The first error; the others were cancelled because of it.
+        raise errors.exceptions[0] from None
     return results
 
 
@@ -155,5 +168,6 @@ def _groups(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 def _check_fan_in(fan_in: int) -> None:
     if fan_in < 2:
         raise RequestError(
-            f"fan_in is {fan_in}, but must be 2 or more: or nothing would get fewer", param="fan_in"
+            f"fan_in is {fan_in}, but must be 2 or more: smaller values would not reduce anything",
+            param="fan_in",
         )

@@ -1,8 +1,8 @@
-"""Safety filters: requests that are refused before the model sees them, stretches of answers that are taken out.
+"""Safety filters: requests refused before the model sees them, and parts of answers removed.
 
-What is looked for is the developer's own: regular expressions, or functions. No lists of words come with Teneral.
-Texts are bounded before anything is matched; a pattern's own running time is its author's to bound, as Python's `re`
-has no limit. Nothing is known here of models or of platforms.
+The developer supplies the patterns: regular expressions, or functions. Teneral comes with no word
+lists. Texts are bounded before matching; the running time of a pattern is its author's
+responsibility, as Python's `re` has no limit. This module knows nothing of models or platforms.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from ....runtime.errors import HandlerError, RefusedError, RequestError
 from ...function.context import Context
 from .matching import MAX_HELD_CHARS, Finder, Scanner, Span
 
-MAX_CHARS = 1 << 20  # of all texts of one event or value together
-MAX_DEPTH = 64  # of lists and objects in one another
+MAX_CHARS = 1 << 20  # of all texts of one event or value
+MAX_DEPTH = 64  # of nested lists and objects
 
 Pattern = str | re.Pattern[str]
 
 
 class Refuse:
-    """A `pre` function: raises `RefusedError` for an event in which a text matches; a client sees a 400 with `code`."""
+    """A `pre` function: raises `RefusedError` for an event with a matching text; a client gets a
+    400 with `code`.
+    """
 
     def __init__(
         self,
@@ -32,11 +34,12 @@ class Refuse:
         code: str = "content_refused",
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """A check is a regular expression, or a function that is true of what must not pass. All strings within the
-        event are checked, names of fields as well, each by itself. An event with more than `max_chars` is refused.
+        """A check is a regular expression, or a function that returns True for a text to refuse.
+        All strings within the event are checked separately, names of fields included. An event with
+        more than `max_chars` is refused.
         """
         if not checks:
-            raise UsageError("Refuse needs something to look for", key="checks")
+            raise UsageError("Refuse needs at least one check", key="checks")
         self._checks = [check if callable(check) else _searching(check) for check in checks]
         self._message = message
         self._code = code
@@ -55,8 +58,10 @@ class Refuse:
 
 
 class Redact:
-    """Replaces what is found. `Redact(…)` is a `post` function for whole values, its `stream` a `post_stream` for texts
-    in pieces, held back as far as needed: together they become what the whole text would have become.
+    """Replaces matches. `Redact(…)` is a `post` function for whole values, its `stream` a
+    `post_stream` for texts in pieces.
+
+    Pieces are held back as far as needed: together they equal the redacted whole text.
     """
 
     def __init__(
@@ -67,14 +72,15 @@ class Redact:
         text_field: str = "text",
         max_chars: int = MAX_CHARS,
     ) -> None:
-        """A finder is a regular expression, or a function that gives (start, end) of what it finds, and decides that by
-        no more than `max_match_chars` around. Longer matches of expressions are found in whole texts, and in streams
-        as far as 65,536 characters. `text_field` is where objects in a stream have their piece of text; strings
-        elsewhere in a value are texts of their own.
+        """A finder is a regular expression, or a function that returns (start, end) of its matches,
+        and decides by no more than `max_match_chars` around. Longer matches of expressions are
+        found in whole texts, and in streams up to 65,536 characters. `text_field` is the field of
+        stream objects that has their piece of text; strings elsewhere in a value are texts of their
+        own.
         """
         if not finders or not 0 < max_match_chars <= MAX_HELD_CHARS:
             raise UsageError(
-                f"Redact needs something to look for, and max_match_chars from 1 to {MAX_HELD_CHARS}",
+                f"Redact needs at least one finder, and max_match_chars from 1 to {MAX_HELD_CHARS}",
                 key="max_match_chars",
             )
         self._finders: list[Finder] = [
@@ -86,9 +92,11 @@ class Redact:
         self._max_chars = max_chars
 
     def __call__(self, value: Any, context: Context) -> Any:
-        """The value with its texts redacted; names of fields stay. Raises `HandlerError` for one beyond `max_chars`."""
+        """The value with its texts redacted; names of fields stay. Raises `HandlerError` for more
+        than `max_chars`.
+        """
         if sum(len(text) for _, text in _texts(value)) > self._max_chars:
-            raise HandlerError(f"the answer has more than {self._max_chars} characters to look through")
+            raise HandlerError(f"the answer has more than {self._max_chars} characters to redact")
         return self._redacted(value)
 
     def text(self, text: str) -> str:
@@ -97,8 +105,10 @@ class Redact:
         return self._joined(scanner.feed(text) + scanner.finish())
 
     def stream(self, values: Any, context: Context) -> Any:
-        """Of an iterator, or an async one, the same with what is found replaced. Values are pieces of one text, alone
-        or as the `text_field` of an object; any other value is redacted by itself, after what was held.
+        """Redact a sync or async iterator.
+
+        Its values are pieces of one text, as strings or in the `text_field` of objects; any other
+        value is redacted by itself, after the held text.
         """
         return self._astream(values) if isinstance(values, AsyncIterator) else self._stream(values)
 
@@ -131,7 +141,7 @@ class Redact:
 
 
 class _Stream:
-    """One stream on its way through. What was held is given in the shape of the last piece."""
+    """One stream being redacted. Held text is returned in the shape of the last piece."""
 
     def __init__(self, redact: Redact, scanner: Scanner, text_field: str) -> None:
         self._redact = redact
@@ -147,14 +157,15 @@ class _Stream:
             return
         self._as_objects = isinstance(value, dict)
         text = self._redact._joined(self._scanner.feed(piece))
-        if self._as_objects and len(value) > 1:  # what else it says goes with it, even when no text does
+        # Its other fields are returned with it, even without text.
+        if self._as_objects and len(value) > 1:
             rest = {key: item for key, item in value.items() if key != self._text_field}
             yield {**self._redact._redacted(rest), self._text_field: text}
         elif text:
             yield self._shaped(text)
 
     def end(self) -> Iterator[Any]:
-        """What was held. The next piece begins another text."""
+        """The held text. The next piece begins another text."""
         text = self._redact._joined(self._scanner.finish())
         self._scanner = self._redact._scanner()
         if text:
@@ -170,8 +181,8 @@ def _searching(pattern: Pattern) -> Callable[[str], bool]:
 
 
 def _texts(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """All strings within a JSON value, with where they stand. Raises `RequestError` for one that is nested deeper
-    than `MAX_DEPTH`.
+    """All strings in a JSON value, with their paths. Raises `RequestError` for nesting deeper than
+    `MAX_DEPTH`.
     """
     if depth > MAX_DEPTH:
         raise RequestError(f"the value is nested more than {MAX_DEPTH} deep", param=path[:100])

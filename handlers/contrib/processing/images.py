@@ -1,7 +1,8 @@
-"""Images from outside into arrays as vision models take them: `pip install 'teneral[images]'`.
+"""Untrusted images into arrays for vision models: `pip install 'teneral[images]'`.
 
-An image is judged by its header before a pixel of it is decoded: its bytes, format, pixels and frames are bounded, so
-that a small file cannot become a large array. Nothing is known here of any model; `Normalisation` says what one wants.
+An image's header is checked before a pixel is decoded: its bytes, format, pixels and frames are
+bounded, so that a small file cannot become a large array. This module knows no models;
+`Normalisation` has a model's parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 MAX_IMAGE_BYTES = 20 << 20
 MAX_PIXELS = 50_000_000  # 150 MB as RGB
-MAX_SIDE = 1 << 14  # of what an image is resized to
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # as Pillow calls them
+MAX_SIDE = 1 << 14  # of the result of resizing
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")  # Pillow's names
 
 Resample = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
@@ -48,11 +49,14 @@ def decode_image(
     max_pixels: int = MAX_PIXELS,
     formats: Sequence[str] = FORMATS,
 ) -> Image:
-    """The picture in RGB, turned as its EXIF orientation says; of an animation the first frame. Transparency becomes
-    white. Raises `RequestError` for what is too large, of another format, or damaged.
+    """Decode the picture to RGB, with its EXIF orientation applied; the first frame of an
+    animation.
+
+    Transparency becomes white. Raises `RequestError` if it is too large, of another format, or
+    damaged.
     """
     if len(data) > max_bytes:
-        raise RequestError(f"the image has {len(data)} bytes, but {max_bytes} is the most", param="image")
+        raise RequestError(f"the image has {len(data)} bytes, more than {max_bytes}", param="image")
     pillow = _pillow()
     try:
         with warnings.catch_warnings():
@@ -60,7 +64,7 @@ def decode_image(
             image = pillow.Image.open(io.BytesIO(data), formats=list(formats))
     except pillow.UnidentifiedImageError:
         raise RequestError(
-            "this is no image of a format that is taken",
+            "the image's format is not supported",
             param="image",
             hint=f"Send one of {', '.join(formats)}.",
         ) from None
@@ -70,12 +74,12 @@ def decode_image(
         width, height = image.size
         if not 0 < width * height <= max_pixels:
             raise RequestError(
-                f"the image has {width} x {height} pixels, but {max_pixels} is the most", param="image"
+                f"the image has {width} x {height} pixels, more than {max_pixels}", param="image"
             )
         try:
             image.load()
             return _as_rgb(pillow.ImageOps.exif_transpose(image), pillow)
-        except Exception as error:  # decoders of damaged files raise nearly anything
+        except Exception as error:  # decoders raise nearly any error for damaged files
             raise _damaged(error) from error
 
 
@@ -86,7 +90,9 @@ def resize(
     shortest_side: int | None = None,
     resample: Resample = "bicubic",
 ) -> Image:
-    """To exactly `size` (height, width), or so that the shortest side has so many pixels and the shape stays."""
+    """Resize to exactly `size` (height, width), or so that the shortest side has that many pixels,
+    keeping the aspect ratio.
+    """
     if (size is None) == (shortest_side is None):
         raise UsageError("give either size or shortest_side", key="size")
     if size is None:
@@ -102,7 +108,7 @@ def resize(
 
 
 def center_crop(image: Image, size: tuple[int, int]) -> Image:
-    """`size` (height, width) from the middle; where the image is smaller, black stands around it."""
+    """`size` (height, width) from the middle; smaller images are padded with black."""
     height, width = size
     if not (0 < height <= MAX_SIDE and 0 < width <= MAX_SIDE):
         raise UsageError(f"an image of {width} x {height} pixels cannot be cropped", key="size")
@@ -114,7 +120,7 @@ def to_array(
     image: Image, normalisation: Normalisation | None = None, *, layout: Literal["CHW", "HWC"] = "CHW"
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """(3, height, width) or (height, width, 3) float32: normalised, or from 0 to 1 without a normalisation."""
-    import numpy as np  # 68 ms that only who decodes images pays
+    import numpy as np  # 68 ms that other handlers need not pay
 
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32)  # (H, W, 3)
     pixels = pixels * np.float32(1 / 255)
@@ -156,7 +162,7 @@ def _damaged(error: Exception) -> RequestError:
 
 
 def _pillow() -> Any:
-    """Pillow, which is an extra: most models take no images."""
+    """Import Pillow, an extra, as most models take no images."""
     try:
         import PIL
         import PIL.Image

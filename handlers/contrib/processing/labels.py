@@ -1,7 +1,8 @@
-"""From scores to labels: probabilities, thresholds, and abstaining where nothing is sure enough.
+"""From scores to labels: probabilities, thresholds, and abstaining.
 
-Scores come from a classifier's head, from comparing an embedding with those of examples (`Prototypes`), or from how
-likely a language model finds each label as its next words (`choose`). Nothing is known here of what a label leads to.
+Scores come from a classifier's head, from the similarity of embeddings to examples (`Prototypes`),
+or from a language model's probabilities of the labels as its next words (`choose`). This module
+does not know the use of a label.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
     from ...function.model import Model, Prompt
     from ...function.streams import Completion
 
-MAX_CHOICES = 20  # as many log-probabilities as the engine tells of one token
-_BIAS = 100.0  # beside so much, tokens that are no label have next to no probability
+# The engine's maximum of log probabilities for one token.
+MAX_CHOICES = 20
+# With this bias on the labels, all other tokens have almost no probability.
+_BIAS = 100.0
 
 Labels = Mapping[int, str] | Sequence[str] | Mapping[str, str]  # the last as JSON has it: {"0": "spam"}
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was decided. `label` is None for abstaining: no score reached the threshold."""
+    """A decision. `label` is None for abstaining: no score reached the threshold."""
 
     label: str | None
-    score: float  # of the best label, whether or not it was enough
+    score: float  # of the best label, even below the threshold
     scores: tuple[tuple[str, float], ...]  # best first
     labels: tuple[str, ...] = ()  # all that reached the threshold, best first
 
@@ -49,7 +52,9 @@ class Prediction:
 
 
 def softmax(scores: Sequence[float], *, temperature: float = 1.0) -> list[float]:
-    """Probabilities of which one it is. A `temperature` above 1 makes them less sure, as calibration often asks for."""
+    """Probabilities of exclusive labels. A `temperature` above 1 makes them less certain, as
+    calibration often requires.
+    """
     values = _finite(scores, temperature)
     best = max(values)
     powers = [math.exp((value - best) / temperature) for value in values]
@@ -58,7 +63,7 @@ def softmax(scores: Sequence[float], *, temperature: float = 1.0) -> list[float]
 
 
 def sigmoid(scores: Sequence[float], *, temperature: float = 1.0) -> list[float]:
-    """Probabilities of each by itself, where several may be true."""
+    """Independent probabilities of labels, several of which may be true."""
     return [_logistic(value / temperature) for value in _finite(scores, temperature)]
 
 
@@ -71,20 +76,23 @@ def decide(
 ) -> Prediction:
     """The best label if its score is at least `threshold`, else none.
 
-    `scores` are by position, with `labels` for their names (a list, or a config's `id2label`), or by name. `top_k` is
-    how many scores the prediction keeps. Raises `RequestError` for scores and labels that do not fit together.
+    `scores` are by position, with `labels` for their names (a list, or a config's `id2label`), or
+    by name. `top_k` is the number of scores kept in the prediction. Raises `RequestError` for
+    scores and labels that do not match.
     """
     named = _named(scores, labels)
     if top_k is not None and top_k < 1:
         raise RequestError(f"top_k is {top_k}, but must be 1 or more", param="top_k")
-    ranked = sorted(named, key=lambda item: -item[1])  # equal ones stay in their order
+    ranked = sorted(named, key=lambda item: -item[1])  # ties keep their order
     sure = tuple(name for name, score in ranked if score >= threshold)
     label, score = ranked[0]
     return Prediction(label if sure else None, score, tuple(ranked[:top_k]), sure)
 
 
 class Prototypes:
-    """Labels by example: each is the mean of its examples' vectors, and what is nearest in angle is most like it."""
+    """Labels defined by examples: each is the mean of its examples' vectors, compared by cosine
+    similarity.
+    """
 
     def __init__(self, vectors: Mapping[str, np.ndarray[Any, Any]]) -> None:
         """Vectors (N, dim) of each label's examples, as `context.model.embed` gives them; kept as means."""
@@ -96,7 +104,7 @@ class Prototypes:
         self._means = [mean_vector(examples, [1.0] * len(examples)) for examples in vectors.values()]
 
     def scores(self, vector: np.ndarray[Any, Any]) -> dict[str, float]:
-        """The cosine of each label's angle to (dim,) `vector`: from -1 to 1."""
+        """The cosine similarity of each label to (dim,) `vector`: from -1 to 1."""
         import numpy as np  # as in `mean_vector`
 
         length = float(np.linalg.norm(vector)) or 1.0
@@ -108,11 +116,12 @@ class Prototypes:
 def choose(
     model: Model, prompt: Prompt, labels: Sequence[str], *, temperature: float = 1.0, **options: Any
 ) -> dict[str, float]:
-    """How likely the model is to go on with each of the labels, which it must: probabilities that add up to 1.
+    """The model's probabilities of continuing with each of the labels, and only these: they add up
+    to 1.
 
-    One step of the model, whatever the labels' lengths: they are told apart by the first token, so each must begin
-    with another one. Spaces count: after "Sentiment:" a label usually begins with one. `options` are those of
-    `generate`. Raises `RequestError` for labels that cannot be told apart.
+    One step of the model, for labels of any length: only their first tokens are compared, so these
+    must differ. Spaces count: after "Sentiment:" a label usually begins with one. `options` are
+    those of `generate`. Raises `RequestError` for labels with the same first token.
     """
     tokens = _first_tokens(labels, [model.tokenize(label, add_special_tokens=False) for label in labels])
     return _scores_of(model.generate(prompt, **_constrained(tokens, options)), tokens, temperature)
@@ -158,9 +167,9 @@ def _constrained(tokens: Mapping[str, int], options: Mapping[str, Any]) -> dict[
 
 
 def _scores_of(completion: Completion, tokens: Mapping[str, int], temperature: float) -> dict[str, float]:
-    told = dict(completion.logprobs[0].top)
-    # A label that is not even among so many of the best, in spite of its bias, has no probability to speak of.
-    found = [told.get(token, -_BIAS) for token in tokens.values()]
+    logprobs = dict(completion.logprobs[0].top)
+    # A label that is not among the best in spite of its bias has a negligible probability.
+    found = [logprobs.get(token, -_BIAS) for token in tokens.values()]
     return dict(zip(tokens, softmax(found, temperature=temperature), strict=True))
 
 
@@ -194,7 +203,7 @@ def _finite(scores: Sequence[float], temperature: float) -> list[float]:
     if not values:
         raise RequestError("there are no scores", param="scores")
     if not all(math.isfinite(value) for value in values):
-        raise RequestError("a score is no finite number", param="scores")
+        raise RequestError("a score is not a finite number", param="scores")
     if not 0 < temperature < math.inf:
         raise RequestError(f"temperature is {temperature}, but must be above 0", param="temperature")
     return values

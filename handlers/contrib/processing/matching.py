@@ -1,9 +1,11 @@
-"""Finding stretches of a text that comes in pieces, as if it had come whole.
+"""Incremental search in a text that arrives in pieces, with the result of a search in the whole
+text.
 
-A `Scanner` holds back just enough to know: a stretch is decided once `max_match_chars` behind its beginning are there.
-So for patterns whose matches, with all that they look at around them, are no longer than that, what is found does not
-depend on the pieces. A longer match is waited for while it reaches to the end of what is there, up to
-`MAX_HELD_CHARS`, and is cut there. It does not know what is done with what was found.
+A `Scanner` holds back the minimum: a match is decided once `max_match_chars` after its beginning
+have arrived. So for patterns whose matches, with lookahead and lookbehind, are no longer than that,
+the result does not depend on the pieces. A longer match is awaited while it reaches the end of the
+text so far, up to `MAX_HELD_CHARS`, and is cut there. This module does not know the use of the
+matches.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Finder = re.Pattern[str] | Callable[[str], Iterable[Span]]
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far one finder is. Its matches that begin before `position` are known."""
+    """The position of one finder. Its matches that begin before `position` are known."""
 
     finder: Finder
     position: int = 0  # in the whole text, as all places here
@@ -28,16 +30,19 @@ class _Cursor:
 
 @dataclass(slots=True)
 class Scanner:
-    """Takes one text. `feed` and `finish` give it back as (stretch, whether something was found there), without what
-    is held. Stretches that overlap are one.
+    """Scans one text. `feed` and `finish` return it as (part, whether it matched), without the held
+    text. Overlapping matches are merged.
     """
 
     finders: Sequence[Finder]
     max_match_chars: int
     _held: str = ""
-    _held_start: int = 0  # `max_match_chars` before what is undecided: patterns look behind
-    _given: int = 0  # up to where the text was given back
-    _found: list[Span] = field(default_factory=list)  # decided, not given back
+    # `max_match_chars` before the undecided text: patterns look behind.
+    _held_start: int = 0
+    # End of the text returned so far.
+    _given: int = 0
+    # Decided but not returned yet.
+    _found: list[Span] = field(default_factory=list)
     _cursors: list[_Cursor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,14 +50,17 @@ class Scanner:
 
     @property
     def num_held_chars(self) -> int:
-        """Of the text, not given back."""
+        """The length of the text held back."""
         return self._held_start + len(self._held) - self._given
 
     def feed(self, piece: str) -> list[tuple[str, bool]]:
         result = []
         for start in range(
-            0, len(piece), MAX_HELD_CHARS
-        ):  # so that no search goes over more than bounded text
+            0,
+            len(piece),
+            MAX_HELD_CHARS,
+            # Bounds the text of each search.
+        ):
             self._held += piece[start : start + MAX_HELD_CHARS]
             result += self._decide(at_end=False)
         return result
@@ -62,7 +70,8 @@ class Scanner:
 
     def _decide(self, *, at_end: bool) -> list[tuple[str, bool]]:
         end = self._held_start + len(self._held)
-        certain = end + 1 if at_end else end - self.max_match_chars  # a match that begins before is all there
+        # A match that begins before has arrived completely.
+        certain = end + 1 if at_end else end - self.max_match_chars
         for cursor in self._cursors:
             if isinstance(cursor.finder, re.Pattern):
                 self._search(cursor, cursor.finder, certain, at_end=at_end)
@@ -84,7 +93,7 @@ class Scanner:
                 return
             start, stop = match.start() + base, match.end() + base
             if stop == end and not at_end and end - start < MAX_HELD_CHARS:
-                cursor.position = start  # it may go on
+                cursor.position = start  # it may become longer
                 return
             if start < stop:
                 self._found.append((start, stop))
@@ -118,7 +127,7 @@ class Scanner:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """In order, those that overlap as one."""
+    """The spans in order, with overlapping ones merged."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and start < joined[-1][1]:

@@ -1,8 +1,8 @@
-"""Objects in S3 as what a handler starts from and what it leaves: through boto3, with the project's errors.
+"""Objects in S3 as a handler's input and output, through boto3, with Teneral's errors.
 
-What is read is the version that the event tells of, bounded, and as text in pieces. What is written is made once from
-each version of its origin: whoever is told of the same version again, finds it done; of two at the same time,
-one writes. Nothing is known here of models.
+Reads are of the version in the event, bounded, and as text in pieces. Each output is written once
+for each version of its origin: a repeated event finds it done, and of two concurrent ones, one
+writes. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ __all__ = [
 
 MAX_LINE_CHARS = 1 << 20
 PIECE_BYTES = 1 << 16
-_ORIGIN = "made-from"  # in the metadata of what was written: the version of its origin
+# Metadata key of an output: the version of its origin.
+_ORIGIN = "made-from"
 
 
 def read_bytes(client: Any, ref: ObjectRef, *, max_bytes: int) -> bytes:
-    """The object's bytes. Raises `RequestError` when it is larger, `ChangedError` when there is another version by now,
-    and `NotFoundError`.
+    """The object's bytes.
+
+    Raises `RequestError` if it is larger, `ChangedError` if it was replaced meanwhile, and `NotFoundError`.
     """
     with _translated(ref):
         body = _body(client, ref, max_bytes)
@@ -41,8 +43,10 @@ def read_bytes(client: Any, ref: ObjectRef, *, max_bytes: int) -> bytes:
 
 
 def read_text(client: Any, ref: ObjectRef, *, max_bytes: int) -> Iterator[str]:
-    """The object's text (UTF-8) in pieces, none of it kept. Raises `RequestError` when it is larger or no text,
-    `ChangedError` when there is another version by now, and `NotFoundError`.
+    """The object's text (UTF-8) in pieces, none of it kept.
+
+    Raises `RequestError` if it is larger or not text, `ChangedError` if it was replaced meanwhile,
+    and `NotFoundError`.
     """
     with _translated(ref):
         body = _body(client, ref, max_bytes)
@@ -52,32 +56,34 @@ def read_text(client: Any, ref: ObjectRef, *, max_bytes: int) -> Iterator[str]:
                 yield decoder.decode(data)
             yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            raise RequestError(f"{ref.url} is no text in UTF-8") from error
+            raise RequestError(f"{ref.url} is not UTF-8 text") from error
         finally:
             body.close()
 
 
 def _body(client: Any, ref: ObjectRef, max_bytes: int) -> Any:
-    """boto3's body of the version that the event names. Raises `RequestError` when it is larger."""
+    """boto3's body of the event's version. Raises `RequestError` if it is larger than `max_bytes`."""
     version = {"VersionId": ref.version_id} if ref.version_id else {}
     condition = {"IfMatch": f'"{ref.etag}"'} if ref.etag else {}
     answer = client.get_object(Bucket=ref.bucket, Key=ref.key, **version, **condition)
     size_bytes = answer["ContentLength"]
     if size_bytes > max_bytes:
         answer["Body"].close()
-        raise RequestError(f"{ref.url} has {size_bytes} bytes, but {max_bytes} is the most")
+        raise RequestError(f"{ref.url} has {size_bytes} bytes, more than {max_bytes}")
     return answer["Body"]
 
 
 def current(client: Any, ref: ObjectRef) -> ObjectRef:
-    """The version that there is now. Raises `NotFoundError`."""
+    """The object's current version. Raises `NotFoundError`."""
     with _translated(ref):
         head = client.head_object(Bucket=ref.bucket, Key=ref.key)
     return ObjectRef(ref.bucket, ref.key, head["ETag"].strip('"'), head.get("VersionId", ""))
 
 
 def lines_of(pieces: Iterable[str]) -> Iterator[str]:
-    """The lines of a text that comes in pieces, without their ends. Raises `RequestError` for one that is too long."""
+    """The lines of a text that arrives in pieces, without line ends. Raises `RequestError` for one
+    that is too long.
+    """
     rest = ""
     for piece in pieces:
         *lines, rest = (rest + piece).split("\n")
@@ -89,7 +95,9 @@ def lines_of(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def json_lines(pieces: Iterable[str]) -> Iterator[Any]:
-    """The values of JSON lines; empty lines are skipped. Raises `RequestError` naming the line that is none."""
+    """The values of JSON lines; empty lines are skipped. Raises `RequestError` naming the first
+    invalid line.
+    """
     for number, line in enumerate(lines_of(pieces), start=1):
         if line.strip():
             try:
@@ -99,7 +107,7 @@ def json_lines(pieces: Iterable[str]) -> Iterator[Any]:
 
 
 class DerivedObject:
-    """An object that is made from a version of another, which is named by `origin`: an ETag, or any short text."""
+    """An object derived from a version of another, named by `origin`: an ETag, or any short text."""
 
     def __init__(self, client: Any, ref: ObjectRef, *, origin: str) -> None:
         self._client = client
@@ -108,7 +116,7 @@ class DerivedObject:
         self._replaced_etag: str | None = None
 
     def is_done(self) -> bool:
-        """Whether it has been made from this version; one that was made from another is to be replaced."""
+        """Whether it was made from this version; one made from another version will be replaced."""
         try:
             with _translated(self._ref):
                 head = self._client.head_object(Bucket=self._ref.bucket, Key=self._ref.key)
@@ -119,8 +127,10 @@ class DerivedObject:
         return bool(head["Metadata"].get(_ORIGIN) == self._origin)
 
     def write(self, body: bytes | IO[bytes], *, content_type: str) -> None:
-        """All or nothing. Raises `AlreadyExistsError` when somebody has written it since `is_done`: being invoked again
-        finds out whether there is anything left to do.
+        """Write the object atomically.
+
+        Raises `AlreadyExistsError` if it was written since `is_done`: a repeated invocation then
+        finds out whether it is done.
         """
         expected = self._replaced_etag
         condition = {"IfNoneMatch": "*"} if expected is None else {"IfMatch": expected}
@@ -136,15 +146,17 @@ class DerivedObject:
 
 
 def s3_client() -> Any:
-    """boto3's, by its own rules. Made for each invocation: what it knows may be old after a freeze."""
-    import boto3  # 157 ms, which a handler without S3 need not pay
+    """boto3's client, with its default settings. Made for each invocation, because its state may be
+    stale after a freeze.
+    """
+    import boto3  # 157 ms that a handler without S3 need not pay
 
     return boto3.client("s3")
 
 
 @contextmanager
 def _translated(ref: ObjectRef, *, is_write: bool = False) -> Iterator[None]:
-    """boto3's errors as the loader's, so that who retries knows what is worth it."""
+    """Translate boto3's errors to the loader's, so that callers know which ones to retry."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     from ....loader.sources.s3.answers import explain
@@ -152,13 +164,15 @@ def _translated(ref: ObjectRef, *, is_write: bool = False) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        said: Any = error.response
-        status = int(said["ResponseMetadata"].get("HTTPStatusCode", 0))
+        response: Any = error.response
+        status = int(response["ResponseMetadata"].get("HTTPStatusCode", 0))
         if is_write and status in (409, 412):
             raise AlreadyExistsError(
-                f"{ref.url} was written by somebody else meanwhile", source=f"s3://{ref.bucket}", name=ref.key
+                f"{ref.url} was written by another client meanwhile",
+                source=f"s3://{ref.bucket}",
+                name=ref.key,
             ) from error
-        code, message = said["Error"].get("Code", ""), said["Error"].get("Message", "")
+        code, message = response["Error"].get("Code", ""), response["Error"].get("Message", "")
         raise explain(code, status, message, source=f"s3://{ref.bucket}", name=ref.key) from error
     except BotoCoreError as error:
         raise UnavailableError(

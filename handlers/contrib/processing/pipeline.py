@@ -1,13 +1,13 @@
-"""`@handler(pre=…, post=…)`: functions in front of a handler and behind it.
+"""`@handler(pre=…, post=…)`: functions before and after a handler.
 
-    pre(event, context) -> event          in their order, before the handler
-    post(result, context) -> result       in their order, on the result, or on each value of a stream
-    post_stream(values, context)          on a whole stream in place of `post`: takes an iterator, gives one
+    pre(event, context) -> event          in order, before the handler
+    post(result, context) -> result       in order, on the result, or on each value of a stream
+    post_stream(values, context)          on a whole stream instead of `post`: from iterator to iterator
 
-What is decorated stays of its kind: plain, generator, async, async generator. Only where a plain handler has an async
-function at its side does it become async, and is then run in a thread, as it was before. Plain functions beside an
-async handler run in a thread, too, so each may use the calls of the model that belong to its kind. It knows no
-platform, and nothing of what the functions do.
+A decorated handler stays of its kind: plain, generator, async, async generator. Only a plain
+handler with an async function becomes async, and then runs in a thread, as before. Plain functions
+of an async handler also run in a thread, so each may use the model calls of its kind. This module
+knows no platform, and does not know the purpose of the functions.
 """
 
 from __future__ import annotations
@@ -33,37 +33,39 @@ _END = object()
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One function and what errors call it: "pre check_length of summarise"."""
+    """One function and its name in errors: "pre check_length of summarise"."""
 
     function: Function
-    told: str
+    label: str
     kind: HandlerKind
 
     def call(self, value: Any, context: Context) -> Any:
-        with _naming(self.told):
+        with _naming(self.label):
             return self.function(value, context)
 
     async def acall(self, value: Any, context: Context) -> Any:
-        with _naming(self.told):
+        with _naming(self.label):
             if self.kind is HandlerKind.ASYNC:
                 return await self.function(value, context)
             result = await asyncio.to_thread(self.function, value, context)
             return await result if inspect.isawaitable(result) else result
 
     def naming(self, results: Iterator[Any], known: Sequence[Exception]) -> Iterator[Any]:
-        """What a `post_stream` gives, its errors named, unless they are `known` to come from what it takes."""
-        with _naming(self.told, known):
+        """The values of a `post_stream`, with its errors named, except those `known` to come from
+        its input.
+        """
+        with _naming(self.label, known):
             yield from results
 
     async def anaming(self, results: AsyncIterator[Any], known: Sequence[Exception]) -> AsyncIterator[Any]:
-        with _naming(self.told, known):
+        with _naming(self.label, known):
             async for result in results:
                 yield result
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A handler with its stages."""
+    """A handler with its functions."""
 
     function: Function
     pre: tuple[Stage, ...]
@@ -78,7 +80,7 @@ class Pipeline:
         return event
 
     def finish(self, result: Any, context: Context) -> Any:
-        """Of one value; a returned iterator is a stream."""
+        """Finish one value; a returned iterator is a stream."""
         if isinstance(result, Iterator):
             return self.stream(result, context)
         for stage in self.post:
@@ -144,11 +146,11 @@ class Pipeline:
 def handler(
     *, pre: Functions = (), post: Functions = (), post_stream: Functions = ()
 ) -> Callable[[Function], Function]:
-    """Decorates a handler with functions before and behind it; each may be one function or several.
+    """Decorate a handler with functions before and after it; each may be one function or several.
 
-    An exception of theirs becomes a `HandlerError` that names the function; errors of Teneral, such as a
-    `RequestError` for an event that cannot be used, pass through as they are, with a note. Raises `HandlerError`
-    for functions that cannot be put together.
+    Their exceptions become a `HandlerError` that names the function; errors of Teneral, such as a
+    `RequestError` for an invalid event, pass through with a note. Raises `HandlerError` for
+    functions that cannot be combined.
     """
 
     def decorate(function: Function) -> Function:
@@ -214,32 +216,34 @@ _WRAPPERS: dict[HandlerKind, Callable[[Pipeline, HandlerKind], Function]] = {
 
 def _stage(function: Function, where: str, name: str) -> Stage:
     own_name = getattr(function, "__name__", type(function).__name__)
-    told = f"{where} {own_name} of {name}"
+    label = f"{where} {own_name} of {name}"
     if not callable(function):
         raise HandlerError(
-            f"{told} is no function", hint="Give functions of two arguments, or lists of them."
+            f"{label} is not a function", hint="Give functions of two arguments, or lists of them."
         )
     try:
         inspect.signature(function).bind("value", "context")
     except (TypeError, ValueError) as error:
-        raise HandlerError(f"{told} cannot be called with (value, context): {error}") from error
+        raise HandlerError(f"{label} cannot be called with (value, context): {error}") from error
     kind = kind_of(function)
     if where != "post_stream" and kind in (HandlerKind.GENERATOR, HandlerKind.ASYNC_GENERATOR):
-        raise HandlerError(f"{told} yields", hint="Give it as post_stream, or have it return one value.")
+        raise HandlerError(f"{label} yields", hint="Give it as post_stream, or have it return one value.")
     if where == "post_stream" and kind is HandlerKind.ASYNC:
-        raise HandlerError(f"{told} is a coroutine", hint="Write it as `async def` with `yield`.")
-    return Stage(function, told, kind)
+        raise HandlerError(f"{label} is a coroutine", hint="Write it as `async def` with `yield`.")
+    return Stage(function, label, kind)
 
 
 def _kind_with(own: HandlerKind, pipeline: Pipeline, name: str) -> HandlerKind:
-    """Of the whole: the handler's own, or its async form where a function beside it needs that."""
+    """The kind of the whole: the handler's own, or its async form if one of the functions needs
+    that.
+    """
     stages = (*pipeline.pre, *pipeline.post, *pipeline.post_stream)
     if not own.is_async and not any(stage.kind.is_async for stage in stages):
         return own
     plain = next((stage for stage in pipeline.post_stream if stage.kind is HandlerKind.GENERATOR), None)
     if plain is not None:
         raise HandlerError(
-            f"{plain.told} takes a plain iterator, but {name} runs as an async handler",
+            f"{plain.label} takes a plain iterator, but {name} runs as an async handler",
             hint="Write it as an async generator.",
         )
     return HandlerKind.ASYNC if own in (HandlerKind.SYNC, HandlerKind.ASYNC) else HandlerKind.ASYNC_GENERATOR
@@ -250,21 +254,21 @@ def _as_tuple(functions: Functions) -> tuple[Function, ...]:
 
 
 @contextmanager
-def _naming(told: str, known: Sequence[Exception] = ()) -> Iterator[None]:
-    """Errors from within say where they come from; those that are `known` come from elsewhere."""
+def _naming(label: str, known: Sequence[Exception] = ()) -> Iterator[None]:
+    """Name the stage in errors from within; those that are `known` come from elsewhere."""
     try:
         yield
     except Exception as error:
         if any(error is other for other in known):
             raise
         if isinstance(error, TeneralError):
-            error.add_note(f"raised by {told}")
+            error.add_note(f"raised by {label}")
             raise
-        raise HandlerError(f"{told} raised {type(error).__name__}: {error}") from error
+        raise HandlerError(f"{label} raised {type(error).__name__}: {error}") from error
 
 
 def _noting(values: Iterator[Any], known: list[Exception]) -> Iterator[Any]:
-    """The values; what they raise is added to `known`."""
+    """The values; their errors are added to `known`."""
     try:
         yield from values
     except Exception as error:

@@ -1,6 +1,7 @@
-"""Embeddings in files: JSON lines, or Parquet with `pip install 'teneral[parquet]'`.
+"""Files of embeddings: JSON lines, or Parquet with `pip install 'teneral[parquet]'`.
 
-Rows are an id and a vector; they are written batch by batch, so that what is held does not grow with the file.
+Rows are an id and a vector; they are written batch by batch, so that memory does not grow with the
+file.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class JsonLinesVectors:
             self._file.write(json.dumps({"id": name, "embedding": vector}).encode() + b"\n")
 
     def finish(self) -> None:
-        """There is nothing left to write."""
+        """Do nothing: all lines are written."""
 
 
 class ParquetVectors:
@@ -75,5 +76,5 @@ class ParquetVectors:
         self._writer.write_table(arrow.Table.from_arrays(columns, schema=self._schema))
 
     def finish(self) -> None:
-        """Writes the footer, without which there is no file."""
+        """Write the footer, without which the file is invalid."""
         self._writer.close()

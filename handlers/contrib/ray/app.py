@@ -1,11 +1,12 @@
-"""Applications for Ray Serve's configuration file: `app`, one model; `ingress`, the address of all of them.
+"""Applications for Ray Serve's configuration file: `app`, one model; `ingress`, the address of all
+models.
 
     import_path: teneral.handlers.contrib.ray.app:app        args: {settings: {…}}
     import_path: teneral.handlers.contrib.ray.app:ingress    args: {models: {name: {application: weight}}}
 
-`teneral pool render ray` writes them. No answer is cut off in silence: where a replica, its server or its node dies
-before the first byte, the request is asked again once, elsewhere; later, a stream ends with an error event, and any
-other answer with a broken connection.
+`teneral pool render ray` writes them. No answer is truncated silently: if a replica, its server or
+its node dies before the first byte, the request is retried once, elsewhere; later, a stream ends
+with an error event, and any other answer with a broken connection.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ READY_PATHS = frozenset({"/health", "/readyz", "/livez"})
 MAX_WHOLE_BYTES = (
     1 << 20
 )  # of an answer that is not a stream: it is read to its end before the client gets any of it
-# Functions may act, and are not asked twice.
+# Functions may have side effects, and are not retried.
 ACTING_PATHS = frozenset({"/invoke", "/invocations", "/events", "/"})
-# A replica, its server or its node has died.
+# The errors of a dead replica, server or node.
 LOST = (RayError, RayServeException, aiohttp.ClientError, ConnectionError, StopAsyncIteration)
 
 _log = logging.getLogger("teneral.ray")
 
 
 class RayReplica(Replica):
-    """The deployment: Ray's hooks, and nothing else. Ray awaits the constructor."""
+    """The deployment: Ray's hooks only. Ray awaits the constructor."""
 
     async def __init__(self, settings: Mapping[str, Any]) -> None:  # type: ignore[misc]
         super().__init__(settings)
@@ -53,7 +54,9 @@ class RayReplica(Replica):
 
 
 class Ingress:
-    """The address of all models: finds the model in the request's body, and a replica that knows its prefix."""
+    """The address of all models: routes by the model in the request's body, and to a replica that
+    may have its prefix.
+    """
 
     def __init__(self, models: Mapping[str, Mapping[str, int]]) -> None:
         self._models = {name: dict(applications) for name, applications in models.items()}
@@ -101,7 +104,7 @@ class Ingress:
 
 
 async def _answer(pieces: Any) -> Response:
-    """The replica's answer. Raises one of `LOST` where it is lost before the client has any of it."""
+    """The replica's answer. Raises one of `LOST` if it is lost before the client has any of it."""
     status, headers = await anext(pieces)
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     is_stream = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in raw)
@@ -137,11 +140,13 @@ async def _rest(first: list[bytes], pieces: Any, *, is_stream: bool) -> AsyncIte
         lost = _error_body("the instance ended while it answered", "instance_lost", "server_error")
         yield b"data: " + json.dumps(lost).encode() + b"\n\n"
     finally:
-        pieces.cancel()  # of no effect on what has ended
+        pieces.cancel()  # no effect after the end
 
 
 def session_key(header: str | None, fields: Mapping[str, Any]) -> str:
-    """The session, or else the tenant's salt and how the prompt begins: what a replica may have in its KV pool."""
+    """The session, or else the tenant's salt and the prompt's prefix: the key of a replica's KV
+    pool.
+    """
     ours = fields.get("teneral")
     extra: Mapping[str, Any] = ours if isinstance(ours, dict) else {}
     session = extra.get("session") or header or fields.get("user")
@@ -154,7 +159,9 @@ def session_key(header: str | None, fields: Mapping[str, Any]) -> str:
 
 
 def chosen(weights: Mapping[str, int], key: str) -> str:
-    """The application of one version, by weighted rendezvous: another weight moves only the share that it must."""
+    """The application of one version, by weighted rendezvous hashing: a changed weight moves only
+    the necessary share.
+    """
     import math
 
     def score(application: str) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 try:
     from ray.serve.llm.callbacks import CallbackBase
-except ImportError:  # before it was public
+except ImportError:  # before it became public
     from ray.llm._internal.common.callbacks.base import CallbackBase
 
 from ....loader.errors import UsageError
@@ -26,12 +26,14 @@ LOAD_FORMAT = "teneral"
 
 
 class StreamedWeights(CallbackBase):
-    """Ray makes one in each process of a deployment. `callback_kwargs={"artifact": ADDRESS}` names the weights where
-    `model_source` does not; it may have a scheme that Ray does not know, such as az://.
+    """A callback that Ray makes in each process of a deployment.
+
+    `callback_kwargs={"artifact": ADDRESS}` names the weights if `model_source` does not; its scheme
+    may be unknown to Ray, such as az://.
     """
 
     async def on_before_node_init(self) -> None:
-        """Raises `UsageError` for another load format, and for a model without an address."""
+        """Raise `UsageError` for another load format, and for a model without an address."""
         given = self.llm_config.engine_kwargs.get("load_format")
         if given != LOAD_FORMAT:
             raise UsageError(
@@ -41,7 +43,8 @@ class StreamedWeights(CallbackBase):
             )
         engine = self.llm_config.get_engine_config()
         engine.hf_model_id = self.kwargs.get("artifact") or _address(engine)
-        # The class of the values is Ray's own, and importing its module needs all that Ray downloads with.
+        # The class of the values is internal to Ray, and importing its module needs all of Ray's
+        # download dependencies.
         self.ctx.worker_node_download_model = type(self.ctx.worker_node_download_model).NONE
 
 

@@ -1,7 +1,8 @@
-"""A replica of one model: a proxy over a server of its own, which it puts to sleep and wakes.
+"""A replica of one model: a proxy for a server of its own, which it puts to sleep and wakes.
 
-Ray starts a replica in four seconds and a server is woken from the node's standby pool in a third of one, so models go
-to zero and replicas stay. A sleeping model is an ended process; its KV snapshot, where it has one, outlives it.
+Ray starts a replica in four seconds, but a server is woken from the node's standby pool in a third
+of a second, so models scale to zero and replicas stay. A sleeping model is an ended process; its KV
+snapshot, if any, survives.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import aiohttp
 from ....loader.errors import UsageError
 from .server import ServerProcess
 
-START_S = 3600.0  # a load of any length is not a failure
-# Of one connection, not of a message: a proxy has its own.
+# Loading may take any time.
+START_S = 3600.0
+# Of one connection, not of a message: a proxy sets its own.
 HOP_HEADERS = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length"}
 )
@@ -45,7 +47,9 @@ class Replica:
         self._start_s = 0.0
 
     async def check_health(self) -> None:
-        """Ray ends this replica when it raises. A model that sleeps, wakes or goes to sleep is healthy."""
+        """Ray ends this replica if it raises. A model that sleeps, wakes or goes to sleep is
+        healthy.
+        """
         if self._server.is_changing:
             return
         if self._server.port and not self._server.is_running:
@@ -66,9 +70,9 @@ class Replica:
     async def request(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> AsyncIterator[Any]:
-        """The server's answer: first (status, headers), then its pieces as they come.
+        """The server's answer: first (status, headers), then its pieces as they arrive.
 
-        A client that goes away ends it.
+        Cancelled when the client disconnects.
         """
         self._in_work += 1
         try:
@@ -90,7 +94,7 @@ class Replica:
             self._last_used = time.monotonic()
 
     def statistics(self) -> dict[str, Any]:
-        """For tests and people."""
+        """The state for tests and people."""
         return {
             "awake": self._server.is_running,
             "port": self._server.port,
@@ -100,7 +104,7 @@ class Replica:
         }
 
     async def close(self) -> None:
-        """Running requests have `drain_s`."""
+        """End the server. Running requests have `drain_s`."""
         if self._idle is not None:
             self._idle.cancel()
         await self._server.end()
@@ -108,7 +112,9 @@ class Replica:
             await self._session.close()
 
     async def _wake(self) -> None:
-        """A request may be sent as soon as the server listens: it waits there for the layers that it needs."""
+        """Start the server. Requests may be sent as soon as it listens: they wait there for the
+        layers that they need.
+        """
         if self._server.is_running:
             return
         async with self._waking:
@@ -130,7 +136,7 @@ class Replica:
 
 
 def _secrets(names: Mapping[str, str]) -> dict[str, str]:
-    """Secret settings from this process's own variables, by the names that the pool file gives."""
+    """The secret settings from this process's environment, by the variables in the pool file."""
     missing = sorted(name for name in names.values() if name not in os.environ)
     if missing:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""One `teneral serve` as a child process: started, waited for, ended. Knows nothing of Ray.
+"""One `teneral serve` as a child process: start, readiness, end. Knows nothing of Ray.
 
-The child does not see Ray's own variables: its thread counts and its temporary folders are for Ray's workers. It ends
-when its owner does, also where that is killed.
+Ray's own variables are hidden from the child: its thread counts and temporary folders are for Ray's
+workers. The child ends with its owner, even if that is killed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from collections.abc import Mapping
 
 from ....loader.errors import LoadError
 
-# Of Ray's, and those that it sets for its workers.
+# Variables of Ray, and those that it sets for its workers.
 HIDDEN = re.compile(r"RAY_.*|OMP_NUM_THREADS|MKL_NUM_THREADS|OPENBLAS_NUM_THREADS|CUDA_VISIBLE_DEVICES_RAY")
 LISTENING = re.compile(rb"http://\S*?:(\d+)")
-START_S = 60.0  # until it says where it listens; the load is not a part of it
+# Until it reports its address, which does not include the load.
+START_S = 60.0
 READY_POLL_S = 0.01
 LOG_S = 0.5  # for the last lines of an ended server's log
-END_S = 5.0  # after the requests: the KV snapshot, and the process's own end
+# After the requests: the KV snapshot, and the process's own end.
+END_S = 5.0
 
 
 class ServerProcess:
-    """A server that is not running, starting, or running at `port`. For one event loop."""
+    """A server that is stopped, starting, or running at `port`. For one event loop."""
 
     def __init__(self, environment: Mapping[str, str], *, ready_path: str, drain_s: float) -> None:
         self._environment = dict(environment)
@@ -42,9 +44,10 @@ class ServerProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> float:
-        """Start it and wait until it says where it listens; requests may come from then on. Returns the seconds.
+        """Start it and wait until it reports its address; requests may be sent from then on.
+        Returns the seconds.
 
-        Raises `LoadError` when it ends before that.
+        Raises `LoadError` if it ends before that.
         """
         began = time.monotonic()
         self.is_changing = True
@@ -68,7 +71,9 @@ class ServerProcess:
         return time.monotonic() - began
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until the ready path answers 200. Raises `LoadError` when the process ends, or does not get there."""
+        """Wait until the ready path answers 200. Raises `LoadError` if the process ends, or at the
+        time limit.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             if not self.is_running:
@@ -80,7 +85,7 @@ class ServerProcess:
             await asyncio.sleep(READY_POLL_S)
 
     async def get(self, path: str) -> int:
-        """The status of a GET without a body; 0 where nothing answers."""
+        """The status of a GET without a body; 0 without an answer."""
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         except OSError:
@@ -95,7 +100,7 @@ class ServerProcess:
             writer.close()
 
     async def end(self, *, drain_s: float | None = None) -> None:
-        """SIGTERM, the time that running requests have, and SIGKILL where that was not enough."""
+        """Send SIGTERM, wait for running requests, and send SIGKILL if necessary."""
         process = self._process
         if process is None:
             return
@@ -110,7 +115,8 @@ class ServerProcess:
                 await process.wait()
         log, self._process, self._log, self.port = self._log, None, None, 0
         self.is_changing = False
-        if log is not None:  # a helper that still ends may hold its other end open
+        # A helper that is still ending may hold its other end open.
+        if log is not None:
             await asyncio.wait([log], timeout=LOG_S)
             log.cancel()
 
@@ -123,20 +129,22 @@ class ServerProcess:
         raise LoadError("the server ended before it listened", hint="Its log says why.")
 
     async def _pass_on(self, process: asyncio.subprocess.Process) -> None:
-        """Its log is its owner's."""
+        """Forward its log to the owner's."""
         assert process.stdout is not None
         while data := await process.stdout.read(1 << 16):
             _write(data)
 
 
 def child_environment(outer: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """The child's variables: this process's without Ray's, and the model's settings; a port of its own."""
+    """The child's environment: this process's without Ray's variables, with the model's settings
+    and a port of its own.
+    """
     kept = {name: value for name, value in outer.items() if not HIDDEN.fullmatch(name)}
     return {**kept, **settings, "TENERAL_HOST": "127.0.0.1", "TENERAL_PORT": "0"}
 
 
 def _end_with_parent() -> None:
-    """In the child, before it becomes the server: SIGTERM when the thread that started it is gone."""
+    """Have the child get SIGTERM when the thread that started it ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""The local folder that vLLM wants: a model's configuration and tokenizer, without its weights.
+"""The local folder for vLLM: a model's configuration and tokenizer, without its weights.
 
-Invariant: the files of a packed artifact are verified, and the address that comes with them is pinned, so that all
-workers load the weights that belong to them, whatever becomes of the artifact meanwhile.
+Invariant: the files of a packed artifact are verified, and the returned address is pinned, so that
+all workers load the matching weights, even if the artifact is replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class SmallFiles(NamedTuple):
 
 
 def is_model_folder(address: str) -> bool:
-    """Whether vLLM finds what it wants there: a local folder with a configuration, and not an artifact's."""
+    """Whether vLLM can use the address directly: a local folder with a configuration, and not an
+    artifact.
+    """
     return os.path.isfile(os.path.join(address, CONFIG_NAME)) and not os.path.exists(
         os.path.join(address, MANIFEST_NAME)
     )
@@ -41,8 +43,9 @@ def write_small_files(
 ) -> SmallFiles:
     """Write the small files of the model at `address` into a folder of its own below `cache_root`.
 
-    Several processes may do so at once; files that are there are replaced, each at one blow. Raises `CheckpointError`
-    where there is no config.json, `UsageError`, `NotFoundError`, `FormatError` and the source's errors.
+    Several processes may do so at once; existing files are replaced atomically. Raises
+    `CheckpointError` without a config.json, `UsageError`, `NotFoundError`, `FormatError` and the
+    source's errors.
     """
     url, digest = split_pin(address)
     source = open_source(url, options)
@@ -63,7 +66,7 @@ def write_small_files(
         )
     where = url if scheme_of(url) else os.path.abspath(os.path.expanduser(url))
     pinned = where if manifest.digest is None else f"{where}{PIN_MARK}{manifest.digest.hex()}"
-    # vLLM keeps what it compiles by the folder's name, so the same model has to have the same one.
+    # vLLM caches compiled code by the folder's name, so the same model must have the same one.
     folder = Path(cache_root) / "teneral" / hashlib.sha256(pinned.encode()).hexdigest()[:16]
     for name, data in files.items():
         _write(folder / name, data)

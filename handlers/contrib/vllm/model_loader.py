@@ -19,7 +19,8 @@ from .settings import parse_settings
 from .share import Peers
 from .weight_stream import WeightStream
 
-_log = init_logger("vllm.plugins.teneral")  # below "vllm", whose handlers and level it then has
+# Below "vllm", to inherit its handlers and level.
+_log = init_logger("vllm.plugins.teneral")
 
 
 class TeneralModelLoader(BaseModelLoader):
@@ -30,11 +31,11 @@ class TeneralModelLoader(BaseModelLoader):
         self._settings = parse_settings(load_config.model_loader_extra_config)
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing is kept locally: this only finds out whether the model is there."""
+        """Check that the model exists; nothing is downloaded."""
         open_weights(self._address(model_config)).source.close()
 
     def get_all_weights(self, model_config: Any, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises Teneral's errors, whose text says what to do."""
+        """The weights. Raises Teneral's errors."""
         is_whole_group = self._is_main(model_config)
         peers = _peers() if self._settings.share and is_whole_group else None
         stream = WeightStream(
@@ -46,8 +47,11 @@ class TeneralModelLoader(BaseModelLoader):
             _log.warning("teneral: %s", trouble)
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        """Raises as `get_all_weights`, and vLLM's own error when the artifact lacks weights that the model has."""
-        built: Any = model  # vLLM's models have a `load_weights` that torch's do not know
+        """Load the weights. Raises the errors of `get_all_weights`, and vLLM's own if the artifact
+        lacks weights of the model.
+        """
+        # vLLM's models have a `load_weights` that torch's types do not declare.
+        built: Any = model
         loaded = built.load_weights(self.get_all_weights(model_config, model))
         if model_config.quantization is None and loaded is not None:
             DefaultModelLoader.track_weights_loading(self, model, loaded)
@@ -59,7 +63,7 @@ class TeneralModelLoader(BaseModelLoader):
         return address
 
     def _is_main(self, model_config: Any) -> bool:
-        """Whether it is the model that is served, which all workers load, and no draft beside it."""
+        """Whether this is the served model, which all workers load, and not a draft model."""
         served = get_current_vllm_config().model_config
         return served is None or served.model == model_config.model
 

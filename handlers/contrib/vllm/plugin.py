@@ -1,7 +1,8 @@
-"""What vLLM calls in each of its processes (the entry point `teneral` of `vllm.general_plugins`).
+"""The entry point `teneral` of `vllm.general_plugins`, called in each of vLLM's processes.
 
-It makes the load format known, and lets the model be named by the address of an artifact. vLLM is imported here and in
-`model_loader.py` only, which nothing but this imports, and never before vLLM itself is running.
+It registers the load format, and lets an artifact's address name the model. vLLM is imported here
+and in `model_loader.py` only, which only this module imports, and never before vLLM itself is
+running.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ LOAD_FORMAT = "teneral"
 
 
 def register() -> None:
-    """Register the loader. May be called again; then it does nothing."""
+    """Register the loader. Idempotent."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import register_model_loader
 
@@ -26,10 +27,12 @@ def register() -> None:
 
 
 def _open_addresses(engine_args: Any) -> None:
-    """Have an artifact's small files laid down before vLLM looks for a configuration at the model's address.
+    """Have an artifact's small files written before vLLM looks for a configuration at the model's
+    address.
 
-    vLLM has no extension point for that: what it does for its own streamers is built in, by scheme. A version without
-    this method still loads a local folder of small files, with `artifact` in the loader's extra config.
+    vLLM has no extension point for that: its own streamers are built in, by scheme. A version
+    without this method still loads a local folder of small files, with `artifact` in the loader's
+    extra config.
     """
     original = getattr(engine_args, "create_engine_config", None)
     if original is None:
@@ -44,9 +47,11 @@ def _open_addresses(engine_args: Any) -> None:
 
 
 def lay_down(engine_args: Any) -> None:
-    """Change vLLM's arguments: the model becomes a folder of small files, its weights stay at the pinned address.
+    """Change vLLM's arguments: the model becomes a folder of small files, its weights stay at the
+    pinned address.
 
-    Does nothing where the extra config names the artifact already, or the model is a local folder as vLLM wants it.
+    Does nothing if the extra config names the artifact already, or the model is a local folder that
+    vLLM can use.
     """
     from vllm import envs
 

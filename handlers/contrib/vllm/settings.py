@@ -1,4 +1,4 @@
-"""What `--model-loader-extra-config` may say to the load format `teneral`, as one frozen value."""
+"""The settings of `--model-loader-extra-config` for the load format `teneral`, as one frozen value."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """Raises `UsageError` for invalid values."""
+    """The settings. Raises `UsageError` for invalid values."""
 
-    artifact: str | None = None  # where the weights are; None: at the model's own path
-    share: bool = True  # the workers of a tensor-parallel group read the weights once between them
-    memory_bytes: int = 2 * DEFAULT_WINDOW_BYTES  # for weights on their way into the model, a worker
+    artifact: str | None = None  # the weights' address; None: the model's own path
+    # Workers of a tensor-parallel group share the reads: each weight is read once.
+    share: bool = True
+    # For weights on their way into the model, for each worker.
+    memory_bytes: int = 2 * DEFAULT_WINDOW_BYTES
     connections: int | None = None
-    cache_dir: str | None = None  # this node's cache of verified parts
+    cache_dir: str | None = None  # the node's cache of verified parts
     cache_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -40,7 +42,7 @@ class LoaderSettings:
                 f"memory_bytes must be between {_MIN_MEMORY_BYTES} and {_MAX_MEMORY_BYTES}, not {self.memory_bytes}",
                 key="memory_bytes",
             )
-        _ = self.load_options  # which checks the others
+        _ = self.load_options  # checks the other fields
 
     @property
     def load_options(self) -> LoadOptions:
@@ -53,7 +55,7 @@ class LoaderSettings:
 
 
 def parse_settings(extra: Mapping[str, Any] | None) -> LoaderSettings:
-    """Raises `UsageError` for keys that are not known, and values of another kind."""
+    """Parse the extra config. Raises `UsageError` for unknown keys and values of the wrong type."""
     given = dict(extra or {})
     known = [field.name for field in fields(LoaderSettings)]
     for key, value in given.items():
@@ -61,7 +63,7 @@ def parse_settings(extra: Mapping[str, Any] | None) -> LoaderSettings:
             raise UsageError(
                 f"{_FLAG}: {key!r} is not a key of the load format teneral",
                 key=key,
-                hint=f"It knows {', '.join(known)}.",
+                hint=f"Known keys are {', '.join(known)}.",
             )
         kind = _KINDS[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

@@ -1,7 +1,8 @@
-"""Workers of one tensor-parallel group that read a model's weights once between them.
+"""Shared reads of the workers of one tensor-parallel group: a model's weights are read once.
 
-Each group of layers is read, verified and decoded by one worker, which gives it to the others. All take part in all
-exchanges, in forward order. Invariant: what is handed on was verified by who read it; an error of one is raised by all.
+Each group of layers is read, verified and decoded by one worker, which sends it to the others. All
+take part in all exchanges, in forward order. Invariant: sent weights were verified by their reader;
+an error of one worker is raised by all.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _MAX_MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """A process group as vLLM has them: one for messages between CPUs, one for tensors on `device`."""
+    """A process group of vLLM: one for messages between CPUs, one for tensors on `device`."""
 
     rank: int  # in the group
-    ranks: tuple[int, ...]  # of all workers, as torch.distributed numbers them
+    # Of all workers, numbered as by torch.distributed.
+    ranks: tuple[int, ...]
     cpu_group: dist.ProcessGroup
     device_group: dist.ProcessGroup
     device: torch.device
@@ -35,9 +37,10 @@ class Peers:
 
 
 def assign_groups(manifest: Manifest, num_workers: int) -> tuple[int, ...]:
-    """Who reads which group: always the one who has the fewest bytes so far, so that neighbours have different readers.
+    """The reader of each group: always the worker with the fewest bytes so far, so that neighbours
+    have different readers.
 
-    Depends on nothing but the manifest, so all workers come to the same.
+    Depends only on the manifest, so all workers compute the same result.
     """
     stored_bytes = [0] * len(manifest.groups)
     for part in manifest.parts:
@@ -54,9 +57,10 @@ def assign_groups(manifest: Manifest, num_workers: int) -> tuple[int, ...]:
 def shared_slabs(
     load: SuccessiveLoad, manifest: Manifest, readers: Sequence[int], peers: Peers
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each group's number and memory, (slab_bytes,) uint8 on the peers' device, in forward order, for every worker.
+    """Each group's number and memory, (slab_bytes,) uint8 on the peers' device, in forward order,
+    for every worker.
 
-    `load` reads the groups that are this worker's. Raises its errors, and `LoadError` for another worker's.
+    `load` reads this worker's groups. Raises its errors, and `LoadError` for another worker's.
     """
     own = _Own(load, peers.device)
     for group, reader in enumerate(readers):
@@ -76,15 +80,18 @@ def shared_slabs(
 
 
 class _Own:
-    """What this worker reads. A failure is kept until it is this worker's turn to speak, when all others listen."""
+    """This worker's reads. An error is kept until this worker's turn to send, when all others
+    receive.
+    """
 
     def __init__(self, load: SuccessiveLoad, device: torch.device) -> None:
         self._slabs = load.slabs()
         self._device = device
         self.failure: Exception | None = None
         try:
-            load.start()  # now, and not when it is this worker's turn
-        except Exception as error:  # noqa: BLE001 - else the others would wait for ever
+            # Now, not at this worker's turn.
+            load.start()
+        except Exception as error:  # noqa: BLE001 - otherwise the others would wait forever
             self.failure = error
 
     @property
@@ -92,7 +99,7 @@ class _Own:
         return "" if self.failure is None else f"{self.failure}" or type(self.failure).__name__
 
     def take(self, group: int) -> torch.Tensor | None:
-        """Blocks until the group is there; None when it cannot be had."""
+        """The group's memory. Blocks until it is loaded; None after an error."""
         if self.failure is not None:
             return None
         try:
@@ -104,14 +111,14 @@ class _Own:
             return None
 
     def finish(self) -> None:
-        """Have what was read last counted, too."""
+        """Count the last read, too."""
         next(self._slabs, None)
 
 
 def _tell(peers: Peers, reader: int, message: str) -> str:
-    """What the reader says, to all: '' when it has the group."""
+    """Broadcast the reader's message: '' if it has the group."""
     data = message.encode()[:_MAX_MESSAGE_BYTES]
-    # vLLM loads with the GPU as torch's default device, and this group speaks between CPUs.
+    # vLLM loads with the GPU as torch's default device, but this group communicates between CPUs.
     size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     source = peers.ranks[reader]
     dist.broadcast(size, src=source, group=peers.cpu_group)

@@ -1,7 +1,8 @@
-"""A model's weights as vLLM takes them: pairs of a checkpoint's name and a tensor, as they arrive.
+"""A stream of a model's weights for vLLM: pairs of a checkpoint's name and a tensor, as they
+arrive.
 
-It does not know vLLM. Tensors lie in memory that is used for others once nobody holds them: who wants to keep one
-copies it, as vLLM does into its parameters.
+This module does not know vLLM. The memory of a tensor is reused once it has no references: a
+consumer copies the ones to keep, as vLLM does into its parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from .share import Peers, assign_groups, shared_slabs
 
 
 class WeightStream:
-    """The weights at `address`, each tensor once under each of its names, groups in forward order. For one thread."""
+    """The weights at `address`, each tensor once under each of its names, groups in forward order.
+    For one thread.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,9 @@ class WeightStream:
         source_options: SourceOptions | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """Nothing is read yet. With `peers`, all of them must iterate over the same address, at the same time."""
+        """Nothing is read yet. With `peers`, all of them must iterate over the same address, at the
+        same time.
+        """
         self._address = address
         self._settings = settings or LoaderSettings()
         self._peers = peers if peers is not None and peers.size > 1 else None
@@ -41,11 +46,13 @@ class WeightStream:
         self._timeline = timeline
         self.digest: bytes | None = None  # of the manifest; None: plain safetensors, or not read yet
         self.url = ""  # for people
-        self.statistics: SuccessiveStatistics | None = None  # once all was taken
+        self.statistics: SuccessiveStatistics | None = None  # once everything was read
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Raises `InsufficientMemoryError`, `ModelError` for a dtype that torch lacks, the errors of the format and of
-        the source, and `LoadError` when another worker's reading failed.
+        """Yields the weights.
+
+        Raises `InsufficientMemoryError`, `ModelError` for a dtype that torch lacks, the errors of
+        the format and of the source, and `LoadError` if another worker's read failed.
         """
         source, manifest = open_weights(self._address, self._source_options)
         self.digest, self.url = manifest.digest, source.url
@@ -68,24 +75,24 @@ class WeightStream:
             self.statistics = load.statistics()
 
     def summary(self) -> str:
-        """A line for people, once all was taken."""
+        """A line for logs, once everything was read."""
         done = self.statistics
         if done is None:
             return f"the weights at {self.url or self._address} were not read to their end"
         rate = done.stored_bytes / done.elapsed_s if done.elapsed_s > 0 else 0.0
-        said = [
+        parts = [
             f"read {format_bytes(done.stored_bytes)} from {self.url} in {done.elapsed_s:.1f} s "
             f"({format_bytes(rate)}/s), {format_bytes(done.weight_bytes)} of weights"
         ]
         if done.cached_bytes:
-            said.append(f"{format_bytes(done.cached_bytes)} of it from this node's cache")
+            parts.append(f"{format_bytes(done.cached_bytes)} of it from this node's cache")
         if self._peers is not None:
-            said.append(f"this worker's share of {self._peers.size}")
+            parts.append(f"this worker's share of {self._peers.size}")
         if self.digest is not None:
-            said.append(f"all of it verified by b3:{self.digest.hex()[:12]}…")
+            parts.append(f"all of it verified by b3:{self.digest.hex()[:12]}…")
         else:
-            said.append("NOT verified: plain safetensors carry no digests; `teneral pack` the model")
-        return "; ".join(said)
+            parts.append("NOT verified: plain safetensors carry no digests; `teneral pack` the model")
+        return "; ".join(parts)
 
 
 def _own_slabs(load: SuccessiveLoad) -> Iterator[tuple[int, torch.Tensor]]:

@@ -82,8 +82,8 @@ def _call_rules(shape: Shape, plan: ToolPlan, markers: list[str]) -> list[str]:
 
 
 def _json_rules(fmt: ToolFormat, plan: ToolPlan, answer: GrammarSpec) -> list[str]:
-    """Bare calls where the answer may be JSON as well: objects by a schema, since two texts that begin in the same way
-    can only be told apart by the same rules. Raises `RequestError` for an answer of another form.
+    """Bare calls if the answer may be JSON as well: objects by a schema, since two texts with the same beginning can
+    only be distinguished by common rules. Raises `RequestError` for an answer of another form.
     """
     if answer.kind is not GrammarKind.JSON_SCHEMA:
         raise RequestError(

@@ -1,1 +1,1 @@
-"""AWS Lambda: a client of its Runtime API, and what an instance does there."""
+"""AWS Lambda: a client of its Runtime API, and the life of an instance there."""

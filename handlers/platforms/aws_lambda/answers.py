@@ -1,7 +1,8 @@
-"""What answers an invocation: the function that is served, or for an HTTP request the HTTP application.
+"""The answers to invocations: from the function that is served, or for an HTTP request from the
+HTTP application.
 
-The function gets the event as it is, and what it gives is the answer; an HTTP request goes through the routes as if it
-had come over a socket. It knows no Runtime API.
+The function gets the event unchanged, and its result is the answer; an HTTP request goes through
+the routes as if it had arrived over a socket. This module does not know the Runtime API.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
 
 STREAM_OF_VALUES = "application/x-ndjson"
 STREAM_OF_BYTES = "application/octet-stream"
-BYTES = "application/unknown"  # as AWS's runtime for Python names them
+# AWS's runtime for Python uses this name.
+BYTES = "application/unknown"
 PIECE_BYTES = 64 << 10
 
 
 class Answers:
-    """Any number of invocations at a time, on one event loop. `close` it."""
+    """The answers of one event loop, to any number of concurrent invocations. Close it with
+    `close`.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class Answers:
         environment: Mapping[str, str],
         is_streaming: bool,
     ) -> None:
-        """`make_app` is called when the first HTTP request comes: many functions never see one."""
+        """`make_app` is called by the first HTTP request: many functions never get one."""
         self._host = host
         self._handler = handler
         self._make_app = make_app
@@ -54,7 +58,7 @@ class Answers:
         self._stack = AsyncExitStack()
 
     async def answer(self, invocation: Invocation, reply: Reply) -> None:
-        """Answer one invocation. Raises what it failed with."""
+        """Answer one invocation. Raises the error that it failed with."""
         event = invocation.event()
         kind = kind_of_event(event)
         if kind.is_http:
@@ -77,12 +81,12 @@ class Answers:
             platform=invocation.facts(self._environment),
             trace_id=invocation.trace_id,
         )
-        is_stream = asyncio.Event()  # it yields, whether or not its definition shows that
+        is_stream = asyncio.Event()  # set if it yields, whatever its definition
         values = cast(AsyncGenerator[Any, None], run(self._handler, event, context, on_stream=is_stream.set))
         async with aclosing(values):
             given = [value async for value in up_to(1, values)]
             is_several = self._handler.kind.is_generator
-            if self._is_streaming:  # the first piece goes out at once
+            if self._is_streaming:  # the first piece is sent at once
                 is_several = is_several or is_stream.is_set()
             elif not is_several:
                 given += [value async for value in up_to(1, values)]
@@ -92,7 +96,8 @@ class Answers:
                 await reply.whole(_encode(value), BYTES if isinstance(value, bytes) else "application/json")
             elif self._is_streaming:
                 try:
-                    async with asyncio.timeout(invocation.timeout_s()):  # also where Lambda takes nothing
+                    # Also when Lambda does not read.
+                    async with asyncio.timeout(invocation.timeout_s()):
                         await _stream(_chain(given, values), reply)
                 except TimeoutError:
                     raise CancelledError(f"{self._handler.name} did not end before its deadline") from None
@@ -119,7 +124,7 @@ class Answers:
         except TimeoutError:
             if timeout_s is None or reply.has_begun:
                 raise CancelledError("the request did not end before its deadline") from None
-            message = "the request took longer than the time that the function has"
+            message = "the request exceeded the function's time limit"
             head, body = Head(504, _JSON), _error_body(message, "server_error", "request_timeout")
         answer = response_of(head, body, kind, event)
         if len(answer) > MAX_RESPONSE_BYTES:
@@ -152,7 +157,7 @@ class Answers:
         await reply.end()
 
     async def _send(self, invocation: Invocation, request: Any) -> aiohttp.ClientResponse:
-        """The request, to our own application; with the invocation's id and time where the client gave none."""
+        """Send the request to our own application, with the invocation's id and time by default."""
         from yarl import URL
 
         session = await self._session()
@@ -172,13 +177,14 @@ class Answers:
         )
 
     async def _session(self) -> aiohttp.ClientSession:
-        """The way to our own application, made by whoever needs it first and then kept."""
+        """The client session of our own application, made on first use and then kept."""
         if self._inside is None:
             self._inside = asyncio.ensure_future(self._open_inside())
         return await asyncio.shield(self._inside)
 
     async def _open_inside(self) -> aiohttp.ClientSession:
-        from ...http.server import serving_inside  # a web server, which few functions need
+        # A web server, which few functions need.
+        from ...http.server import serving_inside
 
         return await self._stack.enter_async_context(serving_inside(self._make_app()))
 
@@ -187,7 +193,7 @@ _JSON = [("content-type", "application/json")]
 
 
 def _encode(value: Any) -> bytes:
-    """As AWS's runtime for Python encodes it. `run` has checked that it can be."""
+    """Encode like AWS's runtime for Python. `run` has checked that it is possible."""
     return value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
 
 
@@ -199,13 +205,15 @@ async def _chain(first: list[Any], rest: AsyncIterator[Any]) -> AsyncIterator[An
 
 
 async def _as_list(values: AsyncIterator[Any]) -> bytes:
-    """All of them as one JSON list; bytes, which JSON has no form for, are refused. Raises `ResponseTooLargeError` as
-    soon as it is one.
+    """All values as one JSON list. Raises `RequestError` for bytes, which JSON cannot hold, and
+    `ResponseTooLargeError` as soon as the list is too large.
     """
     pieces, total_bytes = [], 2
     async for value in values:
         if isinstance(value, bytes):
-            raise RequestError("a function that yields bytes is for functions that stream", param="")
+            raise RequestError(
+                "a function that yields bytes needs response streaming: --lambda-streaming", param=""
+            )
         pieces.append(_encode(value))
         total_bytes += len(pieces[-1]) + 2
         if total_bytes > MAX_RESPONSE_BYTES:
@@ -214,7 +222,7 @@ async def _as_list(values: AsyncIterator[Any]) -> bytes:
 
 
 async def _stream(values: AsyncIterator[Any], reply: Reply) -> None:
-    """Each as it comes: as a line of JSON, bytes as they are."""
+    """Send each value as it is made: as a line of JSON, bytes unchanged."""
     content_type = STREAM_OF_VALUES
     async for value in values:
         if not reply.has_begun and isinstance(value, bytes):
@@ -226,5 +234,5 @@ async def _stream(values: AsyncIterator[Any], reply: Reply) -> None:
 
 
 def _error_body(message: str, kind: str, code: str) -> bytes:
-    """The shape that all of the application's errors have."""
+    """The JSON body of the application's errors."""
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()

@@ -1,8 +1,10 @@
-"""`teneral serve` on AWS Lambda: no port, but the Runtime API, which invocations come from.
+"""`teneral serve` on AWS Lambda: instead of a port, the Runtime API, from which it takes
+invocations.
 
-The weights are sent for first, as everywhere. The first invocation is asked for as soon as the handler is imported,
-while they are still on their way: an init phase longer than 10 s is cut off, an invocation may take 15 minutes. Where
-Lambda starts instances ahead of time, which has no such limit, they ask when everything is there.
+The weights are requested first, as everywhere. The first invocation is requested as soon as the
+handler is imported, while the weights are loading: Lambda interrupts an init phase longer than 10
+s, but an invocation may take 15 minutes. Instances that Lambda starts ahead of time, without that
+limit, request one once everything is loaded.
 """
 
 from __future__ import annotations
@@ -33,16 +35,20 @@ CONCURRENCY_VARIABLE = "AWS_LAMBDA_MAX_CONCURRENCY"
 MAX_CONCURRENCY = 1_000
 SNAP_START = "snap-start"
 DEFAULT_HANDLER = "teneral.handlers.plain:handler"
-OPENED_WITHIN_S = 3.0  # for a model that is not there to be told as what it is: an instance that cannot start
-AHEAD_WITHIN_S = 100.0  # an instance that is started ahead of time has 130 s
+# Time in which a missing model is reported as such: an instance that cannot start.
+OPENED_WITHIN_S = 3.0
+# An instance started ahead of time has 130 s.
+AHEAD_WITHIN_S = 100.0
 EXIT_INIT_FAILED = 1
 
 _DOTTED = re.compile(r"([\w./-]+)\.([A-Za-z_]\w*)")
 
 
 def run_lambda(config: ServeConfig, make_app: MakeApp) -> int:
-    """Answer invocations until Lambda ends the instance. Returns the exit status; raises the error that ended the
-    instance later than its start. Blocks. Changes the process: logging, and the variable that X-Ray's trace is in.
+    """Answer invocations until Lambda ends the instance. Blocks.
+
+    Returns the exit status; raises the error that ended the instance after its start. Changes the
+    process: logging, and X-Ray's trace variable.
     """
     timeline = Timeline()
     timeline.add("process", "start interpreter", 0.0, timeline.now_s())
@@ -82,7 +88,8 @@ def _run(
 
 
 def _serve(address: str, instance: Instance, handler: Handler, num_workers: int, make_app: MakeApp) -> int:
-    import asyncio  # here, not above: the first bytes were asked for before it was needed
+    # Here, not above: the first reads start before it is needed.
+    import asyncio
     import logging
 
     if os.environ.get(KIND_VARIABLE) == SNAP_START:
@@ -91,7 +98,7 @@ def _serve(address: str, instance: Instance, handler: Handler, num_workers: int,
         status = checkpoint(address, instance, say=logging.getLogger("teneral.lambda").error)
         if status != 0:
             return status
-    instance.timeline.mark("process", "asks for an invocation")
+    instance.timeline.mark("process", "requests an invocation")
     asyncio.run(_answer_invocations(address, instance, handler, num_workers, make_app))
     return 0
 
@@ -129,24 +136,25 @@ async def _answer_invocations(
 
 
 def handler_spec(config: ServeConfig, environment: Mapping[str, str]) -> str | None:
-    """The function to serve: what --handler names, or the image's CMD (`_HANDLER`), in our form or in Lambda's
-    `module.function`; None where neither names one.
+    """The function to serve: that of --handler, or the image's CMD (`_HANDLER`), in our form or in
+    Lambda's `module.function`; None if neither names one.
     """
     given = config.handler or environment.get("_HANDLER", "")
     if config.handler is None and (given in sys.argv or given == config.model):
-        return None  # CMD holds arguments of this program's, of which Lambda shows the first
+        # CMD holds arguments of this program, the first of which Lambda shows.
+        return None
     if ":" in given:
         return None if "://" in given else given
     if given.endswith(".py"):
         return given if config.handler else None
     found = _DOTTED.fullmatch(given)
     if found is None:
-        return given if config.handler else None  # whose error says what it should be
+        return given if config.handler else None  # its error names the right form
     return f"{found[1].strip('/').replace('/', '.')}:{found[2]}"
 
 
 def concurrency(environment: Mapping[str, str]) -> int:
-    """How many invocations may run at a time. Raises `UsageError`."""
+    """The number of concurrent invocations. Raises `UsageError`."""
     given = environment.get(CONCURRENCY_VARIABLE, "1")
     if not given.isdecimal() or not 1 <= int(given) <= MAX_CONCURRENCY:
         raise UsageError(
@@ -157,7 +165,7 @@ def concurrency(environment: Mapping[str, str]) -> int:
 
 
 def _wait(instance: Instance, environment: Mapping[str, str]) -> None:
-    """Until the first invocation may come. Raises the instance's failure."""
+    """Wait until the first invocation may be requested. Raises the instance's failure."""
     kind = environment.get(KIND_VARIABLE, "on-demand")
     if kind == "on-demand" and CONCURRENCY_VARIABLE not in environment:
         instance.wait_opened(OPENED_WITHIN_S)
@@ -168,18 +176,18 @@ def _wait(instance: Instance, environment: Mapping[str, str]) -> None:
 
 
 def _could_not_start(address: str, error: TeneralError) -> int:
-    """Tell Lambda and the log why. Returns the exit status."""
+    """Report the error to Lambda and the log. Returns the exit status."""
     import asyncio
 
     from .errors import init_report
     from .runtime_api import RuntimeApi, RuntimeApiError
 
     print(f"teneral: {error}", file=sys.stderr, flush=True)
-    told = init_report(error)
+    failure = init_report(error)
 
     async def tell() -> None:
         async with RuntimeApi(address) as api:
-            await api.init_error(told.body(), told.error_type)
+            await api.init_error(failure.body(), failure.error_type)
 
     try:
         asyncio.run(tell())
@@ -189,6 +197,6 @@ def _could_not_start(address: str, error: TeneralError) -> int:
 
 
 def _collect_garbage() -> None:
-    """From now on: as in `http.command`."""
+    """Enable garbage collection, as in `http.command`."""
     gc.freeze()
     gc.enable()

@@ -1,7 +1,7 @@
-"""Errors as Lambda wants them: the one place that knows which exception becomes which `errorType`, and the shapes.
+"""Errors in Lambda's form: the only mapping of exceptions to `errorType`, and the JSON shapes.
 
-An exception of the user's own is told as AWS's runtime for Python tells it: its class's name, its text, and the frames
-from the handler on. It knows no connections.
+A user's exception is reported like by AWS's runtime for Python: its class's name, its text, and the
+frames from the handler on. This module knows no connections.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from typing import Any
 from ....loader.errors import TeneralError
 from ....runtime.errors import HandlerError, ResultError
 
-MAX_RESPONSE_BYTES = 6 * 1024 * 1024 + 100  # of an answer that is not streamed: Lambda's own bound
+# Of an answer that is not streamed: Lambda's own limit.
+MAX_RESPONSE_BYTES = 6 * 1024 * 1024 + 100
 MAX_MESSAGE_CHARS = 64 << 10
-MAX_FRAMES = 1_200  # more than Python's recursion limit has
+MAX_FRAMES = 1_200  # more than Python's recursion limit
 
 RESPONSE_TOO_LARGE = "Function.ResponseSizeTooLarge"
 BEFORE_CHECKPOINT = "Runtime.BeforeSnapshotError"
 AFTER_RESTORE = "Runtime.AfterRestoreError"
 
-_OUR_FRAMES = ("handler.py",)  # of `handlers/function/`: what calls the user's code
+# In `handlers/function/`: the callers of the user's code.
+_OUR_FRAMES = ("handler.py",)
 
 Frame = tuple[str, int | None, str, str | None]  # file, line, function, text
 
 
 class InputError(TeneralError):
-    """An invalid invocation or environment of Lambda. `error_type` is as AWS's runtime calls it."""
+    """An invalid invocation or environment of Lambda. `error_type` is that of AWS's runtime."""
 
     def __init__(self, error_type: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +43,7 @@ class InputError(TeneralError):
 
 
 class ResponseTooLargeError(TeneralError):
-    """The answer is more than Lambda takes. Nothing of it was sent."""
+    """The answer exceeds Lambda's limit. Nothing of it was sent."""
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(
@@ -53,15 +55,16 @@ class ResponseTooLargeError(TeneralError):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """An error as it is told."""
+    """An error as it is reported."""
 
     error_type: str
     message: str
     frames: Sequence[Frame] = ()
-    place: str = ""  # in place of frames: where a file is wrong that was not run
+    # In place of frames: the location of a syntax error.
+    place: str = ""
 
     def body(self, request_id: str = "") -> bytes:
-        """Lambda's JSON."""
+        """The JSON of the error's body."""
         return _encode(
             {
                 "errorMessage": self.message,
@@ -72,15 +75,15 @@ class Report:
         )
 
     def cause(self) -> str:
-        """X-Ray's JSON, which goes into a header."""
+        """X-Ray's JSON, for a header."""
         stack = [{"label": label, "path": path, "line": line} for path, line, label, _ in self.frames]
-        told = {"message": self.message, "type": self.error_type, "stack": stack}
+        text = {"message": self.message, "type": self.error_type, "stack": stack}
         paths = list(dict.fromkeys(path for path, *_ in self.frames))
-        return json.dumps({"working_directory": os.getcwd(), "exceptions": [told], "paths": paths})
+        return json.dumps({"working_directory": os.getcwd(), "exceptions": [text], "paths": paths})
 
 
 def report(error: BaseException) -> Report:
-    """What Lambda is told of an exception."""
+    """The report of an exception."""
     if isinstance(error, InputError):
         return Report(error.error_type, error.message)
     if isinstance(error, ResponseTooLargeError):
@@ -93,7 +96,9 @@ def report(error: BaseException) -> Report:
 
 
 def init_report(error: BaseException) -> Report:
-    """The same where there is no invocation: the handler could not be imported, or the model not be loaded."""
+    """The report of an error without an invocation: importing the handler or loading the model
+    failed.
+    """
     if isinstance(error, HandlerError):
         cause = error.__cause__
         if isinstance(cause, SyntaxError):
@@ -106,15 +111,15 @@ def init_report(error: BaseException) -> Report:
 
 
 def _text(error: BaseException) -> str:
-    """Its own words, which are users' code, too, and may raise."""
-    told = "(its text cannot be had)"
+    """The exception's own text, made by users' code, which may raise."""
+    text = "(its text is unavailable)"
     with contextlib.suppress(Exception):
-        told = str(error)
-    return told if len(told) <= MAX_MESSAGE_CHARS else f"{told[:MAX_MESSAGE_CHARS]}…"
+        text = str(error)
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}…"
 
 
 def _frames(trace: TracebackType | None) -> list[Frame]:
-    """From the first frame that is not ours."""
+    """The frames from the first one of the user's code on."""
     frames: list[Frame] = [
         (frame.filename, frame.lineno, frame.name, frame.line) for frame in traceback.extract_tb(trace)
     ]
@@ -125,7 +130,7 @@ def _frames(trace: TracebackType | None) -> list[Frame]:
 
 
 def _formatted(frames: Sequence[Frame]) -> list[str]:
-    """As AWS's runtime has them: from bare tuples, which know no columns to mark."""
+    """The lines in the format of AWS's runtime: from bare tuples, without columns to mark."""
     return traceback.format_list([(path, line or 0, label, text) for path, line, label, text in frames])
 
 
@@ -136,5 +141,6 @@ def _is_ours(path: Path, folder: str) -> bool:
 def _encode(value: Any) -> bytes:
     try:
         return json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, in an exception's text
+    # A lone surrogate in an exception's text.
+    except UnicodeEncodeError:
         return json.dumps(value).encode()

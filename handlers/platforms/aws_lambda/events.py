@@ -1,4 +1,4 @@
-"""What kind of event an invocation brings, told by its structure alone: one pure function."""
+"""The kind of an invocation's event, from its structure alone: one pure function."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class EventKind(enum.StrEnum):
     S3 = "s3"
     SQS = "sqs"
     SNS = "sns"
-    RECORDS = "records"  # of another service: Kinesis, DynamoDB, …
+    # Of another service: Kinesis, DynamoDB, …
+    RECORDS = "records"
     EVENTBRIDGE = "eventbridge"
-    DIRECT = "direct"  # whatever somebody invoked the function with
+    # Any other event, from a direct invocation.
+    DIRECT = "direct"
 
     @property
     def is_http(self) -> bool:
@@ -27,7 +29,9 @@ _EVENTBRIDGE_KEYS = frozenset({"detail-type", "source", "detail"})
 
 
 def kind_of_event(event: Any) -> EventKind:
-    """Looks at no more than the keys that the service always writes. What is of no known kind is DIRECT."""
+    """The kind of an event, from the keys that the service always writes. An unknown kind is
+    DIRECT.
+    """
     if not isinstance(event, dict):
         return EventKind.DIRECT
     surroundings = event.get("requestContext")
@@ -35,7 +39,7 @@ def kind_of_event(event: Any) -> EventKind:
         return _kind_of_request(event, surroundings)
     records = event.get("Records")
     if isinstance(records, list) and records and isinstance(records[0], dict):
-        source = records[0].get("eventSource", records[0].get("EventSource"))  # SNS begins it with a capital
+        source = records[0].get("eventSource", records[0].get("EventSource"))  # SNS writes it with a capital
         if isinstance(source, str):
             return _RECORD_SOURCES.get(source, EventKind.RECORDS)
     return EventKind.EVENTBRIDGE if event.keys() >= _EVENTBRIDGE_KEYS else EventKind.DIRECT
@@ -51,4 +55,5 @@ def _kind_of_request(event: dict[str, Any], surroundings: dict[str, Any]) -> Eve
         return EventKind.HTTP_V2
     if isinstance(event.get("httpMethod"), str) and isinstance(event.get("path"), str):
         return EventKind.ALB if isinstance(surroundings.get("elb"), dict) else EventKind.HTTP_V1
-    return EventKind.DIRECT  # a WebSocket's, for one, which has no path
+    # For instance a WebSocket's, which has no path.
+    return EventKind.DIRECT

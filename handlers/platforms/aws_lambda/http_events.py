@@ -1,10 +1,10 @@
-"""HTTP as Lambda's events have it, and HTTP: three shapes of requests and of responses, as pure functions.
+"""HTTP requests and responses in Lambda's events: three shapes of each, as pure functions.
 
     function URL, API Gateway HTTP API   payload 2.0: cookies apart, headers of one name joined by commas
     API Gateway REST API                 payload 1.0: headers and parameters once joined and once apart; decoded
     application load balancer            the same, either joined or apart, as its target group says; not decoded
 
-Events are read with distrust: a client's request is in them. It knows no sockets and no routes.
+Events are untrusted: they contain a client's request. This module knows no sockets and no routes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRELUDE_END = b"\0" * 8
 
 Headers = list[tuple[str, str]]
 
-# Of one hop only, or made anew by whoever sends.
+# Headers of one hop only, or written anew by each sender.
 _NOT_PASSED_ON = frozenset(
     {
         "connection",
@@ -46,7 +46,7 @@ _TEXTS = ("text/", "application/json", "application/x-ndjson", "application/java
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`target` is path and query, as they are sent."""
+    """A request. `target` is path and query, as sent."""
 
     method: str
     target: str
@@ -59,14 +59,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Of a response."""
+    """The head of a response."""
 
     status: int
     headers: Headers
 
 
 def request_of(event: dict[str, Any], kind: EventKind) -> Request:
-    """The request that an event of an HTTP kind holds. Raises `RequestError` for an invalid one."""
+    """The request in an event of an HTTP kind. Raises `RequestError` for an invalid one."""
     read = {
         EventKind.HTTP_V2: _target_and_headers_v2,
         EventKind.HTTP_V1: _target_and_headers_v1,
@@ -74,19 +74,20 @@ def request_of(event: dict[str, Any], kind: EventKind) -> Request:
     }
     method = event["requestContext"]["http"]["method"] if kind is EventKind.HTTP_V2 else event["httpMethod"]
     if not (method.isascii() and method.isalpha()):
-        raise RequestError("the event's HTTP method is none", param="httpMethod")
+        raise RequestError("the event's HTTP method is invalid", param="httpMethod")
     target, headers = read[kind](event)
     return Request(method.upper(), target, [pair for pair in headers if _passes(*pair)], _body(event))
 
 
 def response_of(head: Head, body: bytes, kind: EventKind, event: dict[str, Any]) -> bytes:
-    """The event's answer, in the shape that its service reads."""
+    """The response as an answer to the event, in its service's shape."""
     value: dict[str, Any] = {"statusCode": head.status}
     if kind is EventKind.HTTP_V2:
         value.update(_joined(head.headers))
     elif kind is EventKind.ALB:
         value["statusDescription"] = f"{head.status} {_phrase(head.status)}".strip()
-        if "multiValueHeaders" in event:  # it reads only the one that it sends
+        # The service reads the same form that it sends.
+        if "multiValueHeaders" in event:
             value["multiValueHeaders"] = _apart(head.headers)
         else:
             value["headers"] = {name: values[-1] for name, values in _apart(head.headers).items()}
@@ -99,7 +100,7 @@ def response_of(head: Head, body: bytes, kind: EventKind, event: dict[str, Any])
 
 
 def prelude_of(head: Head) -> bytes:
-    """What an answer that is streamed begins with."""
+    """The prelude of a streamed answer."""
     return json.dumps({"statusCode": head.status, **_joined(head.headers)}).encode() + PRELUDE_END
 
 
@@ -110,7 +111,8 @@ def _target_and_headers_v2(event: dict[str, Any]) -> tuple[str, Headers]:
     path, query = event["rawPath"], event.get("rawQueryString")
     stage = event["requestContext"].get("stage")
     if isinstance(stage, str) and stage != "$default" and path.startswith(f"/{stage}/"):
-        path = path[len(stage) + 1 :]  # API Gateway's own stages stand before the path
+        # API Gateway's own stages are before the path.
+        path = path[len(stage) + 1 :]
     headers = _pairs(event.get("headers"))
     cookies = event.get("cookies")
     if isinstance(cookies, list):
@@ -125,12 +127,12 @@ def _target_and_headers_v1(event: dict[str, Any]) -> tuple[str, Headers]:
 
 def _target_and_headers_alb(event: dict[str, Any]) -> tuple[str, Headers]:
     pairs = _pairs_of(event, "multiValueQueryStringParameters", "queryStringParameters")
-    query = "&".join(f"{name}={value}" for name, value in pairs)  # still encoded, as the client sent it
+    query = "&".join(f"{name}={value}" for name, value in pairs)  # still encoded by the client
     return _target(event["path"], query), _pairs_of(event, "multiValueHeaders", "headers")
 
 
 def _target(path: str, query: str) -> str:
-    """Only what may stand in a request's first line, however the event came about."""
+    """The target of a request line, with all other characters encoded."""
     target = quote(f"/{path.lstrip('/')}", safe=_SAFE_IN_PATHS)
     return f"{target}?{quote(query, safe=_SAFE_IN_PATHS + '?')}" if query else target
 
@@ -154,9 +156,9 @@ def _passes(name: str, value: str) -> bool:
     if name.lower() in _NOT_PASSED_ON:
         return False
     if not name.isascii() or not all(char.isalnum() or char in "!#$%&'*+-.^_`|~" for char in name):
-        raise RequestError(f"{name[:100]!r} is no name of a header", param="headers")
+        raise RequestError(f"{name[:100]!r} is not a valid header name", param="headers")
     if any(char in "\r\n\0" for char in value):
-        raise RequestError(f"the header {name[:100]!r} has a line break in it", param="headers")
+        raise RequestError(f"the header {name[:100]!r} contains a line break", param="headers")
     return True
 
 
@@ -171,16 +173,14 @@ def _body(event: dict[str, Any]) -> bytes:
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RequestError(
-            "the event's body is not the base64 that it is said to be", param="body"
-        ) from error
+        raise RequestError("the event's body is not valid base64", param="body") from error
 
 
 # responses
 
 
 def _joined(headers: Headers) -> dict[str, Any]:
-    """Payload 2.0: cookies apart, the others joined."""
+    """The headers of payload 2.0: cookies apart, the others joined."""
     apart = _apart(headers)
     cookies = apart.pop("set-cookie", [])
     joined: dict[str, Any] = {"headers": {name: ",".join(values) for name, values in apart.items()}}
@@ -196,7 +196,7 @@ def _apart(headers: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _as_text(headers: Sequence[tuple[str, str]], body: bytes) -> str | None:
-    """The body where it is text; None where it must be sent as base64."""
+    """The body as text; None if it must be sent as base64."""
     named = {name.lower(): value.lower() for name, value in headers}
     content_type = named.get("content-type", "")
     if "content-encoding" in named or (body and not content_type.startswith(_TEXTS)):

@@ -1,6 +1,6 @@
-"""One invocation as the Runtime API hands it over: pure translation of headers and body.
+"""One invocation of the Runtime API: pure translation of headers and body.
 
-It does not know what an event is about, nor how long an answer takes.
+This module does not know the purpose of an event, nor how long an answer takes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from .errors import InputError
 from .runtime_api import INVOCATION_ID_HEADER, Answer
 
-# What is kept of the time that an invocation has, so that what it comes to when its time is over still reaches Lambda:
-# an invocation that Lambda itself ends takes the whole instance with it, and its weights.
+# Reserved of an invocation's time, so that its result still reaches Lambda after its deadline: an
+# invocation that Lambda itself ends takes the whole instance with it, and its weights.
 MARGIN_S = 0.2
-MARGIN_SHARE = 0.1  # at most this part of the time
+MARGIN_SHARE = 0.1  # at most this share of the time
 
-_FACTS = {  # name in `Context.platform` → variable that Lambda sets
+# Name in `Context.platform` → Lambda's variable.
+_FACTS = {
     "function_name": "AWS_LAMBDA_FUNCTION_NAME",
     "function_version": "AWS_LAMBDA_FUNCTION_VERSION",
     "memory_limit_in_mb": "AWS_LAMBDA_FUNCTION_MEMORY_SIZE",
@@ -39,11 +40,14 @@ class Invocation:
     client_context_json: str | None = None
     cognito_identity_json: str | None = None
     tenant_id: str | None = None
-    invocation_id: str | None = None  # of this attempt, where Lambda tells attempts apart
+    # Of this attempt, where Lambda distinguishes attempts.
+    invocation_id: str | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> Invocation:
-        """Raises `InputError` for an answer without a request id, which nobody could be answered by."""
+        """Parse an answer. Raises `InputError` without a request id, because it could not be
+        answered.
+        """
         headers = answer.headers
         request_id = headers.get("lambda-runtime-aws-request-id")
         if not request_id or "/" in request_id:
@@ -63,7 +67,7 @@ class Invocation:
         )
 
     def event(self) -> Any:
-        """The event: JSON, or bytes where they are said to be something else. Raises `InputError`."""
+        """The event: JSON, or bytes with another content type. Raises `InputError`."""
         if (self.content_type or "application/json") != "application/json":
             return self.body
         try:
@@ -72,8 +76,9 @@ class Invocation:
             raise InputError("Runtime.UnmarshalError", f"Unable to unmarshal input: {error}") from error
 
     def timeout_s(self) -> float | None:
-        """How long the invocation may take from now; None where nobody says. By the wall clock, as Lambda counts: only
-        that goes on while the instance is frozen.
+        """The remaining time of the invocation; None without a limit.
+
+        By the wall clock, like Lambda's: only that goes on while the instance is frozen.
         """
         if self.deadline_unix_ms is None:
             return None
@@ -81,7 +86,7 @@ class Invocation:
         return left_s - min(MARGIN_S, MARGIN_SHARE * left_s)
 
     def facts(self, environment: Mapping[str, str]) -> dict[str, Any]:
-        """What `Context.platform` tells a handler. Raises `InputError`."""
+        """The content of `Context.platform`. Raises `InputError`."""
         facts: dict[str, Any] = {name: environment.get(variable) for name, variable in _FACTS.items()}
         client_context = _json(self.client_context_json, "Client Context")
         identity = _json(self.cognito_identity_json, "Cognito Identity")

@@ -1,7 +1,8 @@
-"""Log lines as Lambda's console looks for them: each with the request id of the invocation that it belongs to.
+"""Log lines in the format of Lambda's console, with the request id of their invocation.
 
-As text, or as JSON where the function is configured so (`AWS_LAMBDA_LOG_FORMAT`). It knows no invocations: whoever
-begins one says so in `REQUEST_ID`, in the context that its threads and tasks inherit.
+As text, or as JSON if the function is configured so (`AWS_LAMBDA_LOG_FORMAT`). This module knows no
+invocations: the code that begins one sets `REQUEST_ID`, in the context that its threads and tasks
+inherit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _LEVELS = {
 
 
 def set_up_logging(level: str, environment: Mapping[str, str]) -> None:
-    """Have everything that is logged written to standard error, which Lambda keeps. Changes the process. The level that
-    the function is configured with (`AWS_LAMBDA_LOG_LEVEL`) wins.
+    """Write all log records to standard error, which Lambda collects. Changes the process.
+
+    The level that the function is configured with (`AWS_LAMBDA_LOG_LEVEL`) takes precedence.
     """
     handler = logging.StreamHandler(sys.stderr)
     is_json = environment.get("AWS_LAMBDA_LOG_FORMAT", "").upper() == "JSON"
@@ -40,7 +42,7 @@ def set_up_logging(level: str, environment: Mapping[str, str]) -> None:
 
 
 class TextLines(logging.Formatter):
-    """As AWS's runtime for Python writes them, with the logger's name."""
+    """The format of AWS's runtime for Python, with the logger's name."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -50,7 +52,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.request_id = _request_id(record)
-        # A line break would make two entries of one; a carriage return does not, and is shown as a break.
+        # A line break would split an entry in two; a carriage return does not, and is shown as a
+        # break.
         return super().format(record).replace("\n", "\r")
 
 
@@ -78,5 +81,7 @@ class JsonLines(logging.Formatter):
 
 
 def _request_id(record: logging.LogRecord) -> str:
-    """Of the record itself (the context's logger writes it there), or of the invocation that it was logged in."""
+    """The request id of the record itself (set by the context's logger), or of the invocation that
+    it was logged in.
+    """
     return getattr(record, "request_id", None) or REQUEST_ID.get()

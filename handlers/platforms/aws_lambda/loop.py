@@ -1,9 +1,9 @@
-"""The loop of an instance on Lambda: the next invocation, its answer, and again; one worker for each that may run at a
-time.
+"""The main loop of an instance on Lambda: request an invocation, answer it, repeat; one worker for
+each concurrent one.
 
-An instance may stand still between two invocations, for hours: what may have gone stale meanwhile is let go before the
-next one. It ends on a signal, when the instance has failed, or when the Runtime API is lost. It does not know what
-answers.
+An instance may be frozen between two invocations, for hours: stale connections are closed before
+the next one. The loop ends on a signal, when the instance has failed, or when the Runtime API is
+lost. This module does not know how invocations are answered.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from .runtime_api import RuntimeApi, RuntimeApiError
 
 logger = logging.getLogger("teneral.lambda")
 
-TRACE_VARIABLE = "_X_AMZN_TRACE_ID"  # where AWS's SDKs and X-Ray's look for the trace
-STALE_AFTER_S = 2.0  # without an invocation: connections may have been closed, and the instance frozen
-CUT_GRACE_S = 0.3  # for what is ended by force to be told so
+# AWS's SDKs and X-Ray's read the trace from it.
+TRACE_VARIABLE = "_X_AMZN_TRACE_ID"
+# Without an invocation: connections may have been closed, and the instance frozen.
+STALE_AFTER_S = 2.0
+# For reporting invocations that are ended by force.
+CUT_GRACE_S = 0.3
 
 
 class Served(Protocol):
-    """The part of `runtime.instance.Instance` that matters here."""
+    """The part of `runtime.instance.Instance` that is needed here."""
 
     @property
     def failure(self) -> TeneralError | None: ...
@@ -43,7 +46,7 @@ class Served(Protocol):
 
 
 class InvocationLoop:
-    """On the running event loop. `run` it once."""
+    """The loop, on the running event loop. `run` it once."""
 
     def __init__(
         self,
@@ -62,12 +65,14 @@ class InvocationLoop:
         self._waiting: set[asyncio.Task[None]] = set()
         self._num_running = 0
         self._stop = asyncio.Event()
-        self.ends_by_s: float | None = None  # on time.monotonic()'s clock, once it was told to stop
+        # On time.monotonic()'s clock, once it was asked to stop.
+        self.ends_by_s: float | None = None
         self.request_stop = calling_on_loop(asyncio.get_running_loop(), self._stop.set)  # from any thread
 
     async def run(self) -> None:
-        """Serve until told to stop, then let what runs finish within the drain's time. Raises the instance's failure,
-        and `RuntimeApiError` where no invocation can come any more.
+        """Serve until asked to stop, then drain running invocations within the time limit.
+
+        Raises the instance's failure, and `RuntimeApiError` if no invocation can arrive any more.
         """
         workers = {asyncio.create_task(self._work(), name=f"lambda-{n}") for n in range(self._num_workers)}
         stopped = asyncio.create_task(self._stop.wait())
@@ -106,14 +111,15 @@ class InvocationLoop:
                 await self._invoke(api, Invocation.of(answer))
 
     def _wake(self) -> None:
-        """The instance may have been frozen. What others use at the moment has not been."""
+        """Handle a possible freeze. Connections in use now have not been frozen."""
         if self._num_running == 0:
             self._instance.quiesce()
 
     async def _invoke(self, api: RuntimeApi, invocation: Invocation) -> None:
-        """One invocation, to its end. Raises only what ends the worker."""
+        """Process one invocation to its end. Raises only errors that end the worker."""
         REQUEST_ID.set(invocation.request_id)
-        if self._num_workers == 1:  # one environment, one trace; others have `context.trace_id`
+        # One environment variable holds one trace; others use `context.trace_id`.
+        if self._num_workers == 1:
             _set_trace(invocation.trace_id)
         reply = Reply(api, invocation)
         self._num_running += 1
@@ -126,8 +132,8 @@ class InvocationLoop:
                     await reply.fail(ended)
             raise
         except RuntimeApiError:
-            raise  # the way itself is broken
-        except Exception as error:  # whatever it is, the caller is told, and the next one served
+            raise  # the connection itself is broken
+        except Exception as error:  # any error is reported to the caller, and the next one served
             cause = error.__cause__ or error
             logger.error("the invocation failed: %s", error, exc_info=cause)
             await reply.fail(error)
@@ -135,7 +141,7 @@ class InvocationLoop:
             self._num_running -= 1
             REQUEST_ID.set("")
         if self._instance.failure is not None:
-            self._stop.set()  # Lambda makes a new one, which may have more luck
+            self._stop.set()  # Lambda starts a new instance, which may succeed
 
     @contextmanager
     def _ending_on_signals(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""One invocation's answer on its way to Lambda: whole, or in pieces, and if it must be, an error.
+"""The answer to one invocation, sent to Lambda as a whole or in pieces, or an error.
 
-Whether an error can still be the answer, or only its last words, depends on whether anything was sent: that is known
-here and nowhere else.
+Whether an error can be the answer itself, or only follow its pieces, depends on whether anything
+was sent: only this module knows that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("teneral.lambda")
 
 
 class Reply:
-    """For one task. What is sent in pieces must be ended, or failed."""
+    """An answer. For one task. An answer in pieces must be ended, or failed."""
 
     def __init__(self, api: RuntimeApi, invocation: Invocation) -> None:
         self._api = api
@@ -27,11 +27,13 @@ class Reply:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something was sent, so that an error can only follow it."""
+        """Whether anything was sent, so that an error can only follow it."""
         return self._stream is not None or self._is_over
 
     async def whole(self, body: bytes, content_type: str = "application/json") -> None:
-        """Answer at once. Raises `ResponseTooLargeError`, having sent nothing, and `RuntimeApiError`."""
+        """Send the whole answer. Raises `ResponseTooLargeError`, with nothing sent, and
+        `RuntimeApiError`.
+        """
         if len(body) > MAX_RESPONSE_BYTES:
             raise ResponseTooLargeError(len(body))
         self._is_over = True
@@ -42,8 +44,10 @@ class Reply:
             _only_if_fatal(error)
 
     async def write(self, piece: bytes, content_type: str) -> None:
-        """Send a piece; the first one begins the answer. Waits while Lambda is slow. Raises `RuntimeApiError` where it
-        cannot be begun, and `CancelledError` where Lambda takes no more of it, which is no reason to end the instance.
+        """Send a piece; the first one begins the answer. Waits while Lambda is slow.
+
+        Raises `RuntimeApiError` if it cannot begin, and `CancelledError` if Lambda accepts no more
+        of it, which does not end the instance.
         """
         if self._stream is None:
             asked = self._invocation
@@ -53,10 +57,10 @@ class Reply:
                 await self._stream.write(piece)
             except RuntimeApiError as error:
                 self._is_over = True
-                raise CancelledError("Lambda takes no more of the answer") from error
+                raise CancelledError("Lambda accepts no more of the answer") from error
 
     async def end(self) -> None:
-        """All pieces were sent."""
+        """End the pieces."""
         assert self._stream is not None
         self._is_over = True
         try:
@@ -65,20 +69,20 @@ class Reply:
             logger.warning("%s", error.message)  # as in `write`
 
     async def fail(self, error: BaseException) -> None:
-        """Tell an error: as the answer, or behind the pieces that were sent. Does nothing once the answer is over.
-        Raises `RuntimeApiError`.
+        """Report an error: as the answer, or after the pieces sent. Does nothing once the answer is
+        over. Raises `RuntimeApiError`.
         """
         if self._is_over:
             return
         self._is_over = True
-        told, asked = report(error), self._invocation
-        body = told.body(asked.request_id)
+        failure, asked = report(error), self._invocation
+        body = failure.body(asked.request_id)
         try:
             if self._stream is not None:
-                await self._stream.end(error_type=told.error_type, error_body=body)
+                await self._stream.end(error_type=failure.error_type, error_body=body)
             else:
                 await self._api.fail(
-                    asked.request_id, body, told.error_type, told.cause(), asked.invocation_id
+                    asked.request_id, body, failure.error_type, failure.cause(), asked.invocation_id
                 )
         except RuntimeApiError as refused:
             if self._stream is None:
@@ -86,7 +90,9 @@ class Reply:
 
 
 def _only_if_fatal(error: RuntimeApiError) -> None:
-    """A refused answer, as of an invocation that Lambda has given up, is no reason to end the instance."""
+    """Raise only fatal errors: a refused answer, as of an invocation that Lambda has given up, does
+    not end the instance.
+    """
     if error.is_fatal:
         raise error
     logger.warning("%s", error.message)

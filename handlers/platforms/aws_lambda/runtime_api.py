@@ -1,10 +1,12 @@
-"""A client of Lambda's Runtime API (version 2018-06-01): invocations in, answers out, over one kept connection.
+"""A client of Lambda's Runtime API (version 2018-06-01): invocations in, answers out, over one
+persistent connection.
 
-What is read is bounded. A connection that the other side has closed while it was idle is made anew, once, and the
-request sent again: the API takes one answer for an invocation, so that a second one changes nothing. It knows what is
-sent, and not what it means.
+All reads are bounded. A connection that the other side has closed while idle is reopened, once, and
+the request sent again: the API accepts one answer for an invocation, so a second one has no effect.
+This module sends messages without knowing their meaning.
 
-Source: "Using the Lambda runtime API for custom runtimes" and "Building a custom runtime" in AWS's documentation.
+Source: "Using the Lambda runtime API for custom runtimes" and "Building a custom runtime" in AWS's
+documentation.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ from .... import __version__
 from ....loader.errors import TeneralError, UsageError
 
 VERSION = "2018-06-01"
-MAX_HEAD_BYTES = 256 << 10  # of an answer; client contexts are headers
+# Of an answer; client contexts are headers.
+MAX_HEAD_BYTES = 256 << 10
 MAX_EVENT_BYTES = 64 << 20  # ten times what Lambda sends
-MAX_CAUSE_BYTES = 64 << 10  # of the header that X-Ray gets
+MAX_CAUSE_BYTES = 64 << 10  # of X-Ray's header
 ERROR_CONTENT_TYPE = "application/vnd.aws.lambda.error+json"
 TYPE_HEADER = "Lambda-Runtime-Function-Error-Type"
 BODY_TRAILER = "Lambda-Runtime-Function-Error-Body"
-INVOCATION_ID_HEADER = "Lambda-Runtime-Invocation-Id"  # of an attempt; sent back as it came
+# Of an attempt; sent back unchanged.
+INVOCATION_ID_HEADER = "Lambda-Runtime-Invocation-Id"
 
 
 class RuntimeApiError(TeneralError):
-    """The Runtime API cannot be reached, does not speak as it should, or refused something. `status` is 0 where there
-    was no answer.
+    """The Runtime API is unreachable, violated the protocol, or refused a request. `status` is 0
+    without an answer.
     """
 
     def __init__(self, message: str, *, status: int = 0) -> None:
@@ -39,13 +43,13 @@ class RuntimeApiError(TeneralError):
 
     @property
     def is_fatal(self) -> bool:
-        """Whether nothing more can be expected of this instance: a refusal of one answer (4xx) is not that."""
+        """Whether the instance cannot continue: a refusal of one answer (4xx) is not fatal."""
         return not 400 <= self.status < 500
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`headers` by their names in small letters; of several with one name, the last."""
+    """An answer. `headers` have lower-case names; of several with one name, the last."""
 
     status: int
     headers: Mapping[str, str]
@@ -53,16 +57,18 @@ class Answer:
 
 
 class RuntimeApi:
-    """One conversation, request after request: for one task at a time. `close` it, or use it as a context manager."""
+    """A connection, request after request: for one task at a time. Close it with `close`, or use it
+    as a context manager.
+    """
 
     def __init__(self, address: str) -> None:
-        """`address` is HOST:PORT, as `AWS_LAMBDA_RUNTIME_API` has it. Raises `UsageError`."""
+        """`address` is HOST:PORT, from `AWS_LAMBDA_RUNTIME_API`. Raises `UsageError`."""
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise UsageError(
-                f"{address!r} is no address of a Runtime API",
+                f"{address!r} is not an address of a Runtime API",
                 key="AWS_LAMBDA_RUNTIME_API",
-                hint="It is HOST:PORT; Lambda sets it, and so does aws-lambda-rie.",
+                hint="Use HOST:PORT; Lambda sets it, and so does aws-lambda-rie.",
             )
         self._host, self._port = host.strip("[]"), int(port)
         self._common = f"Host: {address}\r\nUser-Agent: teneral/{__version__}\r\n"
@@ -71,27 +77,29 @@ class RuntimeApi:
         self._writer: asyncio.StreamWriter | None = None
 
     async def next(self) -> Answer:
-        """The next invocation, whenever it comes. Raises `RuntimeApiError`."""
+        """Wait for the next invocation. Raises `RuntimeApiError`."""
         return _expect(await self._exchange(self._next), "/invocation/next")
 
     async def respond(
         self, request_id: str, body: bytes, content_type: str, invocation_id: str | None
     ) -> None:
-        """The whole answer to an invocation. Raises `RuntimeApiError`."""
+        """Send the whole answer to an invocation. Raises `RuntimeApiError`."""
         headers = {"Content-Type": content_type} | _echoed(invocation_id)
         await self._post(f"invocation/{request_id}/response", headers, body)
 
     async def fail(
         self, request_id: str, body: bytes, error_type: str, cause: str, invocation_id: str | None
     ) -> None:
-        """An invocation's error, where nothing of an answer was sent; `cause` is X-Ray's. Raises `RuntimeApiError`."""
+        """Send an invocation's error, if nothing of an answer was sent; `cause` is X-Ray's. Raises
+        `RuntimeApiError`.
+        """
         headers = {"Content-Type": ERROR_CONTENT_TYPE, TYPE_HEADER: _one_line(error_type)}
         if len(cause) <= MAX_CAUSE_BYTES:
             headers["Lambda-Runtime-Function-XRay-Error-Cause"] = cause
         await self._post(f"invocation/{request_id}/error", headers | _echoed(invocation_id), body)
 
     async def begin_stream(self, request_id: str, content_type: str, invocation_id: str | None) -> Stream:
-        """Begin an answer that is sent as it comes: `Stream.end` it. Raises `RuntimeApiError`."""
+        """Begin a streamed answer: end it with `Stream.end`. Raises `RuntimeApiError`."""
         head = self._head(
             "POST",
             f"invocation/{request_id}/response",
@@ -113,11 +121,11 @@ class RuntimeApi:
         return Stream(self, self._writer)
 
     async def init_error(self, body: bytes, error_type: str) -> None:
-        """The instance could not start. Raises `RuntimeApiError`."""
+        """Report that the instance could not start. Raises `RuntimeApiError`."""
         await self._post("init/error", {"Content-Type": ERROR_CONTENT_TYPE, TYPE_HEADER: error_type}, body)
 
     async def restore_next(self) -> None:
-        """Returns when this process goes on from a snapshot. Raises `RuntimeApiError`."""
+        """Wait for the restore of this process from a snapshot. Raises `RuntimeApiError`."""
         _expect(await self._exchange(self._head("GET", "restore/next", {})), "/restore/next")
 
     async def restore_error(self, body: bytes, error_type: str) -> None:
@@ -129,17 +137,19 @@ class RuntimeApi:
         return self._reader is None or self._reader.at_eof()
 
     def close(self) -> None:
-        """Idempotent. A request that is under way fails."""
+        """Close the connection. Idempotent. A running request fails."""
         writer, self._reader, self._writer = self._writer, None, None
         if writer is not None:
-            writer.transport.abort()  # not `close`, which waits until all is sent that nobody may take
+            # Not `close`, which waits until everything is sent, even without a reader.
+            writer.transport.abort()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
-        await asyncio.sleep(0)  # the event loop closes it, if it goes round once more
+        # The event loop closes it in its next iteration.
+        await asyncio.sleep(0)
 
     # requests
 
@@ -153,21 +163,24 @@ class RuntimeApi:
         _expect(await self._exchange(head + body), f"/{path}")
 
     async def _exchange(self, request: bytes) -> Answer:
-        """Send a request and read its answer; once more, on a new connection, where one is lost without a word: it was
-        closed while nobody used it, or the process is a copy of the one that it belonged to.
+        """Send a request and read its answer.
+
+        Retried once, on a new connection, if the connection is lost without any answer: it was
+        closed while idle, or the process is a copy of the one that it belonged to.
         """
         try:
             try:
                 return await self._ask(request)
             except (ConnectionError, asyncio.IncompleteReadError) as error:
                 if isinstance(error, asyncio.IncompleteReadError) and error.partial:
-                    raise  # it has heard us
+                    raise  # the request was received
                 self.close()
             return await self._ask(request)
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise self._lost(error) from error
         except asyncio.CancelledError:
-            self.close()  # the answer may still come, and would be taken for the next one's
+            # The answer may still arrive, and would be taken for the next one's.
+            self.close()
             raise
 
     async def _ask(self, request: bytes) -> Answer:
@@ -188,12 +201,14 @@ class RuntimeApi:
 
     def _lost(self, error: BaseException) -> RuntimeApiError:
         self.close()
-        return RuntimeApiError(f"the Runtime API at {self._host}:{self._port} is lost: {_said(error)}")
+        return RuntimeApiError(f"the Runtime API at {self._host}:{self._port} is lost: {_text_of(error)}")
 
     # answers
 
     async def read_answer(self) -> Answer:
-        """The next answer on the connection. Raises `OSError`, `EOFError` or `ValueError` for what is none."""
+        """The next answer on the connection. Raises `OSError`, `EOFError` or `ValueError` for an
+        invalid one.
+        """
         assert self._reader is not None
         head = await self._reader.readuntil(b"\r\n\r\n")
         status_line, *lines = head[:-4].decode("utf-8", "replace").split("\r\n")
@@ -212,7 +227,7 @@ class RuntimeApi:
             return await self._read_chunks(reader)
         size_bytes = int(headers.get("content-length", 0))
         if not 0 <= size_bytes <= MAX_EVENT_BYTES:
-            raise ValueError(f"an event of {size_bytes} bytes, where {MAX_EVENT_BYTES} are the most")
+            raise ValueError(f"an event of {size_bytes} bytes, more than {MAX_EVENT_BYTES}")
         return await reader.readexactly(size_bytes) if size_bytes else b""
 
     async def _read_chunks(self, reader: asyncio.StreamReader) -> bytes:
@@ -228,14 +243,16 @@ class RuntimeApi:
 
 
 class Stream:
-    """An answer that is being sent. `end` it, once."""
+    """A streamed answer. End it with `end`, once."""
 
     def __init__(self, api: RuntimeApi, writer: asyncio.StreamWriter) -> None:
         self._api = api
         self._writer = writer
 
     async def write(self, data: bytes) -> None:
-        """Send a piece, which must not be empty. Waits while Lambda is slow to take it. Raises `RuntimeApiError`."""
+        """Send a piece, which must not be empty. Waits while Lambda is slow. Raises
+        `RuntimeApiError`.
+        """
         try:
             if self._api.is_cut:
                 raise ConnectionResetError("closed by the other side")
@@ -245,7 +262,9 @@ class Stream:
             raise self._api._lost(error) from error
 
     async def end(self, *, error_type: str = "", error_body: bytes = b"") -> None:
-        """Say that all was sent, or what ended it. Closes the connection, as Lambda wants. Raises `RuntimeApiError`."""
+        """End the answer, or report the error that ended it. Closes the connection, as Lambda
+        requires. Raises `RuntimeApiError`.
+        """
         trailers = b""
         if error_type:
             import base64  # errors are rare
@@ -265,8 +284,8 @@ class Stream:
 def _expect(answer: Answer, path: str) -> Answer:
     if 200 <= answer.status < 300:
         return answer
-    told = answer.body[:500].decode("utf-8", "replace")
-    raise RuntimeApiError(f"the Runtime API answered {answer.status} to {path}: {told}", status=answer.status)
+    text = answer.body[:500].decode("utf-8", "replace")
+    raise RuntimeApiError(f"the Runtime API answered {answer.status} to {path}: {text}", status=answer.status)
 
 
 def _echoed(invocation_id: str | None) -> dict[str, str]:
@@ -274,9 +293,9 @@ def _echoed(invocation_id: str | None) -> dict[str, str]:
 
 
 def _one_line(text: str) -> str:
-    """A header's value: what users call their exceptions is theirs."""
+    """A valid header value: users choose the names of their exceptions."""
     return "".join(char if " " <= char != "\x7f" else " " for char in text)[:256]
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""What answers the paths of `routes`: which model is meant, whether it is there, and the answer's JSON."""
+"""The route handlers of `routes`: the choice of the model, its readiness, and the answer's JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class KServeRoutes:
-    """One per server that was asked anything. Each method is a route's."""
+    """The routes of one server, made by the first request. Each method handles one route."""
 
     def __init__(self, service: Service, handler: Handler | None) -> None:
         self._service = service
@@ -40,7 +40,7 @@ class KServeRoutes:
         return _json(server_metadata())
 
     async def live(self, request: web.Request) -> web.Response:
-        """200 for as long as the event loop turns: who loads must not be killed for it."""
+        """200 while the event loop runs: a loading server must not be restarted."""
         return _json(Live(live=True))
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -96,7 +96,7 @@ class KServeRoutes:
             options = options_of({}, split_parameters(given))
             if wants_stream(options) and not stream:
                 raise ApiError(
-                    400, "generate gives one answer: ask generate_stream for a stream", param="stream"
+                    400, "generate returns one answer: use generate_stream for a stream", param="stream"
                 )
             echo = takes_prompt_back(options)
             fmt = GenerateFormat(
@@ -123,7 +123,7 @@ class KServeRoutes:
     # which model
 
     def _model_of(self, request: web.Request) -> str:
-        """The name of the model that the path means, version or not. Raises 404 for another one."""
+        """The name of the model in the path, with or without a version. Raises 404 for another one."""
         given, name = request.match_info["name"], self._service.instance.model_name
         if given != name and given.startswith(f"{name}/versions/"):
             version = given.removeprefix(f"{name}/versions/")
@@ -149,7 +149,7 @@ class KServeRoutes:
         )
 
     def _kind(self) -> str:
-        """Raises 503 while nobody knows what the model is."""
+        """The kind of the model. Raises 503 while it is unknown."""
         if self._has_function:
             return "function"
         kind = self._service.instance.kind
@@ -158,7 +158,7 @@ class KServeRoutes:
         return kind.result()
 
     def _spec(self) -> OnnxSpec | None:
-        """The tensors of an ONNX model, once that is what `_kind` says."""
+        """The tensors of an ONNX model, once `_kind` has determined that."""
         return self._service.instance.onnx.result().spec if self._kind() == "onnx" else None
 
 

@@ -1,5 +1,5 @@
-"""Errors as the Open Inference Protocol has them: `{"error": "text"}`. Which status an exception has, `http/errors.py`
-says for all.
+"""Errors in the Open Inference Protocol's form: `{"error": "text"}`. `http/errors.py` maps
+exceptions to statuses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """POST /v2/models/{name}/infer: tensors to the model, or to the user's function, and tensors back.
 
-The request's JSON may be followed by bytes, and so may the response's. What the tensors are to a decoder stands in
-`texts`, and what they are to a function in `values`.
+The JSON of request and response may be followed by bytes. `texts` converts the tensors of a
+decoder, and `values` those of a function.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from .tensors import BYTES, MAX_TENSORS, Tensor, binary_data, json_data, read_te
 from .texts import TextRequest, options_of, prompts_of, takes_prompt_back, wants_stream
 from .values import event_of, tensors_of
 
-HEADER_LENGTH = "Inference-Header-Content-Length"  # of the JSON, where bytes follow it
-INLINE_BYTES = 64 << 10  # reading or writing more than this is not for the event loop
-MAX_RESULTS = 4_096  # values of a function that gives several
+# Of the JSON, if bytes follow it.
+HEADER_LENGTH = "Inference-Header-Content-Length"
+# Reading or writing more than this must not run on the event loop.
+INLINE_BYTES = 64 << 10
+MAX_RESULTS = 4_096  # values of a function that returns several
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, read."""
+    """One parsed request."""
 
     request: InferenceRequest
     tensors: dict[str, Tensor]
@@ -47,7 +49,7 @@ class Asked:
 
 
 class Inference:
-    """What a server answers `infer` with."""
+    """The handler of `infer`."""
 
     def __init__(self, service: Service, handler: Handler | None) -> None:
         self._service = service
@@ -71,7 +73,7 @@ class Inference:
         head, binary = _split(data, request.headers.get(HEADER_LENGTH))
         body = self._decoder.decode(head)
         if len(body.outputs or ()) > MAX_TENSORS:
-            raise RequestError(f"{MAX_TENSORS} outputs are the most", param="outputs")
+            raise RequestError(f"at most {MAX_TENSORS} outputs are allowed", param="outputs")
         for output in body.outputs or ():
             _check_output(output)
         return Asked(body, read_tensors(body.inputs, binary), split_parameters(body.parameters))
@@ -81,7 +83,7 @@ class Inference:
         if self._handler is not None:
             session = request.headers.get(SESSION_HEADER) or None
             result = await self._run(self._handler, asked, call, session)
-            return await asyncio.to_thread(tensors_of, result)  # nobody knows how large it is
+            return await asyncio.to_thread(tensors_of, result)  # its size is unknown
         kind = await service.ready(service.instance.kind)
         if kind == "encoder":
             return await self._embed(asked, call, body_bytes)
@@ -95,7 +97,7 @@ class Inference:
         options = options_of(tensors, asked.parameters)
         if wants_stream(options):
             raise RequestError(
-                "infer gives whole texts", param="stream", hint="Ask generate_stream for a stream."
+                "infer returns whole texts", param="stream", hint="Use generate_stream for a stream."
             )
         echo = takes_prompt_back(options)
         wanted = TextRequest(
@@ -116,7 +118,7 @@ class Inference:
         name, texts, _ = prompts_of(tensors, max_prompts=service.limits.max_embedding_inputs)
         if tensors or asked.parameters:
             unknown = next(iter([*tensors, *asked.parameters]))
-            raise RequestError(f"a model that embeds takes no {unknown[:100]!r}", param=unknown[:100])
+            raise RequestError(f"a model that embeds has no parameter {unknown[:100]!r}", param=unknown[:100])
         with service.admission.waiting(1):
             tokenizer = await service.tokenizer()
             embedder = await service.ready(service.instance.embedder)
@@ -130,10 +132,10 @@ class Inference:
         return [Tensor("embedding", "FP32", vectors.shape, vectors.reshape(-1))]
 
     async def _compute(self, asked: Asked, call: Call) -> list[Tensor]:
-        """An ONNX model's outputs for the tensors."""
+        """Compute an ONNX model's outputs for the tensors."""
         if asked.parameters:
             raise RequestError(
-                f"an ONNX model takes no parameter {next(iter(asked.parameters))[:100]!r}", param="parameters"
+                f"an ONNX model has no parameter {next(iter(asked.parameters))[:100]!r}", param="parameters"
             )
         runner = await self._service.ready(self._service.instance.onnx)
         call.limit(self._service.limits.request_timeout_s)
@@ -144,12 +146,14 @@ class Inference:
         try:
             made = await asyncio.shield(asyncio.wrap_future(outputs))
         finally:
-            runner.give_up(outputs)  # does nothing once it is done
+            runner.give_up(outputs)  # no effect once it is done
         kinds = {value.name: datatype_of(value.type) for value in runner.spec.outputs}
         return [_as_tensor(name, kinds[name], array) for name, array in made.items()]
 
     async def _run(self, handler: Handler, asked: Asked, call: Call, session: str | None) -> Any:
-        """What the function gives; of several values a list. Raises `RequestError` for more than `MAX_RESULTS`."""
+        """The function's result; a list of several values. Raises `RequestError` for more than
+        `MAX_RESULTS`.
+        """
         num_bytes = sum(len(tensor.elements) * 8 for tensor in asked.tensors.values())
         event = await _apart(num_bytes, event_of, asked.tensors, asked.parameters)
         limit_s = self._service.limits.request_timeout_s
@@ -166,7 +170,7 @@ class Inference:
                 async for value in values:
                     results.append(value)
                     if len(results) > MAX_RESULTS:
-                        raise RequestError(f"the function gave more than {MAX_RESULTS} values")
+                        raise RequestError(f"the function returned more than {MAX_RESULTS} values")
             except CancelledError as error:
                 if context.remaining_time_s() > 0:
                     raise
@@ -175,7 +179,7 @@ class Inference:
 
 
 def _as_array(tensor: Tensor, wanted: str | None) -> np.ndarray[Any, Any]:
-    """An input as a model takes it. Raises `RequestError` for another datatype than the model has."""
+    """An input in the model's datatype. Raises `RequestError` for any other datatype."""
     if wanted is not None and tensor.datatype != wanted:
         raise RequestError(
             f"the input {tensor.name!r} is {tensor.datatype}, but the model takes {wanted}", param=tensor.name
@@ -194,7 +198,7 @@ def _as_tensor(name: str, datatype: str, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _split(data: bytearray, header: str | None) -> tuple[bytes, memoryview]:
-    """The body's JSON, and what follows it. Raises `RequestError` for a length that cannot be."""
+    """The body's JSON, and the bytes after it. Raises `RequestError` for an invalid length."""
     length = len(data)
     if header is not None:
         text = header.strip()
@@ -214,7 +218,7 @@ def _check_output(output: RequestOutput) -> None:
 
 
 def _response(request: InferenceRequest, outputs: Sequence[Tensor], model: str, version: str) -> web.Response:
-    """The outputs that were asked for, in that order; all of them when none was."""
+    """The requested outputs, in that order; all of them by default."""
     by_default = flag(request.parameters, "binary_data_output")
     by_name = {tensor.name: tensor for tensor in outputs}
     wanted = request.outputs or [RequestOutput(tensor.name) for tensor in outputs]
@@ -256,5 +260,5 @@ def _texts(name: str, shape: tuple[int, ...], texts: Sequence[str]) -> Tensor:
 
 
 async def _apart(num_bytes: int, function: Any, *args: Any) -> Any:
-    """Call it, in a thread when there is much to look at."""
+    """Call the function, in a thread if there is much data."""
     return function(*args) if num_bytes <= INLINE_BYTES else await asyncio.to_thread(function, *args)

@@ -1,4 +1,4 @@
-"""What there is to know of the server and of its model: metadata, Triton's configuration and statistics. Pure."""
+"""The metadata of the server and its model, with Triton's configuration and statistics. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .tensors import BYTES
 if TYPE_CHECKING:
     from ....runtime.onnx.spec import OnnxSpec, Value
 
-VERSION = "1"  # artifacts do not count theirs
+VERSION = "1"  # artifacts do not number theirs
 PLATFORM = "teneral"
 EXTENSIONS = [
     "binary_tensor_data",
@@ -31,13 +31,13 @@ _TENSORS: dict[str, tuple[list[TensorMetadata], list[TensorMetadata]]] = {
         [TensorMetadata("text_output", BYTES, [-1]), TensorMetadata("finish_reason", BYTES, [-1])],
     ),
     "encoder": ([_TEXT_INPUT], [TensorMetadata("embedding", "FP32", [-1, -1])]),
-    "function": ([], []),  # takes what it is sent
+    "function": ([], []),  # any tensors
 }
 
 
 @dataclass(slots=True)
 class Counts:
-    """How many inferences there were, and how long they took. On the event loop only."""
+    """The number of inferences, and their duration. On the event loop only."""
 
     succeeded: int = 0
     succeeded_ns: int = 0
@@ -57,14 +57,15 @@ def model_metadata(name: str, kind: str, spec: OnnxSpec | None = None) -> ModelM
 
 
 def model_config(name: str, kind: str, spec: OnnxSpec | None = None, *, max_in_flight: int) -> dict[str, Any]:
-    """What Triton's model configuration says of such a model, as its JSON."""
+    """Triton's model configuration of such a model, as JSON."""
     inputs, outputs = _tensors(kind, spec)
     return {
         "name": name,
         "platform": PLATFORM,
         "backend": PLATFORM,
         "version_policy": {"specific": {"versions": [int(VERSION)]}},
-        "max_batch_size": 0,  # a request's shapes are its own: whatever runs at a time is batched anyway
+        # Each request has shapes of its own: running requests are batched anyway.
+        "max_batch_size": 0,
         "input": [_config_tensor(tensor) for tensor in inputs],
         "output": [_config_tensor(tensor) for tensor in outputs],
         "model_transaction_policy": {"decoupled": False},
@@ -73,7 +74,7 @@ def model_config(name: str, kind: str, spec: OnnxSpec | None = None, *, max_in_f
 
 
 def model_statistics(name: str, counts: Counts) -> dict[str, Any]:
-    """Triton's statistics of `infer`. What an inference's time was made of is not measured, and given as 0."""
+    """Triton's statistics of `infer`. The phases of an inference are not measured, and given as 0."""
     unmeasured = {"count": 0, "ns": 0}
     parts = ("queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
     return {

@@ -1,7 +1,7 @@
-"""What a request says beside its texts: the protocol's parameters, Triton's, and those of a generation.
+"""The options of a request: the protocol's parameters, Triton's, and those of a generation.
 
-The names of a generation's options are those of /v1/completions, without a level between for Teneral's own. What would
-change the answer but is not there is refused, not ignored. Pure.
+The names of generation options are those of /v1/completions, with Teneral's own on the same level.
+Unsupported options that would change the answer are refused, not ignored. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from ....runtime.errors import RequestError
 from ...http.json_bodies import invalid_field
 from ...openai.schemas import Extras, GenerationBody
 
-DEFAULT_MAX_TOKENS = 16  # that of /v1/completions, and of what Triton serves texts with
+# The default of /v1/completions, and of Triton's text models.
+DEFAULT_MAX_TOKENS = 16
 MAX_TIMEOUT_S = 86_400.0
 
 _EXTRAS = frozenset(Extras.__struct_fields__)
@@ -28,7 +29,9 @@ _IGNORED_PREFIX = "triton_"
 
 
 def split_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those that are the model's: without the protocol's own. Raises `RequestError` for what is not there."""
+    """The model's own parameters, without the protocol's. Raises `RequestError` for unsupported
+    ones.
+    """
     given = dict(parameters or {})
     for name in _REFUSED:
         if given.pop(name, None):
@@ -45,7 +48,7 @@ def split_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def timeout_s(parameters: Mapping[str, Any] | None) -> float | None:
-    """Triton's `timeout`, which is in microseconds; None: there is none."""
+    """Triton's `timeout`, which is in microseconds; None without one."""
     given = (parameters or {}).get("timeout")
     if given is None or given == 0:
         return None
@@ -55,7 +58,7 @@ def timeout_s(parameters: Mapping[str, Any] | None) -> float | None:
 
 
 def flag(parameters: Mapping[str, Any] | None, name: str, *, default: bool = False) -> bool:
-    """A parameter that is true or false. Raises `RequestError` for anything else."""
+    """A boolean parameter. Raises `RequestError` for any other value."""
     given = (parameters or {}).get(name)
     if given is None:
         return default
@@ -65,7 +68,9 @@ def flag(parameters: Mapping[str, Any] | None, name: str, *, default: bool = Fal
 
 
 def generation_body(options: Mapping[str, Any], *, stream: bool) -> GenerationBody:
-    """The options of a generation. Raises `RequestError` naming the first that is unknown or of a wrong type."""
+    """The options of a generation. Raises `RequestError`, naming the first that is unknown or of
+    the wrong type.
+    """
     for name in options:
         if name not in OPTIONS:
             raise RequestError(

@@ -1,7 +1,8 @@
-"""Triton's model repository extension: which models there are, and loading and unloading the one that there is.
+"""Triton's model repository extension: the list of models, and loading and unloading the server's
+one.
 
-Load and unload are refused unless the server was started with `--model-control`: whoever may ask for texts need not be
-whoever may take the model away.
+Load and unload are refused unless the server was started with `--model-control`: permission to send
+requests does not include permission to unload the model.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Repository:
         return web.Response(body=encode(entries), content_type="application/json")
 
     async def change(self, request: web.Request, action: str) -> web.Response:
-        """Returns when it is done. Raises 403, and what a load failed with."""
+        """Change the model, and return when done. Raises 403, and the error of a load."""
         service, call = self._service, CALL.get()
         async with service.admission.body(request) as data:
             asked = self._change.decode(data) if data else ChangeRequest()
@@ -66,7 +67,5 @@ class Repository:
             flag(parameters, "unload_dependents")
             parameters.pop("unload_dependents", None)  # there are none
         for name in parameters:
-            message = (
-                f"{name[:100]!r} is no parameter of {action}: the model is that of the server's configuration"
-            )
+            message = f"{name[:100]!r} is not a parameter of {action}: the server's configuration determines the model"
             raise ApiError(400, message, param="parameters")

@@ -1,8 +1,8 @@
-"""The paths of the Open Inference Protocol, and the method of `api.KServeRoutes` that answers each.
+"""The paths of the Open Inference Protocol, and the method of `api.KServeRoutes` for each.
 
-A model's name may have slashes. A version after it (`…/versions/1/infer`) is part of `name` here. The model's own
-readiness is open like the server's: KServe's probes for the runtimes that it knows carry no key, and it tells no more
-than whether a name is that of the model.
+A model's name may have slashes. A version after it (`…/versions/1/infer`) is part of `name` here.
+The model's own readiness is open like the server's: KServe's probes for its known runtimes carry no
+key, and it only reveals whether a name is that of the model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from .. import Route
 
 _VERBS = "infer|generate|generate_stream|ready|config|stats"
-_NAME = rf"{{name:(?:(?!/(?:{_VERBS})$).)+}}"  # a name with no verb behind it
+# A name that is not followed by a verb.
+_NAME = rf"{{name:(?:(?!/(?:{_VERBS})$).)+}}"
 
 ROUTES = (
     Route("GET", "/v2", "server_metadata"),

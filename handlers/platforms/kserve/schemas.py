@@ -1,7 +1,7 @@
 """Requests and responses of the Open Inference Protocol and of Triton's extensions, as values.
 
-Fields that nobody here knows are ignored, as the protocol's servers do; parameters are checked where they are used.
-docs/openapi-kserve.yaml says the same to others, and a test compares the two.
+Unknown fields are ignored, as by the protocol's servers; parameters are checked where they are
+used. docs/openapi-kserve.yaml is the public description, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RequestInput(msgspec.Struct, frozen=True):
     shape: list[int]
     datatype: str
     parameters: Parameters | None = None
-    data: msgspec.Raw | UnsetType = UNSET  # decoded once its shape is known to be possible
+    data: msgspec.Raw | UnsetType = UNSET  # decoded once its shape is known to be valid
 
 
 class RequestOutput(msgspec.Struct, frozen=True):

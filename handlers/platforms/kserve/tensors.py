@@ -1,8 +1,8 @@
 """Tensors of the Open Inference Protocol as values: from JSON or from bytes, and back.
 
-Invariant: a tensor that was read has exactly the elements that its shape says, each of its datatype, and nothing was
-allocated for a size that was only claimed. In bytes they are little-endian and row-major; an element of BYTES has its
-length before it, in four bytes. It does not know what the tensors are for.
+Invariant: a parsed tensor has exactly the elements of its shape, each of its datatype, and nothing
+was allocated for a claimed size. In bytes they are little-endian and row-major; an element of BYTES
+has a prefix of four bytes with its length. This module does not know the use of the tensors.
 Reference: the protocol's "Tensor Data Types", and Triton's binary tensor data extension.
 """
 
@@ -24,7 +24,8 @@ from .schemas import RequestInput
 
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
-MAX_ELEMENTS = 1 << 24  # the body is bounded as well; this is for shapes that have a 0 in them
+# The body is bounded as well; this is for shapes with a 0 in them.
+MAX_ELEMENTS = 1 << 24
 MAX_NAME_CHARS = 256
 
 BYTES, BF16 = "BYTES", "BF16"
@@ -41,8 +42,9 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`elements` are flat, in row-major order: an array of the datatype (BF16: of float32), or a list for BYTES. They
-    may lie in the request's body: copy what shall outlive it.
+    """A tensor. `elements` are flat, in row-major order: an array of the datatype (BF16: of
+    float32), or a list for BYTES. They may lie in the request's body: copy any that must outlive
+    it.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Tensor:
     elements: np.ndarray[Any, Any] | list[bytes]
 
     def texts(self) -> list[str]:
-        """The elements of BYTES as the UTF-8 that they must be. Raises `RequestError` naming the one that is not."""
+        """The elements of BYTES as UTF-8 texts. Raises `RequestError`, naming an invalid one."""
         texts = []
         for index, element in enumerate(self.elements):
             try:
@@ -62,11 +64,11 @@ class Tensor:
 
 
 def read_tensors(inputs: Sequence[RequestInput], binary: memoryview) -> dict[str, Tensor]:
-    """The request's inputs by name; `binary` is what follows the JSON in the body. Raises `RequestError` naming the
-    tensor.
+    """The request's inputs by name; `binary` is the part of the body after the JSON. Raises
+    `RequestError`, naming the tensor.
     """
     if len(inputs) > MAX_TENSORS:
-        raise RequestError(f"{len(inputs)} inputs were given, but {MAX_TENSORS} is the most", param="inputs")
+        raise RequestError(f"{len(inputs)} inputs were given, more than {MAX_TENSORS}", param="inputs")
     tensors: dict[str, Tensor] = {}
     for given in inputs:
         _check_head(given)
@@ -90,7 +92,7 @@ def read_tensors(inputs: Sequence[RequestInput], binary: memoryview) -> dict[str
 
 
 def json_data(tensor: Tensor) -> list[Any]:
-    """The elements for JSON. Raises `RequestError` for BYTES that are no text."""
+    """The elements for JSON. Raises `RequestError` for BYTES that are not text."""
     if not isinstance(tensor.elements, list):
         values: list[Any] = tensor.elements.tolist()
         return values
@@ -100,7 +102,7 @@ def json_data(tensor: Tensor) -> list[Any]:
         raise RequestError(
             f"the output {tensor.name!r} is not text, so JSON cannot hold it",
             param="outputs",
-            hint="Ask for it with the parameter binary_data.",
+            hint="Request it with the parameter binary_data.",
         ) from None
 
 
@@ -114,7 +116,7 @@ def binary_data(tensor: Tensor) -> bytes:
 
 
 def _check_head(given: RequestInput) -> None:
-    """Raises `RequestError` for a name, datatype or shape that no data can belong to."""
+    """Raise `RequestError` for an invalid name, datatype or shape."""
     if not 0 < len(given.name) <= MAX_NAME_CHARS:
         raise RequestError(f"an input's name has 1 to {MAX_NAME_CHARS} characters", param="inputs")
     if given.datatype not in DATATYPES:
@@ -130,11 +132,11 @@ def _check_head(given: RequestInput) -> None:
 
 
 def _binary_size(given: RequestInput) -> int | None:
-    """What the input says of its bytes behind the JSON; None: its data are in the JSON."""
+    """The size of the input's bytes after the JSON; None: its data are in the JSON."""
     parameters = given.parameters or {}
     for name in ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"):
         if name in parameters:
-            raise _wrong(given.name, "shared memory is not supported", hint="Send the data with the request.")
+            raise _wrong(given.name, "shared memory is not supported", hint="Send the data in the request.")
     size_bytes = parameters.get("binary_data_size")
     if size_bytes is None:
         return None
@@ -164,7 +166,7 @@ def _from_bytes(given: RequestInput, data: memoryview) -> Tensor:
 
 
 def _split(name: str, data: memoryview, count: int) -> list[bytes]:
-    """The elements of BYTES, each with its length before it."""
+    """The elements of BYTES, each with its length as a prefix."""
     if count * _LENGTH.size > len(data):
         raise _wrong(name, f"{count} elements of BYTES take more than the {len(data)} bytes that were sent")
     elements, start = [], 0
@@ -199,7 +201,7 @@ def _from_json(given: RequestInput) -> Tensor:
 
 
 def _flat(given: RequestInput, data: Any) -> list[Any]:
-    """The elements of data that are nested as the shape says, or flat."""
+    """The elements of data that are nested like the shape, or flat."""
     count = math.prod(given.shape)
     wrong = _wrong(given.name, f"its data must be a list of {count} elements, flat or nested like its shape")
     if count > MAX_JSON_ITEMS or not isinstance(data, list):

@@ -1,4 +1,4 @@
-"""Texts to go on from, and what is generated: the decoder's side of `infer` and of Triton's `generate`."""
+"""Prompts and generated texts: the decoder's side of `infer` and of Triton's `generate`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .tensors import BYTES, Tensor
 if TYPE_CHECKING:
     from ....runtime.text.tokenizer import TextTokenizer
 
-TEXT_INPUTS = ("text_input", "text")  # the names that a prompt's tensor may have
+TEXT_INPUTS = ("text_input", "text")  # the names of a prompt's tensor
 FRAMING = Framing(
     SSE.content_type, SSE.prefix, SSE.suffix, SSE.has_comments, b"", error_body
 )  # Triton has no [DONE]
 
-# Inputs of Triton's vLLM backend that are no options.
+# Inputs of Triton's vLLM backend that are not options.
 _STREAM, _NO_ECHO, _SAMPLING = "stream", "exclude_input_in_output", "sampling_parameters"
 _decode_object: Callable[[bytes], dict[str, Any]] = Decoder(dict[str, Any]).decode
 
@@ -107,7 +107,7 @@ class GenerateFormat(TextRequest):
         return [self._answer(text, reason)] if text or reason else []
 
     def usage_chunk(self, usage: Usage) -> bytes:
-        raise NotImplementedError("Triton's streams have none, and none is asked for")
+        raise NotImplementedError("Triton's streams have no usage")
 
     def whole(self, outcomes: Sequence[Outcome], usage: Usage) -> bytes:
         (outcome,) = outcomes
@@ -122,7 +122,9 @@ class GenerateFormat(TextRequest):
 
 
 def prompts_of(tensors: dict[str, Tensor], *, max_prompts: int) -> tuple[str, list[str], tuple[int, ...]]:
-    """The prompt's tensor, taken out of `tensors`: its name, its texts and its shape. Raises `RequestError`."""
+    """Remove the prompt's tensor from `tensors`: its name, its texts and its shape. Raises
+    `RequestError`.
+    """
     names = [name for name in TEXT_INPUTS if name in tensors]
     if len(names) != 1:
         raise RequestError(
@@ -142,8 +144,8 @@ def prompts_of(tensors: dict[str, Tensor], *, max_prompts: int) -> tuple[str, li
 
 
 def options_of(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What inputs and parameters say of the generation, together. An input counts for all texts. Raises `RequestError`
-    for an input that the model does not have.
+    """The options of the generation, from inputs and parameters. An input applies to all texts.
+    Raises `RequestError` for an input that the model does not have.
     """
     options = dict(parameters)
     for name, tensor in tensors.items():
@@ -157,8 +159,8 @@ def options_of(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> 
 
 
 def takes_prompt_back(options: dict[str, Any]) -> bool:
-    """Whether the answer is to begin with the prompt, as `exclude_input_in_output` = false says. Takes that out of the
-    options, and `stream`: whether there is one, the path says.
+    """Whether the answer begins with the prompt, by `exclude_input_in_output` = false. Removes that
+    from the options, and `stream`, which the path determines.
     """
     flag(options, _STREAM)
     echo = not flag(options, _NO_ECHO, default=True)
@@ -172,7 +174,7 @@ def wants_stream(options: Mapping[str, Any]) -> bool:
 
 
 def _value(tensor: Tensor) -> Any:
-    """An option's value: of one element; several texts are a list, as stop strings are."""
+    """An option's value, of one element; several texts are a list, for stop strings."""
     if isinstance(tensor.elements, list):
         texts = tensor.texts()
         return texts[0] if len(texts) == 1 else texts
@@ -182,17 +184,19 @@ def _value(tensor: Tensor) -> Any:
 
 
 def _sampling_parameters(given: Any) -> dict[str, Any]:
-    """Options as one JSON text, which is how Triton's vLLM backend takes them."""
+    """Options as one JSON text, in the form of Triton's vLLM backend."""
     if not isinstance(given, str):
         raise RequestError(f"{_SAMPLING} must be a JSON object in a text", param=_SAMPLING)
     try:
         return _decode_object(given.encode())
     except RequestError as error:
-        raise RequestError(f"{_SAMPLING} is no JSON object: {error.message}", param=_SAMPLING) from None
+        raise RequestError(f"{_SAMPLING} is not a JSON object: {error.message}", param=_SAMPLING) from None
 
 
 def read_generate(data: bytes | bytearray) -> tuple[str, str | None, dict[str, Any]]:
-    """The body of a `generate`: its text, its id, and its options, which may stand in `parameters` or beside it."""
+    """The body of a `generate`: its text, its id, and its options, in `parameters` or on the same
+    level.
+    """
     body = _decode_object(bytes(data))
     text, given_id, parameters = (
         body.pop("text_input", None),

@@ -1,6 +1,8 @@
-"""Between tensors and what the user's function takes and gives: an event of plain Python values, and JSON results.
+"""The conversion between tensors and the values of the user's function: an event of plain Python
+values, and JSON results.
 
-The rules stand in docs/kserve.md. Pure; every result has a form as tensors, so nothing here fails for one.
+The rules are in docs/kserve.md. Pure; every result can be converted to tensors, so no conversion
+fails.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ _INT64 = np.iinfo(np.int64)
 
 
 def event_of(tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """`{name: numbers, nested as the shape says}`, with the request's parameters where there are any. Raises
-    `RequestError` for a tensor that has their name.
+    """`{name: numbers, nested like the shape}`, with the request's parameters if there are any.
+    Raises `RequestError` for a tensor of their name.
     """
     event = {name: _nested(tensor) for name, tensor in tensors.items()}
     if parameters:
         if PARAMETERS in event:
-            raise RequestError(f"an input may not be called {PARAMETERS!r} beside parameters", param="inputs")
+            raise RequestError(
+                f"an input may not be named {PARAMETERS!r} if there are parameters", param="inputs"
+            )
         event[PARAMETERS] = dict(parameters)
     return event
 
 
 def tensors_of(result: Any) -> list[Tensor]:
-    """A dict gives one output a key, anything else the one output `SINGLE_OUTPUT`."""
+    """One output for each key of a dict, for anything else the one output `SINGLE_OUTPUT`."""
     if isinstance(result, dict):
         return [_tensor(str(name), value) for name, value in result.items()]
     return [_tensor(SINGLE_OUTPUT, result)]
@@ -47,7 +51,7 @@ def _nested(tensor: Tensor) -> Any:
 
 
 def _text_or_bytes(element: bytes) -> str | bytes:
-    """BYTES are what texts are sent as; what is not UTF-8, as an image never is, was not meant as one."""
+    """The element of BYTES as text; as bytes if it is not UTF-8, as an image never is."""
     try:
         return element.decode()
     except UnicodeDecodeError:
@@ -55,8 +59,8 @@ def _text_or_bytes(element: bytes) -> str | bytes:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """A number, text or bytes has the shape [1]; lists that are nested evenly, and hold numbers or texts, have theirs;
-    all else is its JSON, as one text.
+    """A number, text or bytes has the shape [1]; evenly nested lists of numbers or texts have
+    theirs; everything else becomes its JSON, as one text.
     """
     elements, shape = _leaves(value) if isinstance(value, list | tuple) else ([value], (1,))
     kinds = set(map(type, elements))
@@ -74,7 +78,9 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _leaves(value: list[Any] | tuple[Any, ...]) -> tuple[list[Any], tuple[int, ...]]:
-    """What evenly nested lists hold, and their shape; ([None], ()) when they are not even, or empty somewhere."""
+    """The elements of evenly nested lists, and their shape; ([None], ()) if they are uneven, or
+    partly empty.
+    """
     level: list[Any] = list(value)
     shape = [len(level)]
     while level and isinstance(level[0], list | tuple):
@@ -88,7 +94,7 @@ def _leaves(value: list[Any] | tuple[Any, ...]) -> tuple[list[Any], tuple[int, .
 
 
 def _is_huge(elements: list[Any]) -> bool:
-    """Whether there is a whole number that no float comes near."""
+    """Whether there is an integer beyond the range of floats."""
     try:
         return any(not np.isfinite(float(element)) for element in elements)
     except OverflowError:

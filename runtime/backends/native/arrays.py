@@ -49,7 +49,7 @@ class Scratch:
         self._memory: Array = np.empty(0, np.uint8)
 
     def address_of(self, num_bytes: int) -> int:
-        """Of so many bytes, whose content is lost with the next call."""
+        """The address of `num_bytes` bytes, whose content is lost with the next call."""
         if num_bytes + SLAB_ALIGNMENT > len(self._memory):
             self._memory = np.empty(num_bytes + SLAB_ALIGNMENT, np.uint8)
         first = address(self._memory)
@@ -65,7 +65,9 @@ def dtype_of(array: Array) -> DType:
 
 
 def address(array: Array) -> int:
-    """Where the first element is. The caller keeps the array until the core is done with it."""
+    """The address of the first element. The caller keeps the array alive until the core is done
+    with it.
+    """
     return int(array.__array_interface__["data"][0])
 
 

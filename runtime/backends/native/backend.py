@@ -1,4 +1,4 @@
-"""What the native core is to a model that is being built, and numpy in its place where there is no library."""
+"""The factory of native executors for models, and of numpy ones where there is no library."""
 
 from __future__ import annotations
 

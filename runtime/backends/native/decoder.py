@@ -103,7 +103,7 @@ def refusal_of_spec(spec: DecoderSpec) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """What all layers share in one pass. Keeps the arrays whose addresses the core gets."""
+    """The state that all layers share in one pass. Keeps the arrays alive whose addresses the core gets."""
 
     batch: StepBatch
     pool: Pool

@@ -1,6 +1,6 @@
-"""The native executor of encoders and classifiers, over texts that lie back to back, without padding.
+"""The native executor of encoders and classifiers, over adjacent texts without padding.
 
-As the decoder's (decoder.py) in everything that is not said here.
+Like the decoder's executor (decoder.py) unless stated otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The core's operations in numpy: what the tests compare with, and what computes where there is no library.
 
 Rows are fp32 arrays of numbers that the model's dtype holds: each function rounds where the core does. Sums are
-numpy's, so that last bits differ from the core's; but each row is still computed by itself, whatever is beside it.
+numpy's, so that last bits differ from the core's; but each row is still computed independently of the others.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _RUN = 64  # elements whose nibbles lie in the same 32 bytes
 
 
 def rounded(x: Floats, dtype: DType) -> Floats:
-    """What a model that computes in `dtype` keeps of x."""
+    """x rounded to `dtype`, as fp32."""
     return to_float32(from_float32(x, dtype), dtype)
 
 
 def vector(tensor: Tensor, dtype: DType) -> Floats:
-    """A norm's weights, rounded to what the model computes in."""
+    """A norm's weights, rounded to the compute dtype."""
     return rounded(to_float32(tensor.array, tensor.dtype), dtype)
 
 
@@ -40,7 +40,7 @@ def vector(tensor: Tensor, dtype: DType) -> Floats:
 
 
 def floats_of(matrix: Matrix) -> Floats:
-    """What a matrix means, (N, K)."""
+    """The dequantised matrix, (N, K)."""
     if isinstance(matrix, DenseMatrix):
         return to_float32(matrix.weight.array, matrix.weight.dtype)
     levels = matrix.weight.array

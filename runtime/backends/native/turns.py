@@ -1,4 +1,6 @@
-"""What turns queries and keys: cosines and sines by position, in the form that the core reads."""
+"""The rotations of queries and keys: cosines and sines by position, in the form that the core
+reads.
+"""
 
 from __future__ import annotations
 

@@ -276,16 +276,16 @@ def test_another_model_or_option_is_another_job(run: Run, given: Path, tmp_path:
 
 def test_what_is_not_a_jobs_output_is_left_alone(run: Run, given: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text("mine\n")
-    with pytest.raises(JobMismatchError, match=r"is there, but no job\.json"):
+    with pytest.raises(JobMismatchError, match=r"exists, but without the job\.json"):
         run(given, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
     run(given, tmp_path / "out2.jsonl")
     (tmp_path / "out2.jsonl").write_text("mine\n")
-    with pytest.raises(JobMismatchError, match="is not what this job has made"):
+    with pytest.raises(JobMismatchError, match="is not this job's output"):
         run(given, tmp_path / "out2.jsonl")
     (tmp_path / "out3" / "parts").mkdir(parents=True)
     (tmp_path / "out3" / "parts" / "000000.jsonl").write_text("mine\n")
-    with pytest.raises(JobMismatchError, match=r"no job\.json"):
+    with pytest.raises(JobMismatchError, match=r"without the job\.json"):
         run(given, tmp_path / "out3")
 
 

@@ -117,7 +117,7 @@ def test_parts_without_an_index_are_somebody_elses() -> None:
     store = MemoryStore()
     assert find_index(places_of(store)) is None
     store.put(part_name(0), RECORD)
-    with pytest.raises(JobMismatchError, match=r"no job\.json"):
+    with pytest.raises(JobMismatchError, match=r"without the job\.json"):
         find_index(places_of(store))
 
 

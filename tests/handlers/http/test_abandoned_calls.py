@@ -85,7 +85,7 @@ async def test_the_log_names_a_call_that_goes_on_and_its_end(
     start: Any, hanging: Hanging, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(calls_module, "TOLD_AFTER_S", 0.01)
+    monkeypatch.setattr(calls_module, "LOG_AFTER_S", 0.01)
     async with start(handler=hanging) as server:
         await leave(server, hanging, 1)
         await server.eventually(lambda: "goes on although its reader left" in caplog.text)

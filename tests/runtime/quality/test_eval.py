@@ -99,7 +99,7 @@ def test_an_encoder_is_refused(folder, capsys, tmp_path):
 def test_models_of_different_vocabularies_are_refused(folder, capsys, tmp_path):
     save_tiny("llama", tmp_path, dtype=torch.bfloat16, vocab_size=300, num_hidden_layers=1)
 
-    assert "knows 320 tokens, and the original 300" in fails(
+    assert "has 320 tokens, but the original 300" in fails(
         capsys, 12, str(folder / "int8"), "--against", str(tmp_path)
     )
 
@@ -107,7 +107,7 @@ def test_models_of_different_vocabularies_are_refused(folder, capsys, tmp_path):
 def test_models_of_different_widths_are_refused(folder, capsys, tmp_path):
     save_tiny("llama", tmp_path, dtype=torch.bfloat16, hidden_size=32, num_hidden_layers=1)
 
-    assert "has hidden states of 64 numbers, and the original 32" in fails(
+    assert "has hidden states of 64 numbers, but the original 32" in fails(
         capsys, 12, str(folder / "int8"), "--against", str(tmp_path)
     )
 

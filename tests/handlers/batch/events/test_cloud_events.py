@@ -97,7 +97,7 @@ def test_a_subscription_is_validated_by_its_code() -> None:
     assert parse_event(grid_validation("abc")) == Handshake("abc")
     with pytest.raises(EventError, match="validationCode"):
         parse_event(grid_validation(""))
-    with pytest.raises(EventError, match="inside of another"):
+    with pytest.raises(EventError, match="inside another"):
         parse_message(json.dumps(grid_validation("abc")))
 
 

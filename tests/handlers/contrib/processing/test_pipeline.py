@@ -236,7 +236,7 @@ async def test_leaving_a_stream_closes_the_handlers_own(make_context, post):
 @pytest.mark.parametrize(
     ("stages", "error_text"),
     [
-        ({"pre": 5}, "is no function"),
+        ({"pre": 5}, "is not a function"),
         ({"pre": lambda event: event}, "cannot be called"),
         ({"post": many}, "yields"),
         ({"pre": amany}, "yields"),

@@ -97,7 +97,7 @@ async def test_a_missing_listener_is_an_error() -> None:
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:port", ":1", "host:99999"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not an address"):
         RuntimeApi(address)
 
 

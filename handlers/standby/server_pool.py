@@ -1,8 +1,8 @@
-"""A pool that a server keeps beside its own work: it begins when the weights are in, not in their way, and ends with
-the server, also where that is killed.
+"""A server's own standby pool: it starts once the weights are loaded, to not compete with them, and
+ends with the server, even if that is killed.
 
-As a program it is how that pool begins: it asks the system for a signal when the server is gone, and becomes
-`teneral standby`.
+Run as a program, this module starts that pool: it requests a signal for the server's end, and
+becomes `teneral standby`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 @contextmanager
-def pool_beside(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator[None]:
-    """Keep the pool that the configuration asks for from when `wait_exact` says True to the end of this context, which
-    returns when the pool has ended. Raises `UsageError` where no socket is named.
+def server_pool(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator[None]:
+    """Keep the configured pool from when `wait_exact` returns True to the end of this context,
+    which waits for the pool's end.
+
+    Raises `UsageError` without a configured socket.
     """
     if config.standby_socket is None:
         raise UsageError(
@@ -33,9 +35,9 @@ def pool_beside(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator
         )
     import subprocess
 
-    begin = [sys.executable, "-m", f"{__package__}.beside", str(os.getpid())]
+    begin = [sys.executable, "-m", f"{__package__}.server_pool", str(os.getpid())]
     command = [*begin, config.standby_socket, "--processes", str(config.standby)]
-    lock = threading.Lock()  # between the pool's beginning and our end
+    lock = threading.Lock()  # held while starting the pool, and at the end
     pools: list[subprocess.Popen[bytes]] = []
     has_ended = False
 
@@ -47,7 +49,9 @@ def pool_beside(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator
                 return
             pool = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             pools.append(pool)
-        pool.wait()  # what the system takes for the server's end is that of the thread that started the pool
+        # The parent-death signal is tied to the thread that started the pool, so it must stay
+        # alive.
+        pool.wait()
 
     keeper = threading.Thread(target=keep, name="teneral-standby", daemon=True)
     keeper.start()
@@ -62,16 +66,20 @@ def pool_beside(config: ServeConfig, wait_exact: Callable[[], bool]) -> Iterator
 
 
 def main(owner: str, *arguments: str) -> None:
-    """Become `teneral standby` with these arguments, unless the process `owner` is gone. Does not return then."""
+    """Become `teneral standby` with these arguments, and do not return, unless the process `owner`
+    is gone.
+    """
     end_with_parent()
     if os.getppid() == int(owner):
         command = [sys.executable, "-m", _package(), "standby", *arguments]
-        os.execv(sys.executable, command)  # noqa: S606 - an argument list of our own making
+        os.execv(sys.executable, command)  # noqa: S606 - an argument list of our own
 
 
 def end_with_parent() -> None:
-    """Have this process get SIGTERM when the thread that started it ends. The caller checks `os.getppid()` afterwards:
-    the parent may be gone already. Where the system refuses it, this process ends only with a parent that ends well.
+    """Have this process get SIGTERM when the thread that started it ends.
+
+    The caller checks `os.getppid()` afterwards: the parent may be gone already. If the system
+    refuses, this process ends only with a parent that ends properly.
     """
     import ctypes
 

@@ -141,6 +141,8 @@ mount -t proc proc {built}/proc
 mount -t tmpfs tmpfs {built}/tmp
 mount --bind {ROOT}/demo/model {built}/mnt
 [ -e {built}/dev/null ] || mount --bind /dev {built}/dev
+mkdir -p {built}/dev/shm
+mount -t tmpfs tmpfs {built}/dev/shm
 mount -o remount,ro,bind {built}
 exec chroot --userspec={config["User"]} {built} env -i "$@"
 """

@@ -82,7 +82,7 @@ def figures() -> str:
         ]
     )
     waiting = newest("standby")
-    taken, transformers = waiting["results"]["standby with memory, plain"], waiting["results"]["transformers"]
+    taken, transformers = waiting["results"]["standby, plain"], waiting["results"]["transformers"]
     rows.append(
         [
             "the same, taken over by a standby process",

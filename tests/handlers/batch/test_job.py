@@ -292,7 +292,7 @@ def test_what_is_not_a_jobs_output_is_left_alone(run: Run, given: Path, tmp_path
 def test_an_input_that_is_another_version_than_asked_for_is_refused(
     run: Run, given: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ChangedError, match="not abc"):
+    with pytest.raises(ChangedError, match="not the expected abc"):
         run(given, tmp_path / "out", input_version="abc")
     assert not (tmp_path / "out").exists()
 

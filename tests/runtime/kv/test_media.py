@@ -129,7 +129,7 @@ def test_one_flipped_bit_in_the_file_is_noticed(disk):
 def test_a_file_that_has_become_shorter_is_an_error_of_the_read(disk):
     disk.write(3, content(1))
     os.ftruncate(file_of(disk), 3 * slot_bytes_on_disk(BLOCK_BYTES) + 100)
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(OSError, match="truncated"):
         read(disk, 3)
 
 

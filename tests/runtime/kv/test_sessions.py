@@ -152,7 +152,7 @@ def test_more_than_the_pool_has_unpins_no_session() -> None:
     pool = Pool()
     pool.run("a", 4, session=A)
     running = pool.begin("running", 8)
-    with pytest.raises(ValueError, match="9 blocks asked for"):
+    with pytest.raises(ValueError, match="9 blocks requested"):
         pool.prefixes.make_room(9)
     assert pool.sessions.statistics().num_sessions == 1
     pool.prefixes.release(running)

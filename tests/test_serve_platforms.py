@@ -124,7 +124,7 @@ def test_a_stream_goes_on_to_its_end_after_sagemakers_sigterm(artifact: Path, tm
         assert response.readline() == b'"begun"\n'
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        assert any("draining: 1 requests in work" in line for line in iter(process.stderr.readline, ""))
+        assert any("draining: 1 requests in progress" in line for line in iter(process.stderr.readline, ""))
         assert ask(port, "GET", "/ping")[0] == 503
         (tmp_path / "end").touch()
         assert response.read() == b'"ended"\n'

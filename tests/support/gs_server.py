@@ -62,9 +62,13 @@ class GsServer:
                     return
                 length = int(self.headers.get("Content-Length") or 0)
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                call = Call(self.command, self.path, headers, self.rfile.read(length))
+                body = self.rfile.read(length)
+                if len(body) < length:  # the client was killed: half a request changes nothing
+                    self.close_connection = True
+                    return
+                call = Call(self.command, self.path, headers, body)
                 try:
-                    status, fields, body = self.owner.answer(call)
+                    status, fields, answer = self.owner.answer(call)
                 except ConnectionError:
                     self.close_connection = True
                     return
@@ -72,9 +76,9 @@ class GsServer:
                 for name, value in fields.items():
                     self.send_header(name, value)
                 if "Content-Length" not in fields and "Transfer-Encoding" not in fields:
-                    self.send_header("Content-Length", str(len(body)))
+                    self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(answer)
 
             def log_message(self, *_: object) -> None:
                 pass

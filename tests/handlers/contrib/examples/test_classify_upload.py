@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Packed:
 @pytest.fixture
 def alerts(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A topic, and what arrives in the queue behind it."""
-    topic = boto3.client("sns").create_topic(Name="alerts")["TopicArn"]
-    queue = Queue("alerts")
+    name = f"alerts-{uuid.uuid4().hex}"  # other tests of the session have topics and queues, too
+    topic = boto3.client("sns").create_topic(Name=name)["TopicArn"]
+    queue = Queue(name)
     boto3.client("sns").subscribe(TopicArn=topic, Protocol="sqs", Endpoint=queue.arn)
     monkeypatch.setenv("ALERT_TOPIC_ARN", topic)
     monkeypatch.setenv("ALERT_LABELS", "red,blue")
@@ -77,7 +79,7 @@ def picture(color: str) -> bytes:
 async def test_an_upload_is_classified_and_its_label_triggers_an_alert(
     cloud: Any, alerts: Queue, classifier: Packed, tmp_path: Path
 ) -> None:
-    uploads = Queue("uploads")
+    uploads = Queue(f"uploads-{uuid.uuid4().hex}")
     notify = {"QueueConfigurations": [{"QueueArn": uploads.arn, "Events": ["s3:ObjectCreated:*"]}]}
     cloud.put_bucket_notification_configuration(Bucket="bucket", NotificationConfiguration=notify)
     uploads.receive()  # S3's test event

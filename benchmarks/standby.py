@@ -84,7 +84,6 @@ def _systems(
         BASE: lambda watch: cold_starts.peer("local", plain, peers=peers, variables=variables, watch=watch),
         "teneral, plain": serve(plain),
         "teneral, packed": serve(packed),
-        "teneral, packed, trimmed torch": serve(packed, "--trim-imports"),
         "teneral, packed, node cache": serve(*cached),
         "standby, plain": serve(plain, pool=pool),
         "standby, packed": serve(packed, pool=pool),

@@ -19,8 +19,7 @@ from tests.support.models import DictWeights, build_model, forward
 from tests.support.tiny_models import config_json, tensors_of, tiny_model
 
 from teneral.loader.format.manifest import Tier
-from teneral.runtime.models.decoder import Decoder
-from teneral.runtime.models.forward_pass import ForwardPass
+from teneral.runtime.models.decoder import Decoder, ForwardPass
 from teneral.runtime.step.batch import StepBatch, join, select
 
 FAMILIES = [

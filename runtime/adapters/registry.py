@@ -265,7 +265,7 @@ class AdapterRegistry:
             )
 
     def close(self) -> None:
-        """Give up all loads. Adapters that somebody holds stay valid. Idempotent."""
+        """Cancel all loads. Adapters held by requests stay valid. Idempotent."""
         with self._changed:
             self._is_closed = True
             num_threads, self._num_threads = self._num_threads, 0

@@ -139,13 +139,25 @@ class GrammarSpec:
 DATA_KEYWORDS = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
 NAMING_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 ANNOTATIONS = frozenset({"type", "title", "description", "default", "examples", "deprecated", "$comment"})
-# OpenAPI's name for base64 with its padding (RFC 4648, section 4).
-BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_D = "[0-9]"
+_LEAP_YEAR = f"(?:{_D}{{2}}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = (
+    f"(?:{_D}{{4}}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]{_D}|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]{_D}|30)"
+    f"|02-(?:0[1-9]|1{_D}|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = f"(?:[01]{_D}|2[0-3]):[0-5]{_D}"
+# RFC 3339, section 5.6, without leap seconds. The library's own `date` has a 29 February in every year.
+FORMATS = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}T{_TIME}:[0-5]{_D}(?:\\.{_D}{{1,9}})?(?:Z|[+-]{_TIME})$",
+    # OpenAPI's name for base64 with its padding (RFC 4648, section 4).
+    "byte": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+}
 
 
 def _enforceable(schema: Any) -> Any:
-    """An equivalent schema in which two forms that generators of schemas write can be enforced: `oneOf` over types that
-    overlap, and the format `byte`.
+    """An equivalent schema that the library enforces: `oneOf` over types that overlap, and the formats whose
+    patterns are in `FORMATS`.
     """
     if isinstance(schema, list | tuple):
         return [_enforceable(each) for each in schema]
@@ -159,9 +171,10 @@ def _enforceable(schema: Any) -> Any:
             rewritten[key] = value if key in DATA_KEYWORDS else _enforceable(value)
     if isinstance(rewritten.get("oneOf"), list):
         rewritten["oneOf"] = _disjoint(rewritten["oneOf"])
-    if rewritten.get("format") == "byte" and "pattern" not in rewritten:
+    name = rewritten.get("format")
+    if isinstance(name, str) and name in FORMATS and "pattern" not in rewritten:
         del rewritten["format"]
-        rewritten["pattern"] = BASE64
+        rewritten["pattern"] = FORMATS[name]
     return rewritten
 
 

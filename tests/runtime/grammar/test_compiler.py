@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import calendar
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +16,7 @@ from tests.support.instances import TinyParts
 from teneral.runtime.errors import GrammarError, RequestError
 from teneral.runtime.grammar.compiler import GrammarCompiler
 from teneral.runtime.grammar.matcher import Matcher
-from teneral.runtime.grammar.spec import MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, GrammarSpec
+from teneral.runtime.grammar.spec import FORMATS, MAX_GRAMMAR_CHARS, MAX_SCHEMA_BYTES, GrammarSpec
 
 PERSON = {
     "type": "object",
@@ -261,3 +263,33 @@ def test_the_format_byte_is_base64(
     parts: TinyParts, compiler: GrammarCompiler, text: str, fulfils: bool
 ) -> None:
     assert accepts(parts, compiler, {"type": "string", "format": "byte"}, text) is fulfils
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "fulfils"),
+    [
+        ("date", "2024-02-29", True),
+        ("date", "2000-02-29", True),
+        ("date", "2801-02-29", False),
+        ("date", "1900-02-29", False),
+        ("date", "2024-04-31", False),
+        ("date", "2024-13-01", False),
+        ("date-time", "2024-02-29T23:59:59Z", True),
+        ("date-time", "2024-12-31T00:00:00.125+05:30", True),
+        ("date-time", "2023-02-29T00:00:00Z", False),
+        ("date-time", "2024-01-01T24:00:00Z", False),
+    ],
+)
+def test_dates_are_those_of_the_calendar(
+    parts: TinyParts, compiler: GrammarCompiler, kind: str, text: str, fulfils: bool
+) -> None:
+    assert accepts(parts, compiler, {"type": "string", "format": kind}, f'"{text}"') is fulfils
+
+
+def test_a_day_is_a_date_where_the_calendar_has_it() -> None:
+    pattern = re.compile(FORMATS["date"])
+    for year in (1600, 1700, 1896, 1900, 1999, 2000, 2023, 2024, 2100):
+        for month in range(1, 13):
+            for day in range(1, 32):
+                is_date = day <= calendar.monthrange(year, month)[1]
+                assert bool(pattern.match(f"{year}-{month:02}-{day:02}")) is is_date

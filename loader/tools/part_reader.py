@@ -126,7 +126,8 @@ def map_in_order(
                     pending.append(pool.submit(function, waiting.popleft()))
                 yield pending.popleft().result()
         finally:
-            for future in pending:
+            # From the last one: a part that runs may wait for earlier ones, so these must not be given up before it.
+            for future in reversed(pending):
                 future.cancel()
 
 

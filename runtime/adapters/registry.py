@@ -351,6 +351,8 @@ class AdapterRegistry:
             while True:
                 self._require_open()
                 if not adapter.is_listed or not adapter.num_pins:
+                    if adapter.is_listed:
+                        self._drop(adapter.name)  # under this lock: no request can pin it before it fails
                     raise AdapterUnavailableError(f"nothing asks for the adapter {adapter.name!r} any more")
                 idle = [each for each in self._adapters.values() if each.is_complete and not each.num_pins]
                 num_there = len(self._adapters)

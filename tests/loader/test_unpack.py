@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,7 @@ from teneral.loader.format.manifest import DTYPE_BITS, FRAME_ELEMENTS, Tier
 from teneral.loader.format.manifest_json import dump_manifest
 from teneral.loader.sources.memory import MemoryStore
 from teneral.loader.tools.pack.pack import pack
+from teneral.loader.tools.part_reader import map_in_order
 from teneral.loader.tools.unpack import plan_shards, unpack
 
 
@@ -321,6 +324,35 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, error) -> None:
     with pytest.raises((KeyboardInterrupt, UnavailableError)):
         unpack(packed(model_store(llama_contents())), tmp_path / "deep" / "model", progress=interrupt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_run_at_an_interruption_never_wait_for_one_that_was_given_up(monkeypatch) -> None:
+    done = [threading.Event() for _ in range(8)]
+    given_up = threading.Event()
+    cancel = Future.cancel
+
+    def cancel_slowly(future: Future) -> bool:
+        if not cancel(future):
+            return False
+        given_up.set()  # from now on threads are free for the next parts
+        time.sleep(0.01)
+        return True
+
+    def after_the_part_before(number: int) -> int:
+        if number > 1:
+            came.append(done[number - 1].wait(patience_s(5)))
+        elif number == 1:
+            given_up.wait()
+        done[number].set()
+        return number
+
+    came: list[bool] = []
+    monkeypatch.setattr(Future, "cancel", cancel_slowly)
+    results = map_in_order(after_the_part_before, range(8), threads=2)
+    assert next(results) == 0
+    results.close()
+    assert came
+    assert all(came)
 
 
 def test_an_interruption_keeps_a_directory_that_was_there(tmp_path: Path) -> None:

@@ -190,6 +190,31 @@ def test_requests_that_are_cancelled_while_their_adapter_is_on_its_way(
         assert tokens(submit(instance, "a1")) == rig.merged_tokens("a1", 6)
 
 
+def test_a_request_that_comes_as_an_unwanted_adapter_is_given_up_loads_it_anew(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = paced(monkeypatch)
+    give_up = AdapterRegistry._fail
+    late: list[Any] = []
+
+    def request_first(self: AdapterRegistry, adapter: Any, error: Any) -> None:
+        if not late:
+            late.append(submit(instance, adapter.name))
+        give_up(self, adapter, error)
+
+    monkeypatch.setattr(AdapterRegistry, "_fail", request_first)
+    with rig.instance() as instance:
+        engine = instance.engine.result(WAIT_S)
+        held = sources[0].hold(lambda call: call.name.startswith("a1/"))
+        submit(instance, "a1").cancel()
+        held.wait_reached()
+        eventually(lambda: engine.statistics().running == engine.statistics().queued == 0)
+        held.release()
+        eventually(lambda: late)
+        assert tokens(late[0]) == rig.merged_tokens("a1", 6)
+        instance.adapters.check_integrity()
+
+
 def test_a_store_that_fails_fails_the_adapters_requests_and_no_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,7 +148,23 @@ class Front:
             self._supervisor.metrics.request_ended(model, status, seconds)
             path = ascii(request.path[:200])[1:-1]
             access_logger.info(
-                "%s %s %d %.1f ms %s %s", request.method, path, status, seconds * 1000, model, request_id
+                "%s %s %d %.1f ms %s %s",
+                request.method,
+                path,
+                status,
+                seconds * 1000,
+                model,
+                request_id,
+                extra={
+                    "fields": {
+                        "method": request.method,
+                        "path": path,
+                        "status": status,
+                        "duration_s": round(seconds, 6),
+                        "model": model,
+                        "request_id": request_id,
+                    }
+                },
             )
 
     # understanding

@@ -27,6 +27,7 @@ from ..console.routes import PageRoutes
 from ..http.errors import as_api_error
 from ..http.keys import ApiKeys, parse_keys
 from ..http.limits import IDLE_CONNECTION_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from ..http.logs import write_json
 from ..http.sockets import listen
 from .codes import Code
 from .deployment import Deployment
@@ -62,6 +63,7 @@ class RunOptions:
     console: bool = True
     state_folder: str | None = None
     log_level: str = "info"
+    log_format: str = "text"  # or json
 
 
 def run_pool(options: RunOptions) -> int:
@@ -74,6 +76,8 @@ def run_pool(options: RunOptions) -> int:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    if options.log_format == "json":
+        write_json()
     with state_folder(options.state_folder) as folder, listen(options.host, options.port) as sock:
         asyncio.run(_Runner(pool, options, folder, dict(os.environ)).serve(sock))
     return 0
@@ -200,7 +204,14 @@ class _Runner:
             supervisor.tick()
 
     def _config(self, model: Model, release: Release) -> ServeConfig:
-        config = instance_config(self._pool, model, release, self._folder, self._environment)
+        config = instance_config(
+            self._pool,
+            model,
+            release,
+            self._folder,
+            self._environment,
+            log_format=self._options.log_format,
+        )
         if self._key is not None and config.api_key is None:
             return config.replace(api_key=self._key)
         return config

@@ -13,9 +13,16 @@ from .values import Model, Pool
 
 
 def instance_config(
-    pool: Pool, model: Model, release: Release, state_folder: Path, environment: Mapping[str, str]
+    pool: Pool,
+    model: Model,
+    release: Release,
+    state_folder: Path,
+    environment: Mapping[str, str],
+    *,
+    log_format: str = "text",
 ) -> ServeConfig:
-    """Settings of a release's instances. What was computed is kept below `state_folder` when one ends.
+    """Settings of a release's instances. What was computed is kept below `state_folder` when one ends; logs have
+    `log_format` unless the file says another.
 
     Raises `PoolFileError` where a secret's variable is not set.
     """
@@ -25,6 +32,7 @@ def instance_config(
             place = ("models", model.name, "serve", f"{name}_env")
             raise pool.error(Code.E2, f"names the variable {variable}, which is not set", *place)
         settings[name] = environment[variable]
+    settings.setdefault("log_format", log_format)
     settings.setdefault("kv_bytes", DEFAULT_KV_BYTES)
     version = "" if release.version is None else f"@{release.version}"
     settings.setdefault("kv_snapshot_sessions", True)

@@ -119,6 +119,12 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         "--state-dir", default=None, metavar="DIR", help="keep KV snapshots there between runs (default: not)"
     )
     command.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    command.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="a line as text, or as a JSON object; of the instances too, where the file does not set it",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -140,6 +146,7 @@ def _run(options: argparse.Namespace) -> int:
             console=not options.no_console,
             state_folder=options.state_dir,
             log_level=options.log_level,
+            log_format=options.log_format,
         )
     )
 

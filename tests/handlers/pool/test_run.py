@@ -231,6 +231,22 @@ def test_a_version_with_too_many_errors_is_rolled_back(models: Path, tmp_path: P
         assert "answers were errors" in pool.pool()["models"]["m"]["rejected"]["2"]
 
 
+def test_the_front_and_its_instances_log_json(models: Path, tmp_path: Path) -> None:
+    file = pool_file(f'[models.m]\nsource = "{models}/repository/1"\n')
+    with PoolRun(tmp_path, file, "--log-format", "json") as pool:
+        answer = pool.complete("m")
+        assert answer.status == 200
+        assert pool.end() == 0
+        # Every line is an object, but for those that announce an address.
+        lines = [json.loads(line) for line in pool.log.splitlines() if not line.startswith("teneral: ")]
+    access = next(line for line in lines if line["logger"] == "teneral.pool.access" and line["model"] == "m")
+    assert access["status"] == 200
+    assert access["path"] == "/v1/completions"
+    assert access["request_id"] == answer.headers["x-request-id"]
+    assert 0 < access["duration_s"] < WAIT_S
+    assert any(line.get("generated_tokens") for line in lines), "of the instance"
+
+
 def test_killed_instances_lose_no_request_and_none_is_wrong(models: Path, tmp_path: Path) -> None:
     """Six models with memory for three, an instance killed every second and a half."""
     names = [f"m{number}" for number in range(6)]

@@ -37,10 +37,10 @@ from ..step.state import Choice, Chosen
 from .accept import accept
 from .arrival import Arrival
 from .exact_passes import ExactPasses, PassLike, Sent
-from .roster import Roster
 from .sequence import Lane
 from .sequence import Sequence as TokenSequence
 from .speculation import Acceptance, catch_up_s, max_proposals, may_draft
+from .state import SchedulerState
 from .trace import EngineTimeline
 
 DRAFT_TIERS = (Tier.SKETCH, Tier.DRAFT)
@@ -99,13 +99,13 @@ class _Member:
 
 
 class EarlyPhase:
-    """The early phase, made once. It owns its sequences' lanes; all other state is the roster's."""
+    """The early phase, made once. It owns its sequences' lanes; all other state is in `SchedulerState`."""
 
     def __init__(
         self,
         model: TieredDecoder,
         kv: Any,
-        roster: Roster,
+        state: SchedulerState,
         arrival: Arrival,
         *,
         timeline: EngineTimeline,
@@ -113,11 +113,11 @@ class EarlyPhase:
     ) -> None:
         self._model = model
         self._kv = kv
-        self._roster = roster
+        self._state = state
         self._arrival = arrival
         self._timeline = timeline
         self._backend = backend
-        self._max_rows = roster.options.max_step_tokens
+        self._max_rows = state.options.max_step_tokens
         self._members: list[_Member] = []
         self._passes = ExactPasses(self._max_rows)
         self._acceptance = Acceptance()
@@ -153,7 +153,7 @@ class EarlyPhase:
         return [member.sequence for member in self._members]
 
     def reset(self) -> None:
-        """Drop all passes and members. The roster owns their blocks."""
+        """Drop all passes and members. The block manager owns their blocks."""
         self._members = []
         self._passes.clear()
 
@@ -164,19 +164,19 @@ class EarlyPhase:
         """Remove ended members and admit new ones; sleep briefly if there are none. Returns whether
         to continue.
         """
-        roster = self._roster
-        with roster.changed:
-            if roster.some_ended_early:
-                self._leave(roster.forget_ended())
-            if roster.is_stopping:
+        state = self._state
+        with state.changed:
+            if state.some_ended_early:
+                self._leave(state.forget_ended())
+            if state.is_stopping:
                 return False
             order = self._arrival.order()
             if self._is_through or order is Order.EXACT or self._arrival.is_exact():
                 return bool(self._members)
             new = self._admit() if order is Order.DRAFT_FIRST else []
-            self._num_waiting = len(roster.waiting)
+            self._num_waiting = len(state.waiting)
             if not self._members:
-                roster.changed.wait(WAIT_S if roster.waiting else IDLE_WAIT_S)
+                state.changed.wait(WAIT_S if state.waiting else IDLE_WAIT_S)
         for member in new:
             self._want(member.sequence.tokens)
         return True
@@ -196,24 +196,24 @@ class EarlyPhase:
         batch work keeps its place: preempted now, it would start again just when its weights are
         about to be exact.
         """
-        roster = self._roster
+        state = self._state
         new: list[_Member] = []
-        roster.waiting.arrange()
-        roster.attach_prefixes()
-        for sequence in roster.ready():
-            num_blocks = roster.lending.num_missing(sequence.exact, sequence.num_tokens + 1)
-            if len(roster.running) >= roster.options.max_running or num_blocks > roster.lending.num_available:
+        state.waiting.arrange()
+        state.attach_prefixes()
+        for sequence in state.ready():
+            num_blocks = state.blocks.num_missing(sequence.exact, sequence.num_tokens + 1)
+            if len(state.running) >= state.options.max_running or num_blocks > state.blocks.num_available:
                 break
-            roster.admit(sequence)
-            roster.lending.grow(sequence.exact, num_blocks)
+            state.admit(sequence)
+            state.blocks.grow(sequence.exact, num_blocks)
             member = _Member(sequence, _first_token_of(sequence), sequence.num_computed)
             num_draft_blocks = num_blocks + sequence.num_remembered
             is_worth_it = sequence.scores is None and self._has_time(member)
-            if is_worth_it and num_draft_blocks <= roster.lending.num_available:
+            if is_worth_it and num_draft_blocks <= state.blocks.num_available:
                 sequence.draft = _draft_lane(sequence, shares_tokens=member.sends_drafts)
-                roster.lending.grow(sequence.draft, num_draft_blocks)
+                state.blocks.grow(sequence.draft, num_draft_blocks)
             new.append(member)
-        roster.detach_prefixes()
+        state.detach_prefixes()
         self._members += new
         return new
 
@@ -240,9 +240,9 @@ class EarlyPhase:
         self._is_through = self._is_through or bool(members)
         for member in members:
             sequence = member.sequence
-            if sequence in self._roster.running:
-                self._roster.lending.drop_draft(sequence)
-                self._roster.lending.shrink(sequence.exact, sequence.num_tokens)
+            if sequence in self._state.running:
+                self._state.blocks.drop_draft(sequence)
+                self._state.blocks.shrink(sequence.exact, sequence.num_tokens)
 
     # -- the next action
     # -------------------------------------------------------------------------------------
@@ -270,8 +270,8 @@ class EarlyPhase:
         elif self._passes:
             self._passes.wait(WAIT_S)
         else:
-            with self._roster.changed:
-                self._roster.changed.wait(WAIT_S)
+            with self._state.changed:
+                self._state.changed.wait(WAIT_S)
 
     def _draftable(self) -> list[_Member]:
         """Members with a draft lane. Those that need the draft tier wait, while others use the
@@ -289,7 +289,7 @@ class EarlyPhase:
             return []
         limit = max_proposals(self._acceptance.rate)
         chosen: list[_Member] = []
-        with self._roster.changed:
+        with self._state.changed:
             for member in self._draftable():
                 sequence, lane = member.sequence, _lane_of(member)
                 if not member.can_draft or sequence.generation.ended:
@@ -305,14 +305,14 @@ class EarlyPhase:
         """Allocate blocks for `num_tokens` tokens in the lane, and for one more in the exact lane,
         if available.
         """
-        roster = self._roster
+        state = self._state
         missing = [(lane, num_tokens), (sequence.exact, num_tokens + 1)]
-        needed = [(each, max(0, roster.lending.num_missing(each, num))) for each, num in missing]
-        if sum(num for _, num in needed) > roster.lending.num_available:
+        needed = [(each, max(0, state.blocks.num_missing(each, num))) for each, num in missing]
+        if sum(num for _, num in needed) > state.blocks.num_available:
             return False
         for each, num in needed:
             if num:
-                roster.lending.grow(each, num)
+                state.blocks.grow(each, num)
         return True
 
     def _plan_passes(self, *, is_time: bool) -> None:
@@ -390,10 +390,10 @@ class EarlyPhase:
         return True
 
     def _is_other_company(self) -> bool:
-        roster = self._roster
-        with roster.changed:
-            is_new = len(roster.waiting) > self._num_waiting
-            return is_new or roster.some_ended_early or roster.is_stopping
+        state = self._state
+        with state.changed:
+            is_new = len(state.waiting) > self._num_waiting
+            return is_new or state.some_ended_early or state.is_stopping
 
     def _take_drafted(
         self, members: Sequence[_Member], choices: Sequence[Chosen], num_rows: int, took_s: float
@@ -430,7 +430,7 @@ class EarlyPhase:
             lane.tokens.append(token)
             sampling.add(token)
             for forced in () if token in sequence.end_tokens else sampling.forced():
-                with self._roster.changed:
+                with self._state.changed:
                     if not self._make_room(sequence, lane, len(lane.tokens) + 1):
                         break
                 lane.tokens.append(forced)
@@ -449,8 +449,8 @@ class EarlyPhase:
         if through is not None:
             self._judge(through, took_s)
             return
-        with self._roster.changed:
-            self._roster.note_step(0, took_s)
+        with self._state.changed:
+            self._state.note_step(0, took_s)
 
     def _judge(self, through: Sent, took_s: float) -> None:
         """Process the logits of a finished exact pass."""
@@ -471,7 +471,7 @@ class EarlyPhase:
             sequence.exact.num_computed = min(num_agreed, sequence.num_tokens - 1)
             if is_settled:
                 settled.append(member)
-        with self._roster.changed:
+        with self._state.changed:
             self._graduate(settled)
         self._hand_out(events, through.num_rows, took_s)
 
@@ -502,11 +502,11 @@ class EarlyPhase:
     # ----------------------------------------------------------------------------------------------
 
     def _hand_out(self, events: Events, num_rows: int, took_s: float) -> None:
-        with self._roster.changed:
-            self._roster.note_step(num_rows, took_s)
+        with self._state.changed:
+            self._state.note_step(num_rows, took_s)
             ended = [sequence for sequence, event in events if event.finish_reason is not None]
             self._leave(ended)
-            self._roster.note_events(events)
+            self._state.note_events(events)
         for sequence, event in events:
             sequence.generation.emit(event)
 

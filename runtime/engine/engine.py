@@ -49,9 +49,9 @@ from .early import EarlyPhase, TieredDecoder
 from .exhaustion import is_exhaustion, largest_first
 from .generation import Generation, OnEvent
 from .options import EngineOptions, EngineStatistics
-from .roster import Roster
 from .scheduler import Preempted, Share, StepPlan, make_way, plan_step
 from .sequence import Sequence as TokenSequence
+from .state import SchedulerState
 from .statistics import statistics_of
 from .trace import EngineTimeline
 
@@ -117,18 +117,18 @@ class Engine:
         self._kv = model.new_kv(num_blocks, block_size, **kind)
         self._thread: threading.Thread | None = None
         prefix_seed = prefix_seed or secrets.token_bytes(32)
-        self._roster = Roster(
+        self._state = SchedulerState(
             num_blocks,
             options,
             prefix_seed=prefix_seed,
             max_pinned_blocks=options.max_pinned_blocks(num_blocks, bytes_per_block),
             copy_tokens=self._kv.copy_tokens,
         )
-        self._adapters = RequestAdapters(adapters, self._roster.changed)
-        lending = self._roster.lending
+        self._adapters = RequestAdapters(adapters, self._state.changed)
+        blocks = self._state.blocks
         # Imports and exports computed blocks, from any thread.
-        self.prefix_pool = PrefixPool(lending, self._kv, seed=prefix_seed)
-        lending.open_spill(self._kv, bytes_per_block, self._roster.num_promised_blocks)
+        self.prefix_pool = PrefixPool(blocks, self._kv, seed=prefix_seed)
+        blocks.open_spill(self._kv, bytes_per_block, self._state.num_promised_blocks)
         self._backend = make_backend(
             model,
             self._kv,
@@ -145,21 +145,21 @@ class Engine:
         if arrival is not None:
             tiered = cast("TieredDecoder", model)
             self._early = EarlyPhase(
-                tiered, self._kv, self._roster, arrival, timeline=self._timeline, backend=self._backend
+                tiered, self._kv, self._state, arrival, timeline=self._timeline, backend=self._backend
             )
 
     # -- for any thread --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread, which sleeps while idle."""
-        with self._roster.changed:
-            if self._thread is not None or self._roster.is_stopping:
+        with self._state.changed:
+            if self._thread is not None or self._state.is_stopping:
                 raise RuntimeError("an engine can be started once, before it is stopped")
             # Daemon: a pass that waits for weights cannot be interrupted, and must not keep the process.
             self._thread = threading.Thread(target=self._run, name="teneral-engine", daemon=True)
             self._thread.start()
-            if self._roster.lending.spill is not None:
-                self._roster.lending.spill.start()
+            if self._state.blocks.spill is not None:
+                self._state.blocks.spill.start()
 
     def submit(
         self, request: GenerationRequest, on_event: OnEvent | None = None, *, joins: bool = False
@@ -214,13 +214,13 @@ class Engine:
         last = first if first is not None and first.finish_reason is not None else None
         if first is not None and last is None:
             generation.begin(first)
-        with self._roster.changed:
+        with self._state.changed:
             if last is None:
-                self._roster.enqueue(sequence, joins=joins)
-                self._roster.note_events([] if first is None else [(sequence, first)])
+                self._state.enqueue(sequence, joins=joins)
+                self._state.note_events([] if first is None else [(sequence, first)])
             else:
-                self._roster.require_open()
-                self._roster.num_output_tokens += len(last.tokens)
+                self._state.require_open()
+                self._state.num_output_tokens += len(last.tokens)
         if last is not None:
             generation.emit(last)
         else:
@@ -235,9 +235,9 @@ class Engine:
         (`GenerationRequest.queue_name`), the others joining the first one, would be refused now; or
         the reason why all are.
         """
-        with self._roster.changed:
-            self._roster.require_open()
-            self._roster.require_room(queue_name, priority, num_sequences)
+        with self._state.changed:
+            self._state.require_open()
+            self._state.require_room(queue_name, priority, num_sequences)
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new requests, wait for the others, then stop.
@@ -245,10 +245,10 @@ class Engine:
         Returns True if all ended by themselves; the rest gets its last event (ERROR,
         DrainingError). Does not wait for the thread: `stop` does.
         """
-        roster = self._roster
-        with roster.changed:
-            roster.refuse(_shutting_down())
-            finished = roster.changed.wait_for(roster.all_ended, timeout_s)
+        state = self._state
+        with state.changed:
+            state.refuse(_shutting_down())
+            finished = state.changed.wait_for(state.all_ended, timeout_s)
         self._shut_down(_shutting_down())
         return finished
 
@@ -272,7 +272,7 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         return statistics_of(
-            self._roster,
+            self._state,
             kv_bytes=self._kv_bytes,
             max_context=self.max_context,
             device=self._backend.statistics(),
@@ -280,13 +280,13 @@ class Engine:
 
     def kv_view(self) -> PoolView:
         """The content of the KV pool, without anything that identifies its tenants."""
-        lending = self._roster.lending
-        with lending.changed:
+        blocks = self._state.blocks
+        with blocks.changed:
             return view_pool(
-                lending.allocator,
-                lending.prefixes,
-                lending.ledger,
-                lending.sessions.statistics(),
+                blocks.allocator,
+                blocks.prefixes,
+                blocks.ledger,
+                blocks.sessions.statistics(),
                 block_size=self.options.block_size,
                 now_s=time.monotonic(),
             )
@@ -294,13 +294,13 @@ class Engine:
     @property
     def owes_first_token(self) -> bool:
         """Whether a sequence waits for its first token."""
-        with self._roster.changed:
-            return self._roster.owes_first_token
+        with self._state.changed:
+            return self._state.owes_first_token
 
     def check_integrity(self) -> None:
         """Raise AssertionError if sequences and block pool disagree. For tests; waits for no step."""
-        with self._roster.changed:
-            self._roster.check_integrity(self.max_context)
+        with self._state.changed:
+            self._state.check_integrity(self.max_context)
 
     # -- the engine's thread ---------------------------------------------------------------------------------
 
@@ -345,76 +345,76 @@ class Engine:
         """Do one piece of work that makes later steps faster, unless a sequence waits for its first
         token. Returns whether to check again.
         """
-        roster, backend = self._roster, self._backend
-        if not backend.wants_idle_time(has_running=bool(roster.running)):  # on a CPU, never
+        state, backend = self._state, self._backend
+        if not backend.wants_idle_time(has_running=bool(state.running)):  # on a CPU, never
             return False
-        with roster.changed:
-            if roster.some_ended_early:
-                roster.forget_ended()
-            has_running = bool(roster.running)
+        with state.changed:
+            if state.some_ended_early:
+                state.forget_ended()
+            has_running = bool(state.running)
             if (
-                roster.owes_first_token
-                or roster.is_stopping
+                state.owes_first_token
+                or state.is_stopping
                 or not backend.wants_idle_time(has_running=has_running)
             ):
                 return False
-            if not has_running and roster.changed.wait(IDLE_S):
+            if not has_running and state.changed.wait(IDLE_S):
                 return True
         self._backend.work_when_idle()
         return True
 
     def _next_plan(self) -> StepPlan[TokenSequence] | None:
         """Wait for work, decide, and reserve the blocks for it. None: the engine stops."""
-        roster, lending = self._roster, self._roster.lending
-        with roster.changed:
+        state, blocks = self._state, self._state.blocks
+        with state.changed:
             while True:
-                if roster.some_ended_early:
-                    roster.forget_ended()
-                if roster.is_stopping:
+                if state.some_ended_early:
+                    state.forget_ended()
+                if state.is_stopping:
                     # The stopping thread gives these their last events, maybe after this thread has
                     # ended.
-                    roster.forget_all()
+                    state.forget_all()
                     return None
-                if not roster.running and not roster.waiting:
-                    roster.changed.wait()
+                if not state.running and not state.waiting:
+                    state.changed.wait()
                     continue
                 self._take_turns()
-                roster.attach_prefixes()
+                state.attach_prefixes()
                 plan = plan_step(
-                    roster.running,
-                    roster.ready() or roster.followers(),
-                    lending.num_available,
+                    state.running,
+                    state.ready() or state.followers(),
+                    blocks.num_available,
                     self._limits,
-                    freed_by=lending.num_freed_by,
+                    freed_by=blocks.num_freed_by,
                 )
-                roster.apply(plan)
-                roster.detach_prefixes()
+                state.apply(plan)
+                state.detach_prefixes()
                 if plan.shares:
                     return plan
-                wait_s = None if lending.spill is None else lending.spill.wait_s()
-                waits_for_adapters = any(each.waits_for_adapter for each in roster.waiting)
+                wait_s = None if blocks.spill is None else blocks.spill.wait_s()
+                waits_for_adapters = any(each.waits_for_adapter for each in state.waiting)
                 assert wait_s is not None or waits_for_adapters, "the oldest sequence can always go on"
-                roster.changed.wait(wait_s)
+                state.changed.wait(wait_s)
 
     def _take_turns(self) -> None:
         """Arrange the waiting sequences in the order of their turns; preempt batch work for
         interactive work. Under the lock.
         """
-        roster, lending = self._roster, self._roster.lending
-        lending.sessions.expire(time.monotonic())
-        has_batch = any(sequence.is_batch for sequence in roster.running)
-        if not roster.waiting or (len(roster.running) == self.options.max_running and not has_batch):
+        state, blocks = self._state, self._state.blocks
+        blocks.sessions.expire(time.monotonic())
+        has_batch = any(sequence.is_batch for sequence in state.running)
+        if not state.waiting or (len(state.running) == self.options.max_running and not has_batch):
             return
-        roster.waiting.arrange()
+        state.waiting.arrange()
         if has_batch:
             victims = make_way(
-                roster.running,
-                roster.prospects(),
-                lending.num_available,
+                state.running,
+                state.prospects(),
+                blocks.num_available,
                 self._limits,
-                lending.num_freed_by,
+                blocks.num_freed_by,
             )
-            roster.preempt(victims, Preempted.PRIORITY)
+            state.preempt(victims, Preempted.PRIORITY)
 
     def _execute(self, shares: Sequence[Share[TokenSequence]]) -> None:
         choosing = [share.sequence for share in shares if share.is_last]
@@ -422,8 +422,8 @@ class Engine:
         try:
             choices = self._compute(shares, [sequence.sampling for sequence in choosing])
         except OvertakenError:
-            with self._roster.changed:
-                self._roster.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
+            with self._state.changed:
+                self._state.preempt([share.sequence for share in reversed(shares)], Preempted.ADAPTER)
             return
         except Exception as error:  # noqa: BLE001 - of the model's code, its weights, or memory
             if not is_exhaustion(error):
@@ -442,17 +442,17 @@ class Engine:
             for sequence, choice in zip(choosing, choices, strict=True)
             if not sequence.generation.ended
         ]
-        roster, lending = self._roster, self._roster.lending
-        with roster.changed:
+        state, blocks = self._state, self._state.blocks
+        with state.changed:
             if len(events) < len(choosing):
                 # Those got no token and must not be planned again, although their end may not be
                 # recorded yet.
-                roster.some_ended_early = True
+                state.some_ended_early = True
             for share in shares:
-                lending.remember(share.sequence)
-            roster.note_events(events)
-            if lending.spill is not None:
-                lending.spill.poke()
+                blocks.remember(share.sequence)
+            state.note_events(events)
+            if blocks.spill is not None:
+                blocks.spill.poke()
         for sequence, event in events:
             sequence.generation.emit(event)
 
@@ -460,7 +460,7 @@ class Engine:
         self, shares: Sequence[Share[TokenSequence]], states: Sequence[SamplingState]
     ) -> list[Chosen]:
         """Compute one step, and choose the next tokens."""
-        backend, step, spill = self._backend, self._roster.num_steps, self._roster.lending.spill
+        backend, step, spill = self._backend, self._state.num_steps, self._state.blocks.spill
         batch = backend.build([_rows_of(share) for share in shares])
         start_s = time.monotonic()
         end_s: float | None = None
@@ -475,17 +475,17 @@ class Engine:
             return backend.choose(logits, states)
         finally:
             end_s = end_s or time.monotonic()
-            with self._roster.changed:
-                self._roster.note_step(len(batch.tokens), end_s - start_s)
+            with self._state.changed:
+                self._state.note_step(len(batch.tokens), end_s - start_s)
                 if spill is not None:
                     spill.note_step(len(batch.tokens), end_s - start_s)
             self._timeline.add_step(step, batch, start_s, end_s)
 
     def _is_overtaken(self) -> bool:
         """Whether there is something to do that need not wait for an adapter."""
-        roster = self._roster
-        with roster.changed:
-            return bool(roster.ready()) or roster.some_ended_early or roster.is_stopping
+        state = self._state
+        with state.changed:
+            return bool(state.ready()) or state.some_ended_early or state.is_stopping
 
     def _run_out(self, why: str, victims: Sequence[TokenSequence], others: Sequence[TokenSequence]) -> None:
         """Handle a step that ran out of memory: the victims end, the others start again, and all
@@ -493,17 +493,17 @@ class Engine:
         """
         self._backend.make_room()
         logger.error("out of memory: %s", why)
-        roster = self._roster
-        with roster.changed:
-            roster.num_exhausted += 1
+        state = self._state
+        with state.changed:
+            state.num_exhausted += 1
             for sequence in victims:
-                roster.forget(sequence)
-            roster.preempt([each for each in others if each in roster.running], Preempted.MEMORY)
-            for sequence in roster.running:  # including those that the step would have filled
-                roster.lending.shrink(sequence.exact, sequence.num_computed)
+                state.forget(sequence)
+            state.preempt([each for each in others if each in state.running], Preempted.MEMORY)
+            for sequence in state.running:  # including those that the step would have filled
+                state.blocks.shrink(sequence.exact, sequence.num_computed)
             failure = CapacityError(
                 "there was not enough memory to compute this request together with the others",
-                retry_after_s=roster.retry_after_s,
+                retry_after_s=state.retry_after_s,
                 hint="Try again later, or with a shorter prompt; --kv-bytes and --max-running leave more room.",
             )
         for sequence in victims:
@@ -515,18 +515,18 @@ class Engine:
             self._fail_all(failure)
             return
         logger.error("a step failed: %s", failure.message, exc_info=failure)
-        with self._roster.changed:
+        with self._state.changed:
             for sequence in sequences:
-                self._roster.forget(sequence)
+                self._state.forget(sequence)
         for sequence in sequences:
             sequence.generation.emit(error_event(failure))
 
     def _fail_all(self, failure: TeneralError) -> None:
         if isinstance(failure, DeviceLostError) and self._on_device_lost is not None:
             self._on_device_lost(failure)
-        with self._roster.changed:
-            self._roster.refuse(failure)
-            sequences = self._roster.forget_all()
+        with self._state.changed:
+            self._state.refuse(failure)
+            sequences = self._state.forget_all()
         for sequence in sequences:
             sequence.generation.emit(error_event(failure))
 
@@ -534,8 +534,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------
 
     def _stop_spill(self) -> None:
-        if self._roster.lending.spill is not None:
-            self._roster.lending.spill.stop()
+        if self._state.blocks.spill is not None:
+            self._state.blocks.spill.stop()
 
     def _check(self, request: GenerationRequest) -> None:
         limits = self._model.config
@@ -559,17 +559,17 @@ class Engine:
                 )
 
     def _on_end(self, adapter: HeldAdapter | None, generation: Generation, reason: FinishReason) -> None:
-        self._roster.note_end(generation, reason)
+        self._state.note_end(generation, reason)
         self._adapters.release(adapter)
         self._timeline.add_request(generation, reason)
 
     def _shut_down(self, reason: TeneralError) -> None:
-        roster = self._roster
-        with roster.changed:
-            roster.refuse(reason)
-            roster.is_stopping = True
-            sequences = roster.everybody()
-            roster.changed.notify_all()
+        state = self._state
+        with state.changed:
+            state.refuse(reason)
+            state.is_stopping = True
+            sequences = state.everybody()
+            state.changed.notify_all()
         for sequence in sequences:
             sequence.generation.emit(error_event(reason))
 

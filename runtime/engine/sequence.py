@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..kv.prefixes import chain_hash, seed_hash
-from ..kv.spill.fetch import Fetch
+from ..kv.spill.policy import Fetch
 from ..step.batch import Epoch
 from ..step.logprobs import PromptScores
 from ..step.requests import FinishReason, GenerationEvent, Priority
@@ -40,7 +40,7 @@ class Lane:
     """A sequence's keys and values of one epoch: those of its first `num_computed` tokens are in
     `blocks`, in order.
 
-    While it holds cached blocks without being admitted (`lending.py`), the last of these tokens may
+    While it holds cached blocks without being admitted (`block_manager.py`), the last of these tokens may
     be in another sequence's block, the `source`. They are copied when the lane gets its next block.
     """
 

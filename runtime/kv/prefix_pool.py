@@ -28,7 +28,7 @@ PIECE_BYTES = 1 << 20  # bytes copied at a time, unless one block is larger
 
 
 class Holder(Protocol):
-    """The owner of the pool: the part of the engine's `Lending` that is needed here."""
+    """The owner of the pool: the part of the engine's `BlockManager` that is needed here."""
 
     changed: threading.Condition
     allocator: BlockAllocator

@@ -61,9 +61,9 @@ class Poisoned:
     def __init__(self, decoder: Decoder, **options: Any) -> None:
         self._decoder = decoder
         self.engine = engine_of(decoder, **options)
-        lending = self.engine._roster.lending
-        self.allocator = PoisoningAllocator(lending.allocator.num_blocks, self.engine._kv)
-        lending.allocator = lending.prefixes._allocator = self.allocator
+        blocks = self.engine._state.blocks
+        self.allocator = PoisoningAllocator(blocks.allocator.num_blocks, self.engine._kv)
+        blocks.allocator = blocks.prefixes._allocator = self.allocator
         self.engine.start()
 
     def __enter__(self) -> Poisoned:
@@ -118,8 +118,8 @@ def test_the_poison_works(decoder: Decoder) -> None:
     with Poisoned(decoder, num_blocks=30) as rig:
         prompt = tuple(range(12))
         rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY)).result(TIMEOUT_S)
-        with rig.engine._roster.changed:
-            rig.allocator._poison(list(rig.engine._roster.lending.prefixes.blocks()))
+        with rig.engine._state.changed:
+            rig.allocator._poison(list(rig.engine._state.blocks.prefixes.blocks()))
         generation = rig.engine.submit(GenerationRequest("r", prompt, 2, GREEDY))
         with pytest.raises(Exception, match="finite"):
             generation.result(TIMEOUT_S)

@@ -50,7 +50,7 @@ def wait_until(condition):
 
 def num_proposed(rig):
     """Proposals that are not checked yet."""
-    lanes = [(each, each.draft) for each in rig.engine._roster.running]
+    lanes = [(each, each.draft) for each in rig.engine._state.running]
     return sum(len(lane.tokens) - each.num_tokens for each, lane in lanes if lane is not None)
 
 
@@ -124,10 +124,10 @@ def test_no_exact_token_uses_a_block_that_the_draft_has_written(artifact, expect
         generations = [rig.submit(prompt) for prompt in PROMPTS]
         wait_until(lambda: num_proposed(rig) >= 4 * 8)
         rig.arrival.has_time = False  # nothing is drafted any more
-        allocator = rig.engine._roster.lending.allocator
+        allocator = rig.engine._state.blocks.allocator
         wait_until(lambda: not rig.engine._early._who_drafts())
-        with rig.engine._roster.changed:
-            lanes = [each.draft for each in rig.engine._roster.running]
+        with rig.engine._state.changed:
+            lanes = [each.draft for each in rig.engine._state.running]
             drafted = [block for lane in lanes for block in lane.blocks]
             assert drafted
             assert all(allocator.epoch(block) is Epoch.DRAFT for block in drafted)

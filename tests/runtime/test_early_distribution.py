@@ -63,7 +63,7 @@ def drawn(rig: EarlyRig, *, refine_late: bool) -> list[tuple[int, ...]]:
 def wait_for_proposals(rig: EarlyRig, number: int) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while True:
-        lanes = [(each, each.draft) for each in rig.engine._roster.running]
+        lanes = [(each, each.draft) for each in rig.engine._state.running]
         if sum(len(lane.tokens) - each.num_tokens for each, lane in lanes if lane is not None) >= number:
             return
         assert time.monotonic() < deadline_s, "so much was never drafted"

@@ -223,16 +223,16 @@ def test_a_request_that_is_ending_drafts_nothing_more_and_disturbs_no_other(comp
     """The thread that cancels is held up between the end and the moment in which the engine hears of it."""
     ask = Ask(prompt=2, sampling=0, is_draft=False, max_tokens=20, stop_every=0)
     with rig_of(artifact, computed) as rig:
-        roster = rig.engine._roster
+        state = rig.engine._state
         may_tell = threading.Event()
-        note_end = roster.note_end
+        note_end = state.note_end
 
         def note_end_late(generation, reason):
             if reason is FinishReason.CANCELLED:
                 may_tell.wait(TIMEOUT_S)
             note_end(generation, reason)
 
-        monkeypatch.setattr(roster, "note_end", note_end_late)
+        monkeypatch.setattr(state, "note_end", note_end_late)
         rig.start()
         leaves = rig.submit(PROMPTS[1], first_token=FirstToken.DRAFT, max_tokens=400)
         next(leaves.events(TIMEOUT_S))

@@ -88,7 +88,7 @@ def serve_three(rig) -> None:
 
 def saved(engine: Engine) -> None:
     """Wait until what is idle in the pool is on a medium, too."""
-    spill = engine._roster.lending.spill
+    spill = engine._state.blocks.spill
     until(engine, lambda _: not spill._is_poked)
 
 
@@ -292,7 +292,7 @@ def test_without_a_budget_there_is_none():
 
 def test_an_engine_that_never_started_gives_its_file_back(tmp_path):
     with spilling(tmp_path, start=False) as rig:
-        medium = rig.engine._roster.lending.spill._shelves.all[0].medium
+        medium = rig.engine._state.blocks.spill._tiers.all[0].medium
         assert not any(thread.name == "teneral-kv-spill" for thread in threading.enumerate())
         rig.engine.stop()
         assert medium._file.closed

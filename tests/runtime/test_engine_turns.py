@@ -308,8 +308,8 @@ def test_cancelling_several_of_a_step_frees_their_blocks_with_that_step() -> Non
         seen: list[tuple[int, int]] = []
 
         def look(number: int) -> None:
-            with rig.engine._roster.changed:
-                running = rig.engine._roster.running
+            with rig.engine._state.changed:
+                running = rig.engine._state.running
                 seen.append((number, sum(each.generation.ended for each in running)))
 
         rig.model.before_forward = look

@@ -10,8 +10,8 @@ import numpy as np
 
 from teneral.runtime.kv.blocks import BlockAllocator
 from teneral.runtime.kv.prefixes import HASH_BYTES, PrefixCache, chain_hash
-from teneral.runtime.kv.spill.fetch import Fetch
 from teneral.runtime.kv.spill.media import DiskMedium, HostMedium, Medium
+from teneral.runtime.kv.spill.policy import Fetch
 from teneral.runtime.kv.spill.spill import Spill
 
 BLOCK_SIZE = 4

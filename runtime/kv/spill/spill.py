@@ -26,11 +26,9 @@ import numpy as np
 
 from ..blocks import BlockAllocator
 from ..prefixes import PrefixCache
-from .fetch import Fetch
 from .media import Bytes, Medium
-from .policy import HERE, PrefillMeter, ReadRate, is_worth_writing, plan_fetch
-from .shelf import Shelf
-from .shelves import Found, Shelves
+from .policy import HERE, Fetch, PrefillMeter, ReadRate, is_worth_writing, plan_fetch
+from .tiers import Found, SpillTiers, TierIndex
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +102,8 @@ class Spill:
         self._changed = changed
         self._num_promised = num_promised
         self._clock = clock
-        self._shelves = Shelves(media, changed, clock)
-        self._block_bytes = self._shelves.block_bytes
+        self._tiers = SpillTiers(media, changed, clock)
+        self._block_bytes = self._tiers.block_bytes
         self._block_tokens = block_size
         self._prefill = PrefillMeter(min_tokens=2 * block_size)
         share = int(LOOKAHEAD_SHARE * allocator.num_blocks)
@@ -143,7 +141,7 @@ class Spill:
         if self._thread is not None:
             self._thread.join()
         else:
-            self._shelves.close()
+            self._tiers.close()
 
     def pump(self) -> bool:
         """Save or fetch one piece; False without work. Only the one thread calls it."""
@@ -221,15 +219,15 @@ class Spill:
         return self._held
 
     def statistics(self) -> SpillStatistics:
-        shelves = self._shelves.all
-        rates = {shelf.name: shelf.reads.rate for shelf in shelves}
+        tiers = self._tiers.all
+        rates = {tier.name: tier.reads.rate for tier in tiers}
         return SpillStatistics(
-            blocks={shelf.name: len(shelf) for shelf in shelves},
-            bytes={shelf.name: len(shelf) * self._block_bytes for shelf in shelves},
-            written_blocks_total={shelf.name: shelf.num_written for shelf in shelves},
-            restored_tokens_total={shelf.name: shelf.num_restored * self._block_tokens for shelf in shelves},
-            dropped_blocks_total={shelf.name: shelf.num_dropped for shelf in shelves},
-            failures_total={shelf.name: shelf.num_failed for shelf in shelves},
+            blocks={tier.name: len(tier) for tier in tiers},
+            bytes={tier.name: len(tier) * self._block_bytes for tier in tiers},
+            written_blocks_total={tier.name: tier.num_written for tier in tiers},
+            restored_tokens_total={tier.name: tier.num_restored * self._block_tokens for tier in tiers},
+            dropped_blocks_total={tier.name: tier.num_dropped for tier in tiers},
+            failures_total={tier.name: tier.num_failed for tier in tiers},
             read_bytes_s={name: rate.bytes_s for name, rate in rates.items() if rate is not None},
             prefill_tokens_s=self._prefill.tokens_s,
             fetching=len(self._fetches),
@@ -240,7 +238,7 @@ class Spill:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the indexes disagree. For tests."""
-        self._shelves.check_integrity()
+        self._tiers.check_integrity()
         for block in self._held:
             assert self._allocator.reference_count(block) >= 1, f"block {block} is held and free"
         assert not any(fetch.is_done for fetch in self._fetches)
@@ -249,11 +247,11 @@ class Spill:
         """The rates of the leading blocks that can be had without computing."""
         rates: list[ReadRate | None] = []
         for block_hash in hashes:
-            found = self._shelves.find(block_hash)
+            found = self._tiers.find(block_hash)
             if self._prefixes.find((block_hash,)) or any(block_hash in each.wanted for each in self._fetches):
                 rates.append(HERE)
             elif found is not None:
-                rates.append(found.shelf.reads.rate)
+                rates.append(found.tier.reads.rate)
             else:
                 break
         return rates
@@ -268,7 +266,7 @@ class Spill:
                     break
             self.pump()
         self._give_up()
-        self._shelves.close()
+        self._tiers.close()
 
     def _give_up(self) -> None:
         """End all fetches, now and in the future: waiting sequences compute the missing blocks."""
@@ -276,7 +274,7 @@ class Spill:
             self._release_held()
             for fetch in list(self._fetches):
                 self._end(fetch)
-            self._shelves.clear()
+            self._tiers.clear()
             self._is_poked = False
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -284,7 +282,7 @@ class Spill:
     def _save_piece(self) -> bool:
         """Copy some of the blocks that are evicted next. Returns False without any."""
         with self._changed:
-            shelves, chosen = self._choose()
+            tiers, chosen = self._choose()
             if not chosen:
                 self._is_poked = False
                 return False
@@ -298,38 +296,36 @@ class Spill:
             if self._fetches or self._is_stopping:
                 break  # the rest is saved later
             if block in whole:
-                self._shelves.store(shelves, block_hash, row)
+                self._tiers.store(tiers, block_hash, row)
         return True
 
-    def _choose(self) -> tuple[list[Shelf], list[tuple[int, bytes]]]:
+    def _choose(self) -> tuple[list[TierIndex], list[tuple[int, bytes]]]:
         """The tiers to use, and the next blocks to save with their hashes."""
-        shelves = self._shelves.open()
-        unsaved = self._unsaved(shelves)
+        tiers = self._tiers.open()
+        unsaved = self._unsaved(tiers)
         if not unsaved:
-            return shelves, []
-        worth = [shelf for shelf in shelves if self._is_worth_writing(shelf)]
-        if len(worth) < len(shelves):
+            return tiers, []
+        worth = [tier for tier in tiers if self._is_worth_writing(tier)]
+        if len(worth) < len(tiers):
             self._num_tries += 1
             if self._num_tries % TRY_EVERY:
                 return worth, self._unsaved(worth)
-            for shelf in shelves:
-                shelf.num_until_probe = 0
-        return shelves, unsaved
+            for tier in tiers:
+                tier.num_until_probe = 0
+        return tiers, unsaved
 
-    def _unsaved(self, shelves: Sequence[Shelf]) -> list[tuple[int, bytes]]:
+    def _unsaved(self, tiers: Sequence[TierIndex]) -> list[tuple[int, bytes]]:
         """The next blocks without a copy. Copies of blocks in the pool take at most half of the
         room; the other half adds capacity.
         """
-        num_slots = sum(shelf.medium.num_slots for shelf in shelves)
+        num_slots = sum(tier.medium.num_slots for tier in tiers)
         num_near = min(self._lookahead - self._allocator.free_count, (num_slots + 1) // 2)
         near = self._prefixes.next_idle(max(0, num_near))
-        unsaved = [
-            (block, block_hash) for block, block_hash in near if self._shelves.find(block_hash) is None
-        ]
+        unsaved = [(block, block_hash) for block, block_hash in near if self._tiers.find(block_hash) is None]
         return unsaved[: len(self._rows)]
 
-    def _is_worth_writing(self, shelf: Shelf) -> bool:
-        rate = shelf.reads.rate
+    def _is_worth_writing(self, tier: TierIndex) -> bool:
+        rate = tier.reads.rate
         # The first block written measures the rate.
         return rate is None or is_worth_writing(
             rate,
@@ -346,14 +342,14 @@ class Spill:
             num_found, piece = self._next_piece(fetch)
         if not piece:
             return
-        read_s: dict[Shelf, float] = {}
+        read_s: dict[TierIndex, float] = {}
         num_read = 0
         for found, row in zip(piece, self._rows, strict=False):
             start_s = self._clock()
-            if start_s >= fetch.deadline_s or not self._shelves.read(found, row):
+            if start_s >= fetch.deadline_s or not self._tiers.read(found, row):
                 break
             num_read += 1
-            read_s[found.shelf] = read_s.get(found.shelf, 0.0) + self._clock() - start_s
+            read_s[found.tier] = read_s.get(found.tier, 0.0) + self._clock() - start_s
         start_s = self._clock()
         with self._changed:
             blocks = self._take_room(fetch, num_found, num_read)
@@ -362,9 +358,9 @@ class Spill:
         with self._changed:
             self._add(piece[: len(blocks)], blocks)
             copy_s = self._clock() - start_s
-            for shelf, took_s in read_s.items():
-                num_here = sum(found.shelf is shelf for found in piece[:num_read])
-                shelf.reads.note_read(num_here * self._block_bytes, took_s + copy_s * num_here / num_read)
+            for tier, took_s in read_s.items():
+                num_here = sum(found.tier is tier for found in piece[:num_read])
+                tier.reads.note_read(num_here * self._block_bytes, took_s + copy_s * num_here / num_read)
             self.end_late()
             if len(blocks) < len(piece):
                 self._end(fetch)
@@ -379,7 +375,7 @@ class Spill:
         num_found = len(self._prefixes.find(fetch.hashes))
         piece: list[Found] = []
         for block_hash in fetch.hashes[num_found : num_found + len(self._rows)]:
-            found = self._shelves.find(block_hash)
+            found = self._tiers.find(block_hash)
             if found is None or self._prefixes.find((block_hash,)):
                 break
             piece.append(found)
@@ -387,7 +383,7 @@ class Spill:
             self._end(fetch)
             return num_found, []
         if not fetch.has_begun and len(self._fetches) == 1:
-            piece[0].shelf.reads.note_latency(self._clock() - fetch.asked_s)
+            piece[0].tier.reads.note_latency(self._clock() - fetch.asked_s)
         fetch.has_begun = True
         return num_found, piece
 
@@ -410,7 +406,7 @@ class Spill:
         """Cache the fetched blocks as idle."""
         for found, block in zip(piece, blocks, strict=True):
             self._prefixes.add(block, found.block_hash)
-            found.shelf.num_restored += 1
+            found.tier.num_restored += 1
         self._release_held()
 
     def _release_held(self) -> None:
@@ -423,5 +419,5 @@ class Spill:
             fetch.is_done = True
             self._fetches.remove(fetch)
             # The end is evicted before the beginning, as in the pool.
-            self._shelves.touch(reversed(fetch.hashes))
+            self._tiers.touch(reversed(fetch.hashes))
             self._changed.notify_all()

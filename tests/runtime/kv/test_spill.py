@@ -13,8 +13,8 @@ from tests.support.tiny_disk import tiny_disk
 
 from teneral.runtime.kv.prefixes import HASH_BYTES, seed_hash
 from teneral.runtime.kv.spill.media import DiskMedium
-from teneral.runtime.kv.spill.shelves import MAX_READ_FAILURES, PROBE_EVERY
 from teneral.runtime.kv.spill.spill import MAX_FETCHES, TRY_EVERY
+from teneral.runtime.kv.spill.tiers import MAX_READ_FAILURES, PROBE_EVERY
 
 SEED = seed_hash(b"model")
 A = chain([1] * 24, SEED)  # six blocks
@@ -73,8 +73,8 @@ def test_a_hole_in_what_was_saved_ends_what_comes_back(rig):
     rig.compute(A)
     rig.save()
     rig.give_up_all()
-    hole = rig.spill._shelves.find(A[3])
-    hole.shelf.remove(A[3])
+    hole = rig.spill._tiers.find(A[3])
+    hole.tier.remove(A[3])
     assert fetched(rig, A) == 3
 
 
@@ -353,7 +353,7 @@ def test_flipped_bytes_in_the_file_are_never_handed_out(tmp_path):
     rig.compute(A)
     rig.save()
     rig.give_up_all()
-    found = rig.spill._shelves.find(A[4])
+    found = rig.spill._tiers.find(A[4])
     file = rig.media[0].inner._file.fileno()
     os.pwrite(file, b"\x00\x01\x02", found.slot * 4096 + 9)
     assert fetched(rig, A) == 4
@@ -469,7 +469,7 @@ def test_the_thread_saves_and_fetches(rig):
     with rig.lock:
         rig.compute(A)
         rig.spill.poke()
-    saved = rig.spill._shelves.find
+    saved = rig.spill._tiers.find
     for _ in range(3_000):
         with rig.lock:
             if all(saved(block_hash) for block_hash in A):

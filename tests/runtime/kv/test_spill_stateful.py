@@ -21,7 +21,7 @@ from teneral.runtime.kv.prefix_ledger import PrefixLedger
 from teneral.runtime.kv.prefix_pool import PrefixPool
 from teneral.runtime.kv.prefixes import HASH_BYTES, seed_hash
 from teneral.runtime.kv.sessions import SessionKey, SessionPins
-from teneral.runtime.kv.spill.fetch import Fetch
+from teneral.runtime.kv.spill.policy import Fetch
 
 SEEDS = {tenant: seed_hash(b"model", tenant.encode()) for tenant in ("", "tenant")}
 NUM_STEPS = int(os.environ.get("TENERAL_TEST_STEPS", "100000"))  # a million takes minutes
@@ -102,7 +102,7 @@ class World:
             max_sessions=chance.choice([0, 2, 6]),
             max_idle_s=chance.choice([0.1, 1.0, 100.0]),
         )
-        # Like an engine's `Lending`, to a `PrefixPool`.
+        # Like an engine's `BlockManager`, to a `PrefixPool`.
         self.changed = SlowDoor(rig.lock, self.have_turns)
         self.allocator, self.prefixes = rig.allocator, rig.prefixes
         self.ledger = PrefixLedger(

@@ -65,7 +65,7 @@ def wait_until(condition):
 
 
 def num_drafted(rig):
-    lanes = [(each, each.draft) for each in rig.engine._roster.running]
+    lanes = [(each, each.draft) for each in rig.engine._state.running]
     return sum(len(lane.tokens) - each.num_prompt_tokens for each, lane in lanes if lane is not None)
 
 

@@ -208,7 +208,7 @@ def test_running_out_of_memory_ends_the_largest_and_no_other():
 
 
 def blocks_held(rig):
-    return [(each.num_blocks, each.num_computed) for each in rig.engine._roster.running]
+    return [(each.num_blocks, each.num_computed) for each in rig.engine._state.running]
 
 
 class Exhausted(ReferenceKernels):

@@ -32,7 +32,7 @@ CopyTokens = Callable[[int, int, int], None]
 """`KVPool.copy_tokens`: from a block, to a block, how many."""
 
 
-class Lending:
+class BlockManager:
     """The allocation of one pool's blocks, without their content."""
 
     def __init__(

@@ -15,17 +15,17 @@ from collections.abc import Iterable, Iterator
 from ...loader.errors import TeneralError
 from ..step.batch import Epoch
 from ..step.requests import FinishReason, GenerationEvent, Priority
+from .block_manager import BlockManager, CopyTokens
 from .capacity import Capacity
 from .expected_wait import steps_until_place
 from .generation import Generation
-from .lending import CopyTokens, Lending
 from .options import EngineOptions
 from .scheduler import Preempted, Prospect, StepPlan, shortest_first
 from .sequence import Sequence
 from .waiting import WaitingList
 
 
-class Roster:
+class SchedulerState:
     """The scheduler state. Mutable, and public within the engine: unless stated otherwise, callers
     hold `changed`.
     """
@@ -39,12 +39,12 @@ class Roster:
         max_pinned_blocks: int,
         copy_tokens: CopyTokens,
     ) -> None:
-        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` are those of `Lending` and
+        """`prefix_seed`, `max_pinned_blocks` and `copy_tokens` are those of `BlockManager` and
         `SessionPins`.
         """
         self.changed = threading.Condition()
         self.options = options
-        self.lending = Lending(
+        self.blocks = BlockManager(
             num_blocks,
             options,
             self.changed,
@@ -97,7 +97,7 @@ class Roster:
         self.waiting.join(sequence)
         session = sequence.generation.request.session_key
         if session is not None:
-            self.lending.sessions.touch(session, time.monotonic())
+            self.blocks.sessions.touch(session, time.monotonic())
         self.changed.notify_all()
 
     def require_room(self, queue_name: str, priority: Priority, num_sequences: int = 1) -> None:
@@ -180,7 +180,7 @@ class Roster:
             num_to_compute = sequence.num_prompt_tokens - sequence.num_computed
             self.waiting.charge(sequence, num_prompt_tokens=num_to_compute)
             self.num_prompt_tokens += sequence.num_prompt_tokens
-            self.lending.note_begin(sequence)
+            self.blocks.note_begin(sequence)
 
     def apply(self, plan: StepPlan[Sequence]) -> None:
         """Apply the scheduler's plan. Each admitted sequence gets a share, and a block: the last
@@ -194,13 +194,13 @@ class Roster:
         self._is_short_of_blocks = is_short and not all(each.waits_for_adapter for each in self.waiting)
         for share in plan.shares:
             if share.num_new_blocks:
-                self.lending.grow(share.sequence.exact, share.num_new_blocks)
+                self.blocks.grow(share.sequence.exact, share.num_new_blocks)
 
     def preempt(self, sequences: Iterable[Sequence], reason: Preempted) -> None:
         """Move running sequences back to the queue. They keep their tokens."""
         for sequence in sequences:
             self.running.remove(sequence)
-            self.lending.take_back(sequence)
+            self.blocks.take_back(sequence)
             # Its evicted blocks may now be worth fetching.
             sequence.fetch = None
             self.waiting.put_back(sequence)
@@ -226,18 +226,18 @@ class Roster:
         `detach_prefixes`.
         """
         if self.waiting:
-            self.lending.attach(
+            self.blocks.attach(
                 [each for each in self.waiting if not each.waits_for_adapter],
                 num_places=self.options.max_running - len(self.running),
                 num_promised=self.num_promised_blocks(),
             )
 
     def detach_prefixes(self) -> None:
-        self.lending.detach(self.waiting)
+        self.blocks.detach(self.waiting)
 
     def num_promised_blocks(self) -> int:
         """The available blocks that running sequences will need."""
-        return self.lending.num_promised(self.running)
+        return self.blocks.num_promised(self.running)
 
     def prospects(self) -> list[Prospect]:
         """The interactive sequences of the queue that the next step could admit, in the queue's
@@ -247,7 +247,7 @@ class Roster:
         first = {
             id(each) for each in (*interactive[:1], *shortest_first(interactive)[: self.options.max_running])
         }
-        return [self.lending.prospect(each) for each in interactive if id(each) in first]
+        return [self.blocks.prospect(each) for each in interactive if id(each) in first]
 
     # -- ending ----------------------------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class Roster:
             self.waiting.end(sequence)
         else:
             self.waiting.withdraw(sequence)
-        self.lending.keep_for_session(sequence)
-        self.lending.take_back(sequence)
+        self.blocks.keep_for_session(sequence)
+        self.blocks.take_back(sequence)
 
     def forget_ended(self) -> list[Sequence]:
         """Forget the sequences that have ended meanwhile, and return them."""
@@ -316,7 +316,7 @@ class Roster:
     def check_integrity(self, max_context: int) -> None:
         """Raise AssertionError if sequences and block pool disagree."""
         self.waiting.check_integrity()
-        self.lending.check_integrity([lane for sequence in self.running for lane in sequence.lanes])
+        self.blocks.check_integrity([lane for sequence in self.running for lane in sequence.lanes])
         for sequence in self.running:
             assert sequence.num_computed <= sequence.num_tokens <= max_context
             assert sequence.exact.epoch is Epoch.EXACT
